@@ -22,12 +22,13 @@ from tests.system.components import VARIABLE
 
 
 def pytest_configure() -> None:
-    """Mind the signals that a background job of a shell, or nohup, has ignored.
+    """Prepare the session: signals, time limits and threads.
 
-    The launcher keeps to what it inherits, and is tested for what these do. Examples of hypothesis
-    have no time limit of their own: a busy machine is no failure. Tensors of tests are small:
-    several threads of torch would wait for each other in busy loops, on cores that ranks need. So
-    would those of the programs that tests start, unless a test sets the variable itself.
+    The launcher respects signals that it inherits as ignored (from a background job or nohup), so
+    restore those that tests send. Hypothesis examples have no time limit, because a slow run on a
+    busy machine is not a failure. torch gets one thread, because test tensors are small and its
+    threads would wait for each other in busy loops, on cores that ranks need. The same applies to
+    programs that tests start, unless a test sets the variable itself.
     """
     make_own()
     _check_packages()
@@ -45,12 +46,11 @@ def pytest_configure() -> None:
 
 
 LIBRARIES = ("accelerate", "transformers", "peft", "lightning")
-"""Packages whose tests skip where they are absent; TESTS_REQUIRE may ask for them."""
+"""Packages whose tests are skipped if they are not installed, unless TESTS_REQUIRE lists them."""
 
 
 def _check_packages() -> None:
-    """Raise UsageError for a library that TESTS_REQUIRE asks for and that is not there: its tests
-    would be skipped."""
+    """Raise UsageError if a library in TESTS_REQUIRE is missing. Its tests would be skipped."""
     asked = os.environ.get(VARIABLE, "").split(",")
     absent = [name for name in LIBRARIES if name in asked and find_spec(name) is None]
     if absent:
@@ -58,14 +58,13 @@ def _check_packages() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Put aside what the tests have imported: else each collection of garbage that a test asks for
-    looks at all of it, for half a second."""
+    """Freeze imported objects, which makes garbage collections half a second faster."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """Leave nothing behind."""
+    """Clean up at the end of the session."""
     remove_own()
 
 
@@ -79,7 +78,7 @@ def group() -> Iterator[Groups]:
 
 @pytest.fixture
 def solo(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    """A world of one rank as `shardwise.init` makes it, without a process group."""
+    """Create a world of one rank, as `shardwise.init` does, without a process group."""
     world = World(Identity(launcher="python"), Solo(), torch.device("cpu"))
     monkeypatch.setattr(worlds, "_current", world)
     yield world
@@ -88,7 +87,7 @@ def solo(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """An empty folder on a disk; whoever uses it leaves no file in it and no thread behind."""
+    """Create an empty folder on a disk. Tests must leave no files in it and no threads running."""
     before = set(threading.enumerate())
     path = on_a_disk() / f"shardwise-test-{os.getpid()}"
     path.mkdir()

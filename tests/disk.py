@@ -54,7 +54,7 @@ def pattern(seed: int, nbytes: int) -> Tensor:
 
 
 def put(store: Store, index: int, data: Tensor) -> None:
-    """Write a whole record asynchronously."""
+    """Write a complete record asynchronously."""
     lease = store.blank(index)
     lease.wait().copy_(data)
     lease.write()

@@ -1,7 +1,7 @@
-"""What seeded commands share: trials one after the other, counted, and shown as a table.
+"""Code that seeded commands share: it runs trials in sequence, counts them and prints a table.
 
     python -m tests.NAME --THINGS 1000 --seed 1     seeds 1 to 1000
-    python -m tests.NAME --THING 17                 that one, and all about it
+    python -m tests.NAME --THING 17                 a single seed, with all details
 
 Used by tests.checkpoint_damage, tests.bad_input, tests.random_faults and tests.save_kills.
 """
@@ -24,8 +24,11 @@ console = Console(soft_wrap=True, highlight=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What came of a trial: its `kind`, whether that is what is promised, of which kind the thing
-    tried was (`of`), in a few `words`, and all that is known of it."""
+    """The result of a trial.
+
+    `kind` is the kind of result, and `fine` is True if this kind is promised. `of` is the kind of
+    thing that was tried, `words` a short description, and `story` all details.
+    """
 
     kind: str
     fine: bool
@@ -40,14 +43,14 @@ Trial = Callable[[int], Result]
 
 @dataclass
 class Counts:
-    """What came of all of them."""
+    """The counts of all results."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     by_thing: dict[str, Counter[str]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
     def add(self, result: Result) -> None:
-        """Count one."""
+        """Add one result."""
         self.kinds[result.kind] += 1
         self.by_thing.setdefault(result.of, Counter())[result.kind] += 1
         self.seconds.append(result.seconds)
@@ -55,9 +58,9 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A seeded command of the module `name`, which tries `things`, each a `thing`.
+    """A seeded command of the module `name`, which tries `things`, each called a `thing`.
 
-    `fine` are the kinds of results that are promised, `wrong` those that are not.
+    `fine` lists the kinds of results that are promised, `wrong` the kinds that are not.
     """
 
     name: str
@@ -73,11 +76,14 @@ class Command:
         return (*self.fine, *self.wrong)
 
     def again(self, seed: int) -> str:
-        """The line that tries the one of `seed` again."""
+        """Return the command that repeats the trial of `seed`."""
         return f"python -m tests.{self.name} --{self.thing} {seed}"
 
     def failures(self, trial: Trial, seeds: Iterable[int], counts: Counts | None = None) -> str:
-        """All about those of `seeds` that are not fine; for a test. All are added to `counts`."""
+        """Run the trials of `seeds` in a test, and describe all failures.
+
+        Adds results to `counts`.
+        """
         told = []
         for seed in seeds:
             result = trial(seed)
@@ -91,12 +97,12 @@ class Command:
         return f"{result.kind}: {result.words[:400]}\n    {self.again(seed)}"
 
     def many(self, trial: Trial, first: int, count: int, seconds: float = math.inf) -> bool:
-        """Try them one after the other, as many as fit into `seconds`; whether all were fine."""
+        """Run trials in sequence for up to `seconds`, and return whether all were fine."""
         counts, began, fine = Counts(), time.monotonic(), True
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             task = progress.add_task(self.things, total=count)
-            with suppress(KeyboardInterrupt):  # what was tried by then is shown
+            with suppress(KeyboardInterrupt):  # show the trials so far
                 for seed in range(first, first + count):
                     result = trial(seed)
                     counts.add(result)
@@ -110,7 +116,7 @@ class Command:
         return fine
 
     def _show(self, counts: Counts, seconds: float) -> None:
-        """The table of all results: kinds of things by what came of them."""
+        """Print a table of results, with a row for each kind of thing."""
         times = sorted(counts.seconds) or [0.0]
         total, median = len(counts.seconds), times[len(times) // 2]
         title = f"{total} {self.things} in {seconds:.0f} s; each {median:.1f} s (median)"
@@ -126,7 +132,7 @@ class Command:
         console.print(table)
 
     def run(self, prepared: Callable[[], AbstractContextManager[Trial]]) -> None:
-        """Serve the command line, with the trial that `prepared` gives."""
+        """Run the command line, with the trial that `prepared` returns."""
 
         @click.command(help=self.about.replace("\npython", "\n\npython"))
         @click.option(f"--{self.things}", "count", default=100, help="How many to try.")

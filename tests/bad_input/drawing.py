@@ -396,4 +396,4 @@ KINDS: dict[str, tuple[int, Callable[[Random], Input]]] = {
     "from an agent": (2, from_agent),
     "surroundings": (3, surroundings),
 }
-"""By name of a kind: its weight, and the function that draws it."""
+"""Weight and drawing function of each kind of input."""

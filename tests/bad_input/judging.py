@@ -1,4 +1,4 @@
-"""Tries one invalid input, and judges whether it was refused in a sentence."""
+"""Tries one invalid input, and judges whether the command rejected it in one sentence."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ VARIABLES = {
     "PET_NODE_RANK": {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1"},
     "SM_CURRENT_HOST": {"SM_HOSTS": '["0", "1"]'},
 }
-"""By the variable of a rank, the other variables that its launcher sets."""
+"""Other variables that a launcher sets, by its variable for the rank."""
 
 NOT_NUMBERS = {"MASTER_ADDR", "SHARDWISE_RENDEZVOUS", "PET_MASTER_ADDR", "SKYPILOT_NODE_IPS"}
 NOT_NUMBERS |= {"SLURM_STEP_ID", "FLUX_JOB_ID", "LSB_JOBID"}

@@ -1,8 +1,9 @@
-"""Ranks that are killed or stopped while they train: what the others say, and how soon.
+"""Kills or stops ranks while they train, and records how and when the other ranks notice.
 
-Started as `python -m tests.distributed.faults`: reads cases as lines of JSON, forks the ranks of
-each off itself, so that torch is imported once, and writes a line of JSON with the outcomes. A line
-holds several cases, each of which starts when the fault of the one before has come: while it waits.
+Started as `python -m tests.distributed.faults`. It reads cases as JSON lines, forks the ranks of
+each case from itself, so that torch is imported only once, and writes a JSON line with the
+outcomes. A line contains several cases. Each starts after the fault of the previous one, while that
+case waits.
 """
 
 import json
@@ -21,16 +22,16 @@ from typing import Any, NoReturn
 
 VICTIM, FAULTY_STEP, STEPS = 1, 3, 6
 SECONDS_OF_SOME_STEPS = 0.2
-"""By then a fault that comes at any moment has come; the ranks train on until it does."""
+"""Seconds within which a fault at a random moment has happened. The ranks train until it does."""
 
 PHASES = ("backward", "step", "gather", "between")
 
 
 @dataclass(frozen=True)
 class Case:
-    """`phase` is one of PHASES, or "anywhere": then `seed` draws the moment.
+    """A fault to inject. `phase` is one of PHASES, or "anywhere": then `seed` selects the moment.
 
-    `number` is the signal; `hosts`, if given, the host that each rank takes itself to be on.
+    `number` is the signal. `hosts`, if given, assigns each rank to a simulated host.
     """
 
     phase: str
@@ -45,8 +46,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank that was left over raised, and seconds from the fault until it did; how it
-    ended: its exit code, negative for a signal."""
+    """The error that a surviving rank raised, and the seconds between the fault and that error.
+
+    `code` is the exit code of its process, negative for a signal.
+    """
 
     rank: int
     kind: str
@@ -59,7 +62,10 @@ class Outcome:
 
 
 def _train(case: Case, rank: int, told: int, faults: int) -> NoReturn:
-    """Train until an error, which goes to the descriptor `told`; a fault's moment to `faults`."""
+    """Train until an error, which is written to the descriptor `told`.
+
+    Fault times go to `faults`.
+    """
     import torch
 
     import shardwise as sw
@@ -95,7 +101,7 @@ def _train(case: Case, rank: int, told: int, faults: int) -> NoReturn:
 
 
 class _Fault:
-    """The signal that the victim sends itself in the middle of the phase."""
+    """The signal that the victim sends to itself in the middle of the phase."""
 
     def __init__(self, case: Case, told: int) -> None:
         self.step = 0
@@ -111,7 +117,7 @@ class _Fault:
             self.strike()
 
     def prepare(self, model: Any, engine: Any) -> None:
-        """Put it where the phase has its middle."""
+        """Install the fault in the middle of the phase."""
         if self._case.phase == "gather":
             model[2].register_forward_pre_hook(self.when_due)
         elif self._case.phase == "backward":
@@ -126,8 +132,10 @@ class _Fault:
         made.register_hook(self.when_due)
 
     def _in_update(self, inners: Any) -> None:
-        """Some buckets are updated and on their way, others are not; all are updated in one call
-        where none is gathered then."""
+        """Strike when some buckets are updated and being gathered, and others are not.
+
+        If nothing is gathered, all buckets are updated in a single call.
+        """
         calls = Counter[int]()
         last = 2 if self._case.zero in (1, 2) else 1
 
@@ -145,18 +153,20 @@ class _Fault:
 
 
 def run(cases: list[Case]) -> list[list[Outcome]]:
-    """By case, the outcomes of all ranks but the victim, of which nothing is left either."""
+    """Return, for each case, the outcomes of all ranks except the victim.
+
+    Leaves no process behind.
+    """
     return [_ends(*started) for started in [(case, *_start(case)) for case in cases]]
 
 
 def _start(case: Case) -> tuple[list[tuple[int, int]], int]:
-    """What _fork returns of each rank, and the descriptor where the moment of the fault is said,
-    which has come."""
+    """Fork the ranks, wait for the fault, and return its descriptor and the results of `_fork`."""
     read, write = os.pipe()
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
         ranks = [_fork(case, rank, listener, write) for rank in range(case.size)]
     os.close(write)
-    select.select([read], [], [])  # the fault, or the end of all ranks
+    select.select([read], [], [])  # the fault, or the exit of all ranks
     return ranks, read
 
 
@@ -176,7 +186,7 @@ def _ends(case: Case, ranks: list[tuple[int, int]], read: int) -> list[Outcome]:
 
 
 def _fork(case: Case, rank: int, listener: socket.socket, faults: int) -> tuple[int, int]:
-    """A rank's process, and the descriptor where it says how it ended."""
+    """Return a rank's process id, and the descriptor to which the rank writes its error."""
     read, write = os.pipe()
     pid = os.fork()
     if pid:

@@ -6,9 +6,9 @@
     def test_rows(group):
         assert group(2)(rows, 5) == [[0, 1], [2, 3, 4]]
 
-Importing torch costs seconds of CPU, its compiler as many again with the first optimizer, so one
-process does both (multiprocessing's forkserver) and the ranks are forked from it. A group is
-started by the first case that needs it and serves all later cases of that size.
+Importing torch takes seconds of CPU time, and the first optimizer imports its compiler, which takes
+as long again. So one process (multiprocessing's forkserver) does both, and the ranks are forked
+from it. A group is started by the first case that needs it and serves all later cases of that size.
 """
 
 import contextlib
@@ -38,19 +38,25 @@ Main = Callable[[Connection, int, Mapping[str, str], dict[str, Any]], None]
 
 START_LIMIT = 120.0
 GRACE = 1.0
-"""Seconds that ranks may take to fail like the first; then it is ended, and they lose a peer."""
+"""Seconds that ranks may take to fail like the first.
+
+After that the first rank is stopped, so that the others lose a peer.
+"""
 
 
 class RankFailed(AssertionError):
-    """A case failed; the message holds the tracebacks, the primary one last."""
+    """A case failed. The message contains the tracebacks, the primary one last."""
 
 
 class RankLate(RankFailed):
-    """A case took longer than its limit; the message holds the stacks."""
+    """A case took longer than its limit. The message contains the stacks."""
 
 
 class Groups:
-    """`groups(size)` is the group of that size; `settings` are those of its `shardwise.init`."""
+    """`groups(size)` returns the group of that size.
+
+    `settings` are passed to its `shardwise.init`.
+    """
 
     def __init__(self, origin: "Origin | None" = None) -> None:
         self._groups: dict[tuple[int, str], Group] = {}
@@ -63,7 +69,7 @@ class Groups:
         return self._groups[key]
 
     def close(self) -> None:
-        """End every group; nothing of them is left."""
+        """Stop every group and release its resources."""
         for group in self._groups.values():
             group.end()
         for group in self._groups.values():
@@ -72,14 +78,14 @@ class Groups:
 
 @dataclass(frozen=True)
 class Origin:
-    """How the process of a rank comes to be, and what it does then."""
+    """How the process of a rank is created, and the function that it runs."""
 
     context: Any = FORKED
     main: Main = worker.main
 
 
 class Group:
-    """`size` ranks, started when first used and again after a case that broke them."""
+    """`size` ranks, started at first use and restarted after a case that broke them."""
 
     def __init__(
         self, size: int, settings: Mapping[str, Any] | None = None, origin: Origin | None = None
@@ -90,10 +96,10 @@ class Group:
         self._ranks: list[_Rank] = []
 
     def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
-        """`function(world, *args)` in every rank; the results by rank.
+        """Run `function(world, *args)` on every rank, and return the results by rank.
 
-        `function` stands at the top level of a test module, `args` and results are picklable.
-        Raises RankFailed when any rank raises, or when `limit` seconds have passed.
+        `function` must be at the top level of a test module; `args` and results must be picklable.
+        Raises RankFailed if any rank raises, or if `limit` seconds have passed.
         """
         __tracebackhide__ = True
         outcomes = self.outcomes(function, *args, limit=limit)
@@ -104,16 +110,16 @@ class Group:
     def errors(
         self, function: Callable[..., Any], *args: Any, limit: float = 60
     ) -> list[tuple[str, str] | None]:
-        """As a call, but returns each rank's (type name, message), or None where none raised."""
+        """Run a case, but return each rank's (type name, message), or None if it raised nothing."""
         __tracebackhide__ = True
         return [outcome.error for outcome in self.outcomes(function, *args, limit=limit)]
 
     def outcomes(
         self, function: Callable[..., Any], *args: Any, limit: float = 60
     ) -> list[Outcome]:
-        """As a call, but returns what each rank says of the case, an error too.
+        """Run a case, but return each rank's outcome, including errors.
 
-        Raises RankLate when `limit` seconds have passed.
+        Raises RankLate if `limit` seconds have passed.
         """
         __tracebackhide__ = True
         if not self._ranks:
@@ -136,12 +142,12 @@ class Group:
         return [outcomes[number] for number in range(self.size)]
 
     def end(self) -> None:
-        """Ask the ranks for an end, which they come to when idle."""
+        """Ask the ranks to exit once they are idle."""
         for rank in self._ranks:
             rank.tell("end")
 
     def close(self) -> None:
-        """End the ranks: politely where they are idle, and surely."""
+        """Stop the ranks: ask idle ones to exit, and kill the rest."""
         self.end()
         for rank in self._ranks:
             rank.reap()
@@ -165,10 +171,10 @@ class Group:
             raise RankFailed(f"A group of {self.size} could not start.\n{said}") from error
 
     def _collect(self, limit: float) -> dict[int, Outcome]:
-        """The outcomes that come within `limit` seconds, by rank.
+        """Return the outcomes that arrive within `limit` seconds, by rank.
 
-        A rank that failed is ended when the others do not soon end too, so that they lose a peer
-        as they would in a run.
+        A rank that failed is stopped if the others do not fail soon too, so that they lose a peer,
+        as in a real run.
         """
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + limit
@@ -187,7 +193,7 @@ class Group:
         return outcomes
 
     def _in_step(self, outcomes: Mapping[int, Outcome]) -> bool:
-        """Whether the ranks, some of which raised, can run another case."""
+        """Return whether the ranks can run another case after some of them raised."""
         if any(outcome.secondary for outcome in outcomes.values()):
             return False
         if len({outcome.calls for outcome in outcomes.values()}) > 1:
@@ -212,7 +218,7 @@ class Group:
 
 
 class _Rank:
-    """One process of a group, the connection to it, and what it printed."""
+    """One process of a group, the connection to it, and its output."""
 
     def __init__(
         self,
@@ -253,7 +259,7 @@ class _Rank:
         theirs.close()
 
     def outcome(self) -> Outcome:
-        """What this rank says of its case; when it is gone, that."""
+        """Return this rank's outcome, or an error if the process has exited."""
         try:
             said = self.connection.recv()
         except (EOFError, OSError):
@@ -265,18 +271,18 @@ class _Rank:
         return said
 
     def output(self) -> str:
-        """All that this rank has printed."""
+        """Return everything that this rank has printed."""
         self.printed.seek(0)
         text = self.printed.read().decode(errors="replace")
         return f"--- printed by rank {self.number} ---\n{text[-20000:]}"
 
     def tell(self, *message: Any) -> None:
-        """Send a message; that a rank is gone shows when its outcome is read."""
+        """Send a message. If the rank has exited, that shows when its outcome is read."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def reap(self) -> None:
-        """Wait for the end, or make it so."""
+        """Wait until the process exits, and kill it if it does not."""
         self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
@@ -287,7 +293,7 @@ class _Rank:
 
 
 class _Descriptor:
-    """An open file, which the forked process gets as a descriptor of its own."""
+    """An open file, which is sent to the forked process as a duplicated descriptor."""
 
     def __init__(self, file: IO[bytes] | socket.socket) -> None:
         self._file = file
@@ -309,14 +315,14 @@ def _be(
     environ: dict[str, str],
     settings: dict[str, Any],
 ) -> None:
-    """What a forked process does: it becomes the rank."""
+    """Run in the forked process: become the rank."""
     told = environment.identity_variables(replace(identity, listen_fd=listen_fd))
     main(connection, printed, environ | told, settings)
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """The process that ranks are forked from is started now, and must have no threads."""
+    """Start the process that ranks are forked from, which must have no threads."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -329,7 +335,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _environment() -> dict[str, str]:
-    """The session's, without what makes it a rank or a test."""
+    """Return the session's environment without the variables that define a rank or a test."""
     strange = ("SHARDWISE_", "PYTEST_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     kept = {
@@ -341,7 +347,7 @@ def _environment() -> dict[str, str]:
 
 
 def story(function: Callable[..., Any], outcomes: list[Outcome]) -> str:
-    """The tracebacks of all ranks that raised; the likely cause of the others comes last."""
+    """Return the tracebacks of all ranks that raised, with the likely cause last."""
     failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome.error]
     failed.sort(key=lambda pair: (not pair[1].secondary, -pair[0]))
     parts = [f"=== rank {rank} of {len(outcomes)} ===\n{outcome.trace}" for rank, outcome in failed]

@@ -1,4 +1,4 @@
-"""What tests of shardwise.horovod have in common."""
+"""Code that the tests of shardwise.horovod share."""
 
 import threading
 from collections.abc import Iterator
@@ -30,6 +30,6 @@ def initialized() -> Iterator[None]:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers, so that sums are exact in every dtype."""
+    """Return small integers, so that sums are exact in every dtype."""
     draw = torch.Generator().manual_seed(1000 * rank + len(shape))
     return torch.randint(0, 9, shape, generator=draw).to(dtype)

@@ -14,7 +14,7 @@ FULL = pytest.mark.full
 RANKS = [pytest.param(ranks, marks=FULL if ranks == "3 gloo" else ()) for ranks in SIZES]
 """Numbers of ranks: two over Gloo and three in shared memory show nearly all errors."""
 every_size = pytest.mark.parametrize("ranks", RANKS)
-"""Over Gloo all ranks gather units together; in shared memory every bucket is always whole."""
+"""Over Gloo all ranks gather units together. In shared memory every bucket is always complete."""
 
 TURNS = ("2 gloo", "3 shared")
 
@@ -135,7 +135,7 @@ def train(world, engine, model, loss_of, steps):
 
 
 def train_plain(model, optimizer, loss_of, steps, *, size):
-    """Train in one process; `loss_of` is called for each rank's rows."""
+    """Train in a single process, calling `loss_of` for each rank's rows."""
     told = []
     for step in steps:
         optimizer.zero_grad()
@@ -178,7 +178,7 @@ def same_figures(mine, theirs, tolerance=1e-9):
 
 
 def same_weights(engine, model, plain, tolerance=1e-9):
-    """Assert that whole parameters and buffers are equal in `model` and `plain`."""
+    """Assert that full parameters and buffers of `model` and `plain` are equal."""
     with engine.full_parameters():
         mine = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = plain.state_dict()
@@ -206,7 +206,7 @@ def units_of(engine):
 
 
 def buffers_made(engine):
-    """Return the number of buffers allocated for whole buckets; 0 if ranks share memory."""
+    """Return the number of buffers allocated for gathered buckets, or 0 if ranks share memory."""
     return getattr(engine._states.shown.residency._gathers, "allocated", 0)
 
 

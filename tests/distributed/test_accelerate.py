@@ -1,4 +1,4 @@
-"""Accelerate over engines: the results of stock Accelerate in one process, in every row."""
+"""Accelerate on engines, compared with stock Accelerate in a single process, by ZeRO stage."""
 
 import copy
 import gc
@@ -25,7 +25,7 @@ ENDS = {"fp32": 1e-5, "fp64": 1e-8}
 
 
 def ranks(group, size):
-    """Ranks whose generators are the script's own, as under an Accelerator that joins by itself."""
+    """Return ranks that do not reseed generators, as if an Accelerator had joined the run."""
     return group(size, reseed=False)
 
 
@@ -41,7 +41,7 @@ def fresh():
 
 
 def stock(**options):
-    """Stock Accelerate in one process."""
+    """Create stock Accelerate in a single process."""
     fresh()
     return accelerate.Accelerator(cpu=True, **options)
 
@@ -54,7 +54,7 @@ def ours(**options):
 
 
 def split():
-    """The total batch, and its order, is what the script says, on any number of processes."""
+    """Return a config that keeps the global batch and its order on any number of processes."""
     return accelerate.utils.DataLoaderConfiguration(
         split_batches=True, use_seedable_sampler=True, data_seed=7
     )
@@ -115,13 +115,16 @@ def parity_case(world, zero, dtype):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ENDS)
 def test_results_of_stock_accelerate(group, size, dtype):
-    """With five batches and two to a step, the last step of an epoch has one: divided as theirs."""
+    """With five batches, two per step, the last step has one.
+
+    Its loss is divided as in Accelerate.
+    """
     for zero in range(4):
         ranks(group, size)(parity_case, zero, dtype)
 
 
 def own_batches_case(world, zero):
-    """Batches of each process: the schedule goes on by as many steps as there are processes."""
+    """Give each process its own batches. The schedule advances by the number of processes."""
     accelerator = ours(zero=zero)
     seen, _ = train(accelerator)
     rates = seen[2::3]
@@ -135,7 +138,7 @@ def test_schedules_go_on_as_theirs(group, size):
 
 
 class Resumed:
-    """A run that saves in the middle of an epoch, and one that goes on from there."""
+    """A run that saves in the middle of an epoch, and one that resumes from there."""
 
     def __init__(self, zero, folder, **options):
         self.accelerator = accelerator = ours(zero=zero, gradient_accumulation_steps=2, **options)
@@ -305,7 +308,7 @@ def test_every_sample_counts_once_in_metrics(group):
 
 
 def clipping_case(world, zero, how):
-    """What torch does to the gradients of one process, of other norms, parts and values."""
+    """Clip by other norms, by value, and for some parameters, as torch does in a single process."""
     x, y = data().tensors
     plain, model = net(), net()
     theirs, mine = optimizer_of(plain), optimizer_of(model)
@@ -351,7 +354,7 @@ def test_clipping_as_in_one_process(group, how):
 
 
 def gan(accelerator, generator, critic, steps=3):
-    """As GANs are written: the generator's loss leaves gradients in the critic too."""
+    """Train a GAN in which the generator's loss leaves gradients in the critic too."""
     generator, critic = generator, critic
     opt_g = torch.optim.Adam(generator.parameters(), lr=1e-2)
     opt_c = torch.optim.Adam(critic.parameters(), lr=1e-2)
@@ -429,7 +432,7 @@ def test_the_optimizers_of_one_model_step_together(group):
 
 
 def hooks_case(world, zero, folder):
-    """Hooks that save and load models themselves see whole weights."""
+    """Run save and load hooks, which must see full weights."""
     accelerator = ours(zero=zero)
     model = net()
     model, _ = accelerator.prepare(model, optimizer_of(model))
@@ -523,7 +526,7 @@ def compiled_case(world):
     accelerator = ours(dynamo_backend="inductor")
     model = net()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         assert accelerator.prepare(model, optimizer_of(model))[0] is model
     assert accelerator.engines[0].settings.compile
     assert all(block._compiled_call_impl is not None for block in model[1:4])
@@ -563,7 +566,7 @@ def test_data_without_a_length(group):
 
 
 def named_case(world, zero, folder):
-    """Checkpoints in numbered folders, the oldest of which are removed; models for others."""
+    """Save to numbered folders and remove the oldest; save models for other libraries."""
     import safetensors.torch
 
     config = accelerate.utils.ProjectConfiguration(
@@ -602,7 +605,7 @@ def test_numbered_checkpoints_and_whole_models(group, tmp_path, zero):
 
 
 def without_optimizer_case(world, zero):
-    """A norm of parameters that no optimizer has would silently be another one."""
+    """Clip parameters without an optimizer, which would silently change the norm."""
     accelerator = ours(zero=zero)
     model = net()
     said = pytest.warns(UserWarning, match="in no optimizer") if world.is_main else nullcontext()
@@ -630,8 +633,11 @@ def test_clipping_names_parameters_without_an_optimizer(group):
 
 
 def by_hand_case(world, accumulation):
-    """A model that is prepared without an optimizer has the gradients of DistributedDataParallel:
-    those of one process. An unprepared one has plain gradients."""
+    """Train a model that is prepared without an optimizer, as with DistributedDataParallel.
+
+    Its gradients are those that a single process would have. An unprepared model has plain
+    gradients.
+    """
     accelerator = ours(gradient_accumulation_steps=accumulation, zero=3)
     torch.manual_seed(world.rank)  # the values of rank 0 become everyone's
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1), nn.Linear(1, 1))
@@ -666,7 +672,7 @@ def test_a_model_without_an_optimizer_has_averaged_gradients(group, accumulation
 
 
 def branch_case(world):
-    """A layer that the loss of one worker alone reaches."""
+    """Train a layer that only one worker's loss reaches."""
     accelerator = ours()
     layers = accelerator.prepare(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)]))
     accelerator.backward(layers[world.rank](torch.ones(1, 1)).sum())
@@ -701,7 +707,7 @@ def test_an_accelerator_is_pickled_without_what_it_trains(group, exact):
 
 
 def dropped_case(world):
-    """Nothing keeps a model that the script has dropped, and a copy has no engine."""
+    """Check that a dropped model is freed, and that a copy has no engine."""
     accelerator, model = ours(), net()
     model, _ = accelerator.prepare(model, optimizer_of(model))
     copied, seen = copy.deepcopy(model), weakref.ref(model)
@@ -723,7 +729,7 @@ def one_step(accelerator, model, optimizer):
 
 
 def taken_over_case(world, zero):
-    """The second Accelerator goes on where the first one was."""
+    """Let a second Accelerator continue from the state of the first."""
     x, y = data().tensors
     plain = net()
     alone = optimizer_of(plain)
@@ -762,7 +768,7 @@ def test_models_in_parts_are_refused(group):
 
 
 def frozen_case(world, zero):
-    """A teacher without an optimizer stays whole; frozen layers of a model are kept as they are."""
+    """Use a teacher without an optimizer, and a model with frozen layers. Neither changes."""
     accelerator = ours(zero=zero)
     teacher, model = net().requires_grad_(False), net()
     model[0].requires_grad_(False)

@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def trained(world, settings, *, rows=13, micro=4, two_at_once=False):
-    """Return the whole state after some steps, and the next random numbers of each rank."""
+    """Return the full state after some steps, and the next random numbers of each rank."""
     activation_offload.LEAST = 64
     if settings.get("compile"):
         torch.compiler.reset()  # else torch runs a block eagerly after too many compilations
@@ -127,7 +127,7 @@ def test_two_forwards_before_one_backward(group, tmp_path):
 
 
 def compiled_case(world, folder, backend, ways):
-    """The `backend` of torch.compile selects what compiles the graphs, if anything."""
+    """Test with torch.compile. `backend` selects the compiler of the graphs, if any."""
     compile_it = partial(torch.compile, backend=backend)
     with warnings.catch_warnings(), mock.patch.object(torch, "compile", compile_it):
         warnings.simplefilter("ignore")  # torch's compiler warns about its own code

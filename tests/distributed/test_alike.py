@@ -119,7 +119,7 @@ def test_many_micro_batches_in_16_bit(group, zero):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Scales each tensor's update by the norms of the whole tensor (You et al., 2020)."""
+    """Scales each tensor's update by the norms of the full tensor (You et al., 2020)."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})

@@ -434,7 +434,7 @@ def test_step_repeated_on_one_island_raises_at_close(group):
 
 
 def uneven_case(world, steps, more):
-    """Make more steps on one island. The model is whole afterwards, and the engine closed."""
+    """Run more steps on one island. Afterwards the model is complete and the engine closed."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), zero=3)
     try:
@@ -517,7 +517,7 @@ def mended_case(world, fill):
 
 
 def test_user_can_replace_nan_gradients(group):
-    """As in any row, no island uses its own gradients instead."""
+    """As with every ZeRO stage, no island uses its own gradients instead."""
     first, second = group(2, islands=2, behind=BEHIND)(mended_case, 0.5)
     assert first[0] == second[0] == [False, False, False, True, False]
     assert torch.equal(first[1], second[1])

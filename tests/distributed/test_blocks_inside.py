@@ -1,4 +1,4 @@
-"""Nested blocks of whole parameters in every row: the outer block keeps its values."""
+"""Nested full_parameters blocks with each ZeRO stage: the outer block keeps its values."""
 
 import copy
 

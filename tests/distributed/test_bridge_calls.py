@@ -1,4 +1,4 @@
-"""Calls of Accelerate's that do nothing there, and what another one has taken over."""
+"""Accelerate calls that have no effect here, and objects that another Accelerator took over."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ accelerate = pytest.importorskip("accelerate", reason="the accelerate package is
 
 
 def idle(accelerator):
-    """Steps and clippings without a backward: what they give, and the weights in the end."""
+    """Step and clip without a backward pass. Return the results and the final weights."""
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -104,7 +104,7 @@ def test_what_a_reentrant_checkpoint_hides_is_refused(group, reentrant):
 
 
 def whole_case(world, folder):
-    """save_model inside a block of whole weights, which stay whole."""
+    """Call save_model inside a full_parameters block, which must remain gathered."""
     accelerator, model, plain = ours(zero=3), net(), net()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with accelerator.full_parameters(model):
@@ -119,7 +119,7 @@ def test_models_are_saved_inside_a_block_of_whole_weights(group, tmp_path):
 
 
 def test_models_in_parts_are_refused_before_a_run_is_joined(monkeypatch):
-    """In words of their own, where the run would speak of seeds."""
+    """The error is specific, although the run's own check would complain about seeds."""
     from shardwise.bridging.joining import join
 
     fresh()
@@ -129,7 +129,10 @@ def test_models_in_parts_are_refused_before_a_run_is_joined(monkeypatch):
 
 
 def no_sync_case(world, zero):
-    """Other libraries refuse no_sync where gradients are sharded; here it only saves sends."""
+    """Use no_sync with sharded gradients, which other libraries reject.
+
+    Here it only saves messages.
+    """
     x, y = data().tensors
     accelerator, model, plain = ours(zero=zero), net(), net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

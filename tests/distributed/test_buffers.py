@@ -1,4 +1,4 @@
-"""Buffers and frozen parameters that a forward changes have the same values as in one process."""
+"""Buffers and frozen parameters that a forward pass changes match a single process."""
 
 import copy
 
@@ -33,7 +33,7 @@ class Centred(nn.Module):
 
 
 class Counted(nn.Module):
-    """Its output depends on the number of forwards, not on their data."""
+    """A model whose output depends on the number of forward passes, not on their data."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ def same_model(engine, model, plain):
 
 
 def weighted_case(world, zero, kind, steps):
-    """The loss counts only some rows, and ranks have different numbers of these."""
+    """Train with a loss that counts only some rows, a different number on each rank."""
 
     def loss_of(model, x, counted):
         return (model(x).square() * counted).sum() / counted.sum()
@@ -140,7 +140,7 @@ def test_forwards_of_a_stand_in_are_counted(group, zero, how):
 
 
 def found_late_case(world):
-    """Forward starts to write through .data when checksums are no longer compared in every step."""
+    """Start writing through .data when checksums are no longer compared in every step."""
     model = Centred("data")
     for layer in (model.inner, model.head):
         layer.double()
@@ -166,7 +166,7 @@ def test_writes_that_start_late_are_found_and_reported(group):
 
 
 class Sized(nn.Module):
-    """A buffer with another size on every worker."""
+    """A buffer with a different size on every worker."""
 
     def __init__(self, *, persistent):
         super().__init__()

@@ -72,7 +72,7 @@ def train(world, engine, model, steps):
 
 
 def whole(engine, model):
-    """Return all values that the engine holds, whole: model, optimizer and averages."""
+    """Return all full values that the engine holds: model, optimizer and averages."""
     with engine.full_parameters():
         values = {f"model {name}": v.clone() for name, v in model.state_dict().items()}
     for number, state in engine.optimizer_state_dict()["state"].items():
@@ -152,7 +152,7 @@ def checksums(path):
 
 
 def gloo_case(world, folder):
-    """Every gather sends messages, and a file is larger than its limit."""
+    """Save and load with messages for every gather, and a file above the size limit."""
     path, values = saves(world, folder, zero=3)
     alike(loads(world, path, zero=3), values)
 
@@ -225,7 +225,7 @@ def test_optimizers_of_whole_tensors(group, tmp_path, row):
 
 
 class Whole(torch.optim.Optimizer):
-    """Needs whole tensors, and keeps a state tensor of the parameter's shape."""
+    """An optimizer that needs full tensors and has a state tensor of the parameter's shape."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -276,7 +276,7 @@ def own_optimizer_case(world, folder):
 
 
 def groups_case(world, folder):
-    """Groups in another order would give rates and decays to the wrong parameters."""
+    """Load parameter groups in a different order, which would mix up learning rates and decays."""
 
     def grouped(step):
         def make(model):
@@ -647,7 +647,7 @@ def test_transformers_reads_it(group, tmp_path, monkeypatch):
 
 
 def foreign_case(world, folder, row):
-    """Files of other libraries, wrapped or not; all mismatches are listed by name at once."""
+    """Load files of other libraries, with and without wrappers. One error lists all mismatches."""
     theirs = Everything()
     wrapped = {f"module._orig_mod.{name}": value for name, value in theirs.state_dict().items()}
     if world.is_main:

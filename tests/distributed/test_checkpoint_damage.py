@@ -38,7 +38,7 @@ def test_no_damage_goes_unnoticed(runner, first):
 
 
 def test_an_optimizer_switch_of_another_type_is_refused(runner):
-    """In seed 30438 `foreach`, which was None, is a dict in a document without a checksum."""
+    """In seed 30438, `foreach` changed from None to a dict in a document without a checksum."""
     assert not (told := COMMAND.failures(runner, [30438])), told
 
 

@@ -101,7 +101,7 @@ def test_training_continues_without_a_checkpoint(group, tmp_path, background):
 
 
 def silent_case(world, folder):
-    """Even a note has no space: a full disk cannot make the other ranks wait for it."""
+    """Leave no space even for a note: a full disk must not make the other ranks wait."""
     model = made()
     engine = engine_of(model, zero=3)
     train(world, engine, model, range(1))
@@ -143,7 +143,7 @@ class Plain(torch.nn.Sequential):
 
 
 def asked_case(world, folder, asked_at):
-    """A resumed loop without a Loader; one rank is asked to end, and all ranks leave."""
+    """Resume a loop without a Loader. One rank is asked to exit, and all ranks exit."""
     torch.manual_seed(3)
     model = Plain()
     engine = sw.Engine(model, adamw(model), zero=2)

@@ -68,7 +68,10 @@ def test_an_edited_checkpoint_is_skipped_until_it_is_accepted(group, tmp_path, s
 
 
 def kinds_case(world, folder, key, value):
-    """Values of a wrong type that only an update would notice: refused before anything changes."""
+    """Load values of a wrong type that only an update would notice.
+
+    Nothing may change before the error.
+    """
     run_of(world, folder, 1)
 
     def edit():

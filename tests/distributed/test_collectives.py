@@ -1,4 +1,4 @@
-"""The verbs of each CPU transport against what torch says they are, for many sizes and dtypes."""
+"""The collectives of each CPU transport, compared with torch's, for many sizes and dtypes."""
 
 import re
 import socket
@@ -71,7 +71,7 @@ def verbs(world, dtype, cuts):
 
 
 def verbs_in_our_memory(world, dtype, cuts):
-    """The same in buffers that the transport gave, several calls on each."""
+    """Run the same collectives in buffers that the transport allocated, several calls on each."""
     group, numel = world.collectives, cuts[-1]
     everyone = [values(rank, numel, dtype) for rank in range(world.size)]
     total = sum(everyone[1:], everyone[0].clone())
@@ -112,7 +112,7 @@ def verbs_in_our_memory(world, dtype, cuts):
 
 CUTS = [(2, [0, 3, 7]), (3, [0, 0, 5, 9]), (4, [0, 4, 4, 4, 12])]
 LARGE = [(size, [10_007 * cut for cut in cuts]) for size, cuts in CUTS]
-"""Of these everything but uint8 takes the way of large buffers."""
+"""Sizes for which all dtypes except uint8 use the path for large buffers."""
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +158,7 @@ def test_many_in_flight_waited_for_in_any_order(group, transport, length):
 
 
 def many_calls(world):
-    """Of each kind, small and large, one after the other; what Gloo keeps of them."""
+    """Run small and large calls of each kind, and return the state that Gloo keeps for them."""
     group = world.collectives
     for step in range(3 * gloo_exchange.REMEMBERED):
         numel = (3, 300, 6_000)[step % 3]
@@ -175,7 +175,7 @@ def test_nothing_is_kept_of_calls_that_are_over(group, size):
 
 
 def half_precision(world, numel):
-    """0.1 four times in bf16: rounding after each addition would show."""
+    """Sum 0.1 four times in bf16, where rounding after each addition would show."""
     buffer = torch.full((numel,), 0.1 * (1 + world.rank), dtype=torch.bfloat16)
     exact = sum(
         torch.full((numel,), 0.1 * (1 + rank), dtype=torch.bfloat16).float()
@@ -192,7 +192,7 @@ def test_half_precision_sums_in_fp32(group, transport, numel):
 
 
 def sums_of_both_verbs(world, numel):
-    """What a reduce-scatter gives of this rank's interval, against the all-reduce."""
+    """Return this rank's interval from a reduce-scatter and from an all-reduce."""
     group, cuts = world.collectives, even_cuts(numel, world.size)
     own = slice(cuts[world.rank], cuts[world.rank + 1])
     scattered, reduced = (values(world.rank, numel, torch.float32) for _ in range(2))
@@ -209,7 +209,7 @@ def test_both_verbs_sum_in_one_order(group, transport, numel, size):
 
 
 def sums_between_waits(world):
-    """What this thread is said to wait for while it adds up each chunk of a sum."""
+    """Return the reported waits of this thread while it adds each chunk of a sum."""
     group, waits = world.collectives, world.collectives.status_server.waits
     buffer, found, usual = torch.ones(2_500_000), [], ordered_sums._sum
 
@@ -236,7 +236,7 @@ def helpers():
 
 
 def closed_and_forgotten(world):
-    """Groups of their own, one closed and one that nobody has closed."""
+    """Create two separate groups, and close only one of them."""
     before = helpers()
     for close in (True, False):
         group, buffer = world.collectives.second_group(), torch.ones(100_000)
@@ -262,7 +262,7 @@ def test_groups_that_are_gone_leave_no_thread(group):
 
 
 def unlike_calls(world, which):
-    """A sum, and on the other rank something else."""
+    """Run a sum on one rank and a different collective on the other."""
     group, large = world.collectives, torch.ones(50_000)
     world.barrier()
     if world.rank == 0:
@@ -290,7 +290,7 @@ def test_two_ranks_in_unlike_calls_are_told(group, which):
 
 
 def in_tree(world, numel, dtype):
-    """Numbers of which another order would round otherwise, in the order of the tree."""
+    """Sum numbers that any other order would round differently, in the order of the tree."""
     group, cuts = world.collectives, even_cuts(numel, world.size)
     own = slice(cuts[world.rank], cuts[world.rank + 1])
     draws = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
@@ -341,7 +341,7 @@ def test_rows(group, transport, length):
 
 
 def groups_of_their_own(world):
-    """Other groups neither wait for each other nor take each other's messages."""
+    """Check that separate groups do not wait for each other or receive each other's messages."""
     first, second = world.collectives, world.side_channel
     buffers = [torch.full((30_000,), world.rank + scale) for scale in (1.0, 10.0)]
     order = [(first, buffers[0]), (second, buffers[1])]
@@ -377,7 +377,7 @@ def test_a_rank_that_leaves_is_named(group, transport):
 
 
 def pieces_case(world, seed):
-    """Buffers of which parts are elsewhere, cut alike on all ranks, give the same bits."""
+    """Check that buffers give identical bits if some pieces are stored elsewhere."""
     draw = torch.Generator().manual_seed(seed)
     group, numel = world.collectives, int(torch.randint(1, 20_000, (), generator=draw))
     ends = torch.randint(0, numel + 1, (7,), generator=draw).sort().values.tolist()
@@ -390,7 +390,7 @@ def pieces_case(world, seed):
     own = slice(cuts[world.rank], cuts[world.rank + 1])
 
     def pieces(buffer):
-        """What is elsewhere differs by rank, and is blank in the buffer."""
+        """Return pieces outside the buffer, where they are blank. They differ between ranks."""
         found = []
         for number, (first, end) in enumerate(pairwise([0, *ends, numel])):
             if (number + world.rank) % 3:
@@ -419,7 +419,7 @@ def test_pieces_from_elsewhere(group, transport, size):
 
 
 def short_messages(world, seed):
-    """The same where a piece is several messages."""
+    """Run the same case with pieces that are split into several messages."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gloo, "LONG", 4000)
         pieces_case(world, seed)
@@ -432,7 +432,7 @@ def test_pieces_in_several_messages(group, size):
 
 
 def connect_to_what_listens(world):
-    """By port of this process, whether a stranger can still connect there."""
+    """Return, for each port of this process, whether a stranger can still connect to it."""
     found = {}
     for listener in listeners._listening():
         with listener:

@@ -39,7 +39,7 @@ class Normalised(Stack):
 
 
 def users_hook(module, args, output):
-    """A user's hook, which stays in every copy."""
+    """Do nothing. A user's hook, which every copy keeps."""
 
 
 def modules_named_in(file):

@@ -1,4 +1,4 @@
-"""DeepSpeed's interface over engines, beside plain PyTorch with DeepSpeed's arithmetic."""
+"""DeepSpeed's API on engines, compared with plain PyTorch that uses DeepSpeed's arithmetic."""
 
 import copy
 from pathlib import Path
@@ -43,7 +43,7 @@ def json_of(zero, **more):
 
 
 def plain(size, accumulation, max_norm, *, averages=True):
-    """Losses, norms and weights of one process that does what DeepSpeed does."""
+    """Return losses, norms and weights of a single process that imitates DeepSpeed."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     model = net()
@@ -65,7 +65,7 @@ def plain(size, accumulation, max_norm, *, averages=True):
 
 
 def trained(world, config, steps=range(STEPS)):
-    """The same by DeepSpeed's interface; the engine is left open."""
+    """Train the same model with DeepSpeed's API, and leave the engine open."""
     import shardwise.deepspeed as deepspeed
 
     model = net()
@@ -158,7 +158,7 @@ def test_boundaries(group):
 
 
 def whole_weights(engine):
-    """Copies of the weights, whole on every rank."""
+    """Return copies of the full weights, on every rank."""
     import shardwise.deepspeed as deepspeed
 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
@@ -166,7 +166,7 @@ def whole_weights(engine):
 
 
 def checkpoint_case(world, folder):
-    """A run that goes on in another stage does what it would have done."""
+    """Resume with a different ZeRO stage, with the same result as an uninterrupted run."""
     expected, _ = plain(world.size, 1, 1.0)
     engine, _ = trained(world, json_of(2), steps=range(2))
     assert engine.save_checkpoint(folder, client_state={"epoch": 7, "seen": torch.arange(3)})
@@ -246,7 +246,7 @@ def test_whole_parameters_and_states(group, size):
 
 
 def copied_case(world, folder):
-    """What scripts of adapters do to copy weights out, and a save as a plain state_dict in fp32."""
+    """Copy weights as adapter scripts do, and save them as a plain fp32 state_dict."""
     import shardwise.deepspeed as deepspeed
     from shardwise.deepspeed import zero_to_fp32
     from shardwise.deepspeed.zero import ZeroParamStatus
@@ -336,7 +336,7 @@ def test_every_way_to_write_a_backward_is_the_same(group):
 
 
 def one_loss_case(world, zero):
-    """One loss.backward() of several engines; a model without an engine keeps torch's own."""
+    """Run one loss.backward() for several engines. A model without an engine uses torch's own."""
     import shardwise.deepspeed as deepspeed
 
     seen = []
@@ -407,7 +407,7 @@ def test_set_random_seed_seeds_all_generators(group):
 
 
 def bf16_case(world, zero):
-    """Weights are rounded before masters begin, outputs are bf16 as the module computed them."""
+    """Round weights before creating masters. Outputs are bf16, as the module computed them."""
     import shardwise.deepspeed as deepspeed
 
     model = net().float()
@@ -432,7 +432,7 @@ def test_bf16_begins_as_deepspeed_does(group):
 
 
 def several_case(world):
-    """Two engines, each with its own optimizer: a loss of one moves the other not."""
+    """Train two engines with separate optimizers. A loss of one must not change the other."""
     import shardwise.deepspeed as deepspeed
 
     one, other = net(), net()
@@ -456,7 +456,7 @@ def test_several_engines(group):
 
 
 def data_case(world, folder):
-    """Each worker has its share of training_data; values are written as files."""
+    """Give each worker its share of training_data, and write metrics to files."""
     import shardwise.deepspeed as deepspeed
 
     rows = torch.utils.data.TensorDataset(torch.arange(16.0).reshape(16, 1))

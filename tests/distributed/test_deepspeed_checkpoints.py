@@ -75,7 +75,7 @@ HALF = [
 @pytest.mark.parametrize("zero", [0, 3])
 @pytest.mark.parametrize(("precision", "name"), HALF)
 def test_training_continues_in_16_bit(group, precision, name, zero):
-    """Sums and casts have another order than in DeepSpeed, so losses agree to 16-bit precision."""
+    """Sums and casts are ordered differently in DeepSpeed, so losses agree to 16-bit precision."""
     for losses, steps, _ in group(2)(continued, small.HERE / name, zero, precision):
         assert losses == pytest.approx(trained_there(name), rel=0, abs=5e-3)
         assert steps == small.STEPS

@@ -48,7 +48,7 @@ def loss_of(model, x, y):
 
 
 def plain(size):
-    """Losses and rates of one process that does what DeepSpeed does with this JSON."""
+    """Return losses and learning rates of a single process that imitates DeepSpeed."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     model = net()
@@ -89,7 +89,7 @@ def accelerate_case(world):
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 7.0)  # the JSON's counts
                 optimizer.step()
-                for _ in range(step % 3):  # it steps with the optimizer, whatever the loop does
+                for _ in range(step % 3):  # steps with the optimizer, not when the loop calls step
                     schedule.step()
                 optimizer.zero_grad()
             seen += [float(each) for each in world.gather(loss.detach())]
@@ -113,7 +113,7 @@ VARIABLES = {
 
 
 def launched_case(world):
-    """What `accelerate launch --use_deepspeed --zero_stage 3 ...` sets."""
+    """Set the variables of `accelerate launch --use_deepspeed --zero_stage 3 ...`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in VARIABLES.items():
             patch.setenv(name, value)
@@ -137,7 +137,7 @@ def launched_case(world):
 
 
 def accumulation_case(world):
-    """GradientAccumulationPlugin beside the JSON's own number."""
+    """Combine GradientAccumulationPlugin with the config's own number of steps."""
     from accelerate.utils import GradientAccumulationPlugin
 
     for tree, given in ((JSON, 3), (JSON | {"gradient_accumulation_steps": 3}, 1)):
@@ -156,7 +156,7 @@ def test_a_plugin_of_accumulation_beside_the_json(group):
 
 
 def both_case(world, folder):
-    """What the JSON says, and the script too, or what no loop of these libraries does."""
+    """Test settings in both the config and the script, and keys that these loops do not support."""
     from shardwise.bridging.deepspeed_json import without_effect
     from shardwise.transformers.deepspeed_argument import job_of
 
@@ -220,7 +220,7 @@ def trainer_of(folder, tree, each, optimizers=(None, None), **options):
 
 
 def trainer_case(world, folder):
-    """With the trainer's own optimizer and schedule it is the stock Trainer's result."""
+    """With the trainer's own optimizer and schedule, the result is the stock Trainer's."""
     options = {"gradient_accumulation_steps": 2, "max_steps": 4}
     before = stock(folder, 4, **options)
     before.train()
@@ -238,7 +238,7 @@ def test_the_trainer_takes_settings_of_the_json(group, tmp_path):
 
 
 def launched_trainer_case(world, folder):
-    """The variables of `accelerate launch`: the JSON is the Trainer's, its Accelerator has none."""
+    """With `accelerate launch`, the config belongs to the Trainer and not to its Accelerator."""
     options = {"gradient_accumulation_steps": 3, "max_steps": 2, "max_grad_norm": 0.1}
     before = stock(folder, 4, **options)
     before.train()
@@ -261,7 +261,7 @@ def test_the_trainer_under_accelerate_launch(group, tmp_path):
 
 
 def kept_case(world, folder):
-    """Copies of TrainingArguments keep the JSON, which may be given as text."""
+    """Copy TrainingArguments, which keep a config that may be given as text."""
     import transformers
 
     import shardwise.transformers
@@ -302,7 +302,7 @@ SAYS = [
     ({"warmup_max_lr": 0.5}, {}, r"warmup_max_lr 0.5, but .*learning_rate=.*has 0.01"),
     ({"warmup_num_steps": 7}, {}, r"warmup_num_steps 7, but .*warmup_steps=.*has 2"),
 ]
-"""A key of the JSON, by its last word, another word of the arguments, and what is said."""
+"""Config keys by their last word, conflicting arguments, and the expected message."""
 
 
 def contradictions_case(world, folder):
@@ -330,7 +330,7 @@ def test_a_json_that_contradicts_the_arguments(group, tmp_path):
 
 
 def optimizer_case(world, folder):
-    """The JSON's optimizer and schedule, with "auto" as the arguments say."""
+    """Use the config's optimizer and schedule, with values for "auto" from the arguments."""
     from shardwise.deepspeed.schedules import WarmupLR
 
     tree = JSON | {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "gradient_clipping": 0.5}

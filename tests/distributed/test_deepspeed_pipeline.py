@@ -1,4 +1,4 @@
-"""PipelineModule over our pipeline, beside the same layers in plain PyTorch."""
+"""PipelineModule on Shardwise's pipeline, compared with the same layers in plain PyTorch."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def loss_fn(outputs, labels):
 
 
 def specs(pipe):
-    """A language model whose embedding is its head too, and a function between the layers."""
+    """Return a language model whose embedding is also its head, with a function between layers."""
     blocks = [pipe.LayerSpec(Block, WIDTH) for _ in range(3)]
     return [
         pipe.TiedLayerSpec("embed", nn.Embedding, WORDS, WIDTH),
@@ -76,7 +76,7 @@ def weights():
 
 
 def plain(replicas, max_norm, data=None, loss_fn=loss_fn):
-    """Losses and norms of one process, then an evaluation, then the weights."""
+    """Return losses and norms of a single process, then an evaluation, then the weights."""
     model = Plain()
     model.load_state_dict(weights())
     trained = [*model.parameters(), *getattr(loss_fn, "parameters", list)()]
@@ -147,7 +147,8 @@ def parity_case(world, stages, zero, method, interval):
     if world.is_main:
         assert state.keys() == after.keys()
         for name, value in after.items():
-            # The last bits of fp32 gradients decide how AdamW moves what has nearly none.
+            # Where gradients are almost zero, the last fp32 bits decide in which direction AdamW
+            # moves.
             assert torch.allclose(state[name], value, atol=2e-3), name
     close(engine, world)
 
@@ -169,7 +170,7 @@ def test_a_tied_model_in_stages_trains_as_plain_pytorch(
 
 
 def saved_case(world, folder):
-    """A run in two stages goes on in one, with an iterator that is given once."""
+    """Resume a two-stage run with one stage, using an iterator that is passed once."""
     expected, _ = plain(1, 0.5)
     engine = made(world, 2, json_of())
     with pytest.raises(UsageError, match="has no batches on worker"):

@@ -1,4 +1,4 @@
-"""What a PipelineModule is given: data, losses with weights, precisions, models without memory."""
+"""Inputs of a PipelineModule: data, losses with weights, precisions, unallocated models."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def texts():
 
 
 def in_order():
-    """The batches of `texts`, again and again."""
+    """Yield the batches of `texts` repeatedly."""
     dataset = texts()
     while True:
         for first in range(0, len(dataset), ROWS):
@@ -47,7 +47,7 @@ def steps_of(engine, data=None):
 
 
 def training_data_case(world):
-    """The engine reads a dataset in its order, and counts steps that are all boundaries."""
+    """Read a dataset in order. Every step is an accumulation boundary."""
     import shardwise.deepspeed as deepspeed
 
     expected, _ = plain(1, 0.5, [in_order()])
@@ -69,7 +69,7 @@ def test_training_data_is_read_in_its_order(group):
 
 
 def loader_case(world):
-    """A Loader that was made before the stages gives both workers of a pipeline the same."""
+    """Use a Loader created before the stages. Both workers of a pipeline get the same batches."""
     loader = sw.Loader(texts(), batch_size=ROWS)
     assert world.data_size == 2
     expected, _ = plain(1, 0.5, [in_order()])
@@ -103,7 +103,7 @@ def test_unlike_batches_of_one_pipeline_are_refused(group):
 
 
 class Scaled(nn.Module):
-    """A loss with weights of its own."""
+    """A loss that has trainable weights."""
 
     def __init__(self):
         super().__init__()
@@ -150,7 +150,7 @@ def test_bf16(group):
 
 
 def on_meta_case(world):
-    """A model that is built without memory; a stage has its own layers only."""
+    """Train a model that is built without allocating it. A stage allocates only its own layers."""
     import shardwise.deepspeed as deepspeed
 
     losses = []
@@ -194,8 +194,7 @@ def test_a_topology_says_where_workers_stand(group):
 
 
 def interleaved_case(world):
-    """The environment wins over num_stages, also for a second model beside an engine; a worker has
-    two stages."""
+    """The environment overrides num_stages, even for a second model. A worker has two stages."""
     import shardwise.deepspeed as deepspeed
 
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +213,7 @@ def test_stages_under_the_interleaved_schedule(group):
 
 
 def late_case(world):
-    """An engine of one worker alone, which another's garbage collector has removed."""
+    """Keep an engine on one worker that another worker's garbage collector has removed."""
     from shardwise.bridging.joining import divide
     from shardwise.engine.user_objects import living
 

@@ -26,7 +26,7 @@ def refused_case(world, folder):
             save(f"{folder}/file/saved")
     with pytest.raises(UsageError, match="needs the name of a folder"):
         engine.save_checkpoint("")
-    engine.save_checkpoint(f"{folder}/saved", tag=f"tag-{world.rank}")  # Warn: that of rank 0
+    engine.save_checkpoint(f"{folder}/saved", tag=f"tag-{world.rank}")  # Warn: rank 0's tag
     assert (Path(folder) / "saved" / "latest").read_text() == "tag-0"
     assert not (Path(folder) / "saved" / "tag-1").exists()
     close(engine, world)
@@ -63,7 +63,7 @@ def test_what_cannot_be_saved_is_said_by_all(group, tmp_path):
 
 
 def schedule_case(world, folder):
-    """A schedule of another kind is refused before anything changes, or left out."""
+    """Load a different kind of schedule: an error before any change, or skipped on request."""
     engine, _ = trained(world, json_of(0), steps=range(1))
     engine.save_checkpoint(folder)
     close(engine, world)
@@ -159,7 +159,7 @@ def test_a_save_that_is_cut_off_leaves_a_pair(group, tmp_path):
 
 
 def faults_case(world, folder):
-    """What goes wrong on one worker alone is raised by all."""
+    """An error on one worker is raised on all workers."""
     from shardwise.bridging.written_files import on_main
     from shardwise.checkpoint.deepspeed import as_checkpoint
     from tests import deepspeed_checkpoints as small

@@ -62,7 +62,7 @@ def train(world, model, loss_of, *, steps=5, zero=1, optimizer=None, **settings)
 
 
 def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
-    """Train in one process, calling `loss_of_rank` for each rank's rows."""
+    """Train in a single process, calling `loss_of_rank` for each rank's rows."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(steps):
         optimizer.zero_grad()
@@ -75,7 +75,7 @@ def train_plain(model, loss_of_rank, *, size, steps=5, optimizer=None):
 
 
 def agree(world, zero, make, loss_of, **options):
-    """Assert that training `make()` over the ranks and in one process gives the same weights."""
+    """Assert that training `make()` on all ranks and in a single process gives the same weights."""
     model, plain = make(), make()
     engine = train(world, model, loss_of, zero=zero, **options)
     train_plain(plain, loss_of, size=world.size)
@@ -998,7 +998,7 @@ class Blocks(nn.Module):
 def compile_case(world, how):
     model, plain = seeded(Blocks), seeded(Blocks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         used = torch.compile(model, backend="aot_eager") if how == "before" else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         engine = sw.Engine(used, optimizer, zero=2, bucket_mb=0.001)
@@ -1022,7 +1022,7 @@ def test_compile(group, how):
 def compiled_units_case(world):
     model, plain = seeded(Blocks), seeded(Blocks)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+        warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         train(world, model, squares, zero=2, compile=True)
     assert all(block._compiled_call_impl is not None for block in model.blocks)
     assert list(model.state_dict()) == list(plain.state_dict())

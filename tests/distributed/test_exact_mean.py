@@ -1,4 +1,4 @@
-"""`exact_mean=True` of the Accelerator: every sample counts once and alike, as in plain PyTorch."""
+"""`exact_mean=True` of the Accelerator: every sample counts once, as in plain PyTorch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ ROWS, BATCH, WINDOW = 21, 8, 2
 
 
 def plain(rows=ROWS, step=BATCH * WINDOW, epochs=2):
-    """Losses by step, and the weights in the end, of plain PyTorch."""
+    """Train in plain PyTorch. Return losses by step and the final weights."""
     model = net(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     x, y = data(torch.float64, rows).tensors
@@ -32,7 +32,7 @@ def plain(rows=ROWS, step=BATCH * WINDOW, epochs=2):
 
 
 def train(accelerator, rows=ROWS, batch=BATCH, epochs=2, dataset=None):
-    """The same by Accelerate, in micro-batches of `batch` rows of each rank."""
+    """Train with Accelerate, in micro-batches of `batch` rows on each rank."""
     model = net(torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = DataLoader(dataset or data(torch.float64, rows), batch_size=batch)
@@ -73,13 +73,13 @@ def parity_case(world, zero, rows, split):
     [(1, False), (2, False), (2, True), pytest.param(4, False, marks=pytest.mark.full)],
 )
 def test_means_of_plain_pytorch(group, size, split):
-    """Of the last batches rank 1 has one sample, or none, which 17 and 18 rows show."""
+    """With 17 and 18 rows, rank 1 has one sample or none in the last batches."""
     for zero, rows in ((0, ROWS), (3, 17 if split else 18))[:size]:
         ranks(group, size)(parity_case, zero, rows, split)
 
 
 class Centred(nn.Module):
-    """A linear layer on what is left without a running mean."""
+    """A linear layer on the input minus its running mean."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Centred(nn.Module):
 
 
 def running_mean_case(world):
-    """The last batch has three rows on one rank and two on the other, at another weight each."""
+    """Train with a last batch of three rows on one rank and two on the other."""
     model, plain = Centred(), Centred()
     accelerator = ours(exact_mean=True)
     loader = DataLoader(data(torch.float64, ROWS), batch_size=BATCH // world.size)
@@ -133,7 +133,7 @@ def test_data_without_a_length(group):
 
 
 class Texts(Dataset):
-    """Rows of other lengths: a mean over words is no mean of means."""
+    """Rows of different lengths, for which a mean over words is not a mean of means."""
 
     def __len__(self):
         return ROWS
@@ -183,7 +183,7 @@ def test_means_over_other_items(group):
 
 
 def ignored_labels(model, x):
-    """A mean over the rows whose first number is positive, which cross_entropy alone knows."""
+    """Return a mean over rows whose first number is positive, which only cross_entropy knows."""
     labels = torch.where(x[:, 0] > 0, (x[:, 1] > 0).long(), -100)
     scores = model(x).sum(1, keepdim=True) * torch.tensor([1.0, -1.0], dtype=torch.float64)
     return nn.functional.cross_entropy(scores, labels)
@@ -217,8 +217,10 @@ def test_what_a_loss_is_a_mean_over_is_read_from_its_graph(group, size):
 
 
 def several_losses_case(world):
-    """Two backwards of one batch add up; the loss of the step is exact; an evaluation in between
-    has every sample once."""
+    """Accumulate two losses of one batch.
+
+    The step's loss is exact, and an evaluation in between uses every sample once.
+    """
     x, y = data(torch.float64, ROWS).tensors
     expected = net(torch.float64)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)

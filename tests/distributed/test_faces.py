@@ -1,4 +1,4 @@
-"""The user's optimizer is the face: what it counts, its hooks, its options, alike on all ranks."""
+"""The user's optimizer object: its counters, hooks and options work on all ranks."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
-"""A rank that is killed or stopped in any phase of training is named by all others, in time.
+"""If a rank is killed or stopped in any phase of training, all other ranks name it in time.
 
-Each case runs once; with TEST_REPEATS=100 in the environment 100 times, and stops in every phase.
+Each case runs once. With TEST_REPEATS=100 in the environment it runs 100 times, and ranks are
+stopped in every phase.
 """
 
 import json
@@ -27,13 +28,13 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "hosts": {"transport": "auto", "hosts": (0, 0, 1, 1), "size": 4},
 }
 PAIR = {"transport": "gloo", "size": 2}
-"""Two ranks, of which none can be lost for another one's sake."""
+"""Two ranks, so that a survivor cannot fail because of another survivor."""
 
 PATIENT, IMPATIENT = 60.0, 4.0
-"""Seconds of the time-out for ranks that are killed, which nobody waits for, and stopped."""
+"""Timeout in seconds for killed ranks, which are detected earlier, and for stopped ranks."""
 
 AT_ONCE = 5.0
-"""Seconds; on a machine that does other things too."""
+"""Limit in seconds for immediate detection, on a machine that may be busy."""
 
 KILLS = [(transport, phase) for transport in TRANSPORTS for phase in [*PHASES, "anywhere"]]
 FEW_KILLS = [
@@ -44,17 +45,17 @@ FEW_KILLS = [
 
 STOPS = [(transport, phase) for transport in TRANSPORTS for phase in PHASES]
 FEW_STOPS = [("gloo", "backward"), ("hosts", "step"), ("shared", "between")]
-"""Stops inside of a collective of shared memory are in test_shared.py."""
+"""Stops inside a collective of shared memory are tested in test_shared.py."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stops and kills processes")
 
 
 TOGETHER = 4
-"""Cases of stopped ranks, in which all wait for the time-out, that do so at the same time."""
+"""Number of cases with stopped ranks, which all wait for the timeout, that run in parallel."""
 
 
 class Faults:
-    """`faults(case)` are the outcomes of its ranks."""
+    """`faults(case)` returns the outcomes of its ranks."""
 
     def __init__(self) -> None:
         environ = {name: v for name, v in os.environ.items() if not name.startswith("SHARDWISE_")}
@@ -71,17 +72,17 @@ class Faults:
         return self.at_once([case])[0]
 
     def at_once(self, cases: Sequence[Case]) -> list[list[Outcome]]:
-        """The outcomes of each of several cases that run at the same time."""
+        """Return the outcomes of several cases that run in parallel."""
         assert self._process.stdin
         assert self._process.stdout
         asked = json.dumps([asdict(case) for case in cases])
         print(asked, file=self._process.stdin, flush=True)
-        # torch 2.9's Gloo says there, too, whom it is connected to.
+        # torch 2.9's Gloo also names its peer there.
         said = next(line for line in self._process.stdout if line.startswith("[[{"))
         return [[Outcome(**outcome) for outcome in end] for end in json.loads(said)]
 
     def close(self) -> None:
-        """End it; its ranks have ended before."""
+        """Stop the process, whose ranks have already exited."""
         self._process.communicate()
 
 
@@ -94,7 +95,7 @@ def faults() -> Iterator[Faults]:
 
 @pytest.fixture(scope="module")
 def stopped(faults: Faults) -> Callable[[Case], list[Outcome]]:
-    """`stopped(case)` are the outcomes of one of `_stops()`."""
+    """`stopped(case)` returns the outcomes of one case in `_stops()`."""
     cases, ends = _stops(), []
 
     def outcomes(case: Case) -> list[Outcome]:
@@ -106,14 +107,14 @@ def stopped(faults: Faults) -> Callable[[Case], list[Outcome]]:
 
 
 def _row(phase: str, repeat: int) -> int:
-    """Parameters are gathered where they are sharded; else each row has its turn."""
+    """Return the ZeRO stage: 3 for gathers, which need sharded parameters, else each in turn."""
     return 3 if phase == "gather" else (repeat + [*PHASES, "anywhere"].index(phase)) % 4
 
 
 def _check(outcomes: list[Outcome], kind: str, seconds: float) -> None:
     for outcome in outcomes:
         assert outcome.kind == kind, outcome
-        # Over Gloo a rank that went away for the victim's sake may be named beside it.
+        # Over Gloo, a rank that exited because of the victim may be named next to it.
         assert re.search(rf"ranks? (\d, )*{VICTIM}\b", outcome.message), outcome
         assert outcome.seconds < seconds, outcome
         assert outcome.code == 3, outcome
@@ -165,7 +166,7 @@ def _stop(transport: str, phase: str, repeat: int) -> Case:
 
 
 def _stops() -> list[Case]:
-    """The cases of stopped ranks in the order of their tests."""
+    """Return the cases with stopped ranks, in the order of their tests."""
     of_two = [_stop_of_two(phase, repeat) for phase in STOPS_OF_TWO for repeat in range(REPEATS)]
     stops = STOPS if REPEATS > 1 else FEW_STOPS
     return of_two + [_stop(*stop, repeat) for stop in stops for repeat in range(REPEATS)]

@@ -1,5 +1,7 @@
-"""A forked child has the model as it was at the fork, as in plain PyTorch, and its parent keeps
-its own."""
+"""A forked child sees the model as it was at the fork, as in plain PyTorch.
+
+Its parent is not affected by the child's writes.
+"""
 
 import errno
 import faulthandler
@@ -254,7 +256,7 @@ def test_subprocesses_leave_the_run_alone(group, transport):
 
 
 def _files_of_arenas():
-    """The inodes of the files of segments that this process has open."""
+    """Return the inodes of the segment files that this process has open."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         try:

@@ -164,7 +164,7 @@ def test_reading_changes_nothing(group, zero):
 
 
 def ranks_case(world):
-    """Each rank writes other values; rank 0's count on all ranks."""
+    """Write different values on each rank. Rank 0's values apply on all ranks."""
     model, x, y = made()
     engine = sw.Engine(model, adam(model), zero=0)
     engine.backward(loss_of(model, *world.share((x, y))))

@@ -1,5 +1,7 @@
-"""Units of several engines, and statistics between units, where ranks need different ones: no rank
-waits in one gather for ranks that wait for it in another."""
+"""Units of several engines, and statistics between units, when ranks need different ones.
+
+No rank may wait in one gather for ranks that wait for it in another.
+"""
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.distributed.sharded import (
 )
 
 LIMIT = 30
-"""Seconds; a case takes one or two."""
+"""Limit in seconds. A case takes one or two."""
 
 over_gloo = pytest.mark.parametrize(
     "ranks", ["2 gloo", pytest.param("3 gloo", marks=pytest.mark.full), "3 shared"]
@@ -28,7 +30,7 @@ over_gloo = pytest.mark.parametrize(
 
 
 class Generator(Branches):
-    """Branches that give what they were given the form of."""
+    """Branches whose output has the shape of their input."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +38,7 @@ class Generator(Branches):
 
 
 class Inner(Branches):
-    """Branches around another model, which is not among its modules."""
+    """Branches around another model, which is not one of its submodules."""
 
     def forward(self, x, which, around):
         x = self.stem(x)
@@ -46,7 +48,7 @@ class Inner(Branches):
 
 
 def some(step, rank):
-    """Other blocks in each step and on each rank."""
+    """Return different blocks in each step and on each rank."""
     return sorted({(rank + step) % 5, (2 * rank + step + 1) % 5})
 
 
@@ -64,7 +66,7 @@ def twice_through_it(g, d, x, step, rank):
 
 
 def of_two_engines(world, loss_of, kind, reverse):
-    """Each engine learns from losses that go through the other's model too."""
+    """Train each engine with losses that also depend on the other engine's model."""
     (g, d), (pg, pd) = [(seeded(Generator), seeded(kind, 4)) for _ in range(2)]
     made = [sharded(model) for model in ((d, g) if reverse else (g, d))]
     engines, optimizers = made[::-1] if reverse else made, [adamw(pg), adamw(pd)]
@@ -115,7 +117,7 @@ def test_losses_through_two_engines(group, ranks, loss_of, kind, reverse):
 
 
 def gradients_by_hand(world):
-    """The user's own backward goes through both, and one fails on the way."""
+    """Run the user's own backward pass through both models, and make one fail midway."""
     g, d = seeded(Generator), seeded(Branches, 4)
     pg, pd = seeded(Generator), seeded(Branches, 4)
     engines = [sharded(g), sharded(d)]
@@ -148,7 +150,7 @@ def test_backwards_of_the_user(group, ranks):
 
 
 class Normalised(nn.Module):
-    """Blocks of which each row takes one, with a BatchNorm inside each and one around."""
+    """Blocks with a BatchNorm inside each and one around them. Each row uses one block."""
 
     def __init__(self):
         super().__init__()
@@ -169,19 +171,19 @@ class Normalised(nn.Module):
 
 
 def sgd(model):
-    """Not AdamW: biases before a BatchNorm have gradients that are zero but for rounding."""
+    """Return SGD. With AdamW, rounding errors in biases before a BatchNorm would matter."""
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def rows_by_rank(step):
-    """Six rows for each of three ranks, of which some take one block only."""
+    """Return six rows for each of three ranks. Some ranks use only one block."""
     x = batch(step, rows=18)
     x[:6, 0], x[6:12, 0], x[12:, 0] = 0.05, 0.15, torch.tensor([0.05, 0.15, 0.25] * 2)
     return x
 
 
 def normalised(world):
-    """Statistics of the ranks that come to a BatchNorm are those of one process."""
+    """Check that ranks which reach a BatchNorm get the statistics of a single process."""
     model, plain = seeded(Normalised), seeded(Normalised)
     engine, optimizer = sharded(model, optimizer=sgd, sync_batch_norm=True), sgd(plain)
     for step in range(4):
@@ -239,7 +241,7 @@ def test_batch_norms_that_ranks_come_to_in_other_orders_are_refused(group, order
 
 
 def crossed_whole(world, zero):
-    """The same where parameters are whole, so that nobody takes turns."""
+    """Run the same case with replicated parameters, for which no gather order exists."""
     model = seeded(Crossed)
     engine = sw.Engine(
         model, torch.optim.SGD(model.parameters(), 0.1), zero=zero, sync_batch_norm=True
@@ -259,7 +261,7 @@ def test_batch_norms_in_other_orders_are_refused_in_every_row(group, zero):
 
 
 def other_backward(world):
-    """Two forwards, of which ranks take other ones into their losses."""
+    """Run two forward passes, and use a different one in the loss of each rank."""
     model = seeded(Crossed)
     engine = sharded(model, sync_batch_norm=True)
     try:
@@ -276,7 +278,7 @@ def test_backwards_of_other_forwards_are_refused(group):
 
 
 def uneven_blocks(world):
-    """One rank alone runs the models of two engines, in turn, inside of both blocks."""
+    """Run the models of two engines in turn on a single rank, inside both blocks."""
     models, plains = [[seeded(Branches), seeded(Branches, 4)] for _ in range(2)]
     engines = [sharded(model) for model in models]
     with engines[0].uneven(), engines[1].uneven(), torch.no_grad():
@@ -295,7 +297,7 @@ def test_uneven_forwards_of_two_engines(group, ranks):
 
 
 def made_and_closed(world):
-    """Engines come and go beside others, which go on."""
+    """Create and close engines while other engines continue to train."""
     model = seeded(Branches)
     engine = sharded(model)
     for step in range(4):

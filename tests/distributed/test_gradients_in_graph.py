@@ -61,10 +61,7 @@ def sgd(model):
 
 
 def plain(way, count):
-    """Return parameters after steps of `count` backwards in plain PyTorch.
-
-    Each backward is of the whole loss.
-    """
+    """Return parameters after steps of `count` full backward passes in plain PyTorch."""
     model = net()
     optimizer = sgd(model)
     for step in range(5):
@@ -78,7 +75,7 @@ def plain(way, count):
 
 
 def rows(step, number=0):
-    """A short third batch."""
+    """Return a batch. The third batch is short."""
     return batch(10 * step + number, rows=5 if step == 2 else 8)
 
 
@@ -212,10 +209,7 @@ def test_hooks_are_tried_once_a_gradient_is_finite_and_not_zero(group, hook, sca
 
 
 def seen_after_accumulation(world, zero):
-    """Return how often a post-accumulate-grad hook sees a gradient.
-
-    The hook is registered after the engine is made.
-    """
+    """Return how often a post-accumulate-grad hook runs if it was added after the engine."""
     model = net()
     engine = sw.Engine(model, sgd(model), zero=zero)
     seen = []

@@ -21,7 +21,7 @@ from tests.distributed.horovod import (
 )
 
 OFTEN = (2, 3)
-"""One is alone, and four are no other case than two and three."""
+"""Numbers of ranks to test often. A single rank is a special case, and four adds nothing new."""
 
 every_size = pytest.mark.parametrize(
     "size", [pytest.param(n, marks=() if n in OFTEN else pytest.mark.full) for n in SIZES]
@@ -35,7 +35,7 @@ def equal(found, expected):
 
 
 def forms_of_allreduce(tensor, **how):
-    """What each form makes of `tensor`; those in place leave their input changed, others do not."""
+    """Return the result of each form of allreduce. Only in-place forms may change their input."""
     kept = tensor.clone()
     yield hvd.allreduce(tensor, **how)
     yield hvd.synchronize(hvd.allreduce_async(tensor, **how))
@@ -243,7 +243,9 @@ def test_alltoall_and_reducescatter(group, size):
 
 
 def _gradients(world):
-    """Horovod's rules: those of an average are averaged, of a sum summed, others averaged."""
+    """Check Horovod's rules: gradients of an average are averaged, of a sum summed, of others
+    averaged.
+    """
     size, rank = world.size, world.rank
     with initialized():
         x = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
@@ -284,7 +286,9 @@ def test_gradients_flow(group, size):
 
 
 def _handles(world):
-    """100 operations, asked for in another order on each rank, waited for in another one."""
+    """Request 100 operations in a different order on each rank, and wait for them in yet another
+    order.
+    """
     with initialized():
         order = list(range(100))
         random.Random(world.rank).shuffle(order)
@@ -304,7 +308,7 @@ def test_handles_are_waited_for_in_any_order(group, size):
 
 
 def _sets(world):
-    """Three sets that overlap, added and removed; operations on them at the same time."""
+    """Add and remove three overlapping sets, and run operations on them concurrently."""
     with initialized():
         sets = [hvd.add_process_set(ranks) for ranks in ([0, 1], [1, 2], [0, 2, 3])]
         assert [s.process_set_id for s in sets] == [1, 2, 3]

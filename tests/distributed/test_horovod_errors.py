@@ -1,4 +1,4 @@
-"""Errors where Horovod has errors: each names what ranks asked for, and all ranks go on."""
+"""Errors in the same places as in Horovod: each names the requests, and all ranks continue."""
 
 import os
 import select
@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_at_once(group):
 
 
 def _left(world):
-    """A rank that has shut down is missed by those that ask for it, and by nobody else."""
+    """A rank that has shut down is reported only to ranks that request an operation from it."""
     with initialized():
         others = hvd.add_process_set([0, 1])
         hvd.barrier()
@@ -139,7 +139,7 @@ def test_numbers_of_numpy_and_a_process_set_kept_too_long(group):
 
 
 def _answer_of_child(call):
-    """What `call` raises in a forked child, or returns there."""
+    """Return the result of `call` in a forked child, or the error that it raises."""
     read, write = os.pipe()
     if not (child := os.fork()):
         try:

@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer` against one plain process that has all ranks' batches."""
+"""`hvd.DistributedOptimizer`, compared with a plain process that has all ranks' batches."""
 
 import copy
 import warnings
@@ -18,7 +18,7 @@ STEPS = 4
 
 
 class Net(nn.Module):
-    """Large and small parameters, one that lies otherwise in memory, and one that is not used."""
+    """Large and small parameters, one with a different memory layout, and one that is not used."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ def backward(model, step, turn, ranks, scale=1.0):
 
 
 def train(world, how, *, passes=1, sums=False, clip=None, zeros=False, closure=False):
-    """The largest difference to the plain process, after some steps."""
+    """Return the largest difference from the plain process after some steps."""
     model, plain = models()
     ranks = how["process_set"].ranks if "process_set" in how else range(world.size)
     optimizer, expected = (
@@ -79,7 +79,7 @@ def train(world, how, *, passes=1, sums=False, clip=None, zeros=False, closure=F
             optimizer.step()
         scheduler.step()
         expected.zero_grad()
-        if len(ranks) > 1:  # as in Horovod, no gradient is one of zeros
+        if len(ranks) > 1:  # as in Horovod, a missing gradient becomes zeros
             for param in plain.spare.parameters():
                 param.grad = torch.zeros_like(param)
         for turn in range(passes):
@@ -95,7 +95,7 @@ def train(world, how, *, passes=1, sums=False, clip=None, zeros=False, closure=F
 
 
 class Halved(hvd.Compression.none):
-    """A compressor of a user's own."""
+    """A custom compressor."""
 
     @staticmethod
     def compress(tensor):
@@ -132,7 +132,7 @@ def _parity(world, several):
 
 
 def _check_narrow(world):
-    """Gradients that travel as fp16 are of the parameters' dtype again, and near the mean."""
+    """Check that gradients sent as fp16 return in the parameters' dtype, close to the mean."""
     model, plain = models()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compression.fp16)
@@ -192,7 +192,7 @@ def test_calls_in_a_wrong_order_are_errors(group):
 
 
 def _left_out(world):
-    """A batch is left out after its gradients were reduced; those of the next one are reduced."""
+    """Skip a batch after its gradients were reduced. Only the next batch's gradients count."""
     with initialized(), warnings.catch_warnings():
         warnings.simplefilter("error")
         weight = nn.Parameter(torch.zeros(1))
@@ -203,7 +203,7 @@ def _left_out(world):
             optimizer.synchronize()
 
         leave_out()
-        (world.rank * weight).sum().backward()  # with nothing between: it adds to the mean
+        (world.rank * weight).sum().backward()  # no zero_grad before this, so it adds to the mean
         optimizer.step()
         leave_out()
         optimizer.zero_grad()
@@ -222,7 +222,7 @@ def test_gradients_after_a_batch_that_was_left_out_are_reduced(group):
 
 
 def _anew(world):
-    """An optimizer made anew over the same parameters is the one that reduces them."""
+    """Check that an optimizer recreated for the same parameters is the one that reduces them."""
     with initialized():
         weight = nn.Parameter(torch.zeros(2))
 
@@ -243,7 +243,7 @@ def _anew(world):
             first.step()
         dead = ref(second)
         del second
-        assert dead() is None  # nothing but the script keeps it
+        assert dead() is None  # only the script holds a reference
         last = made(op=hvd.Adasum)
         with pytest.raises(ValueError, match="already a DistributedOptimizer"):
             hvd.DistributedOptimizer(last, op=hvd.Adasum)
@@ -254,7 +254,7 @@ def test_an_optimizer_made_anew(group):
 
 
 def _nothing_yet(world):
-    """A value that is None at first is one of the state's, too."""
+    """Check that a value that is None at first is broadcast like any other state."""
     with initialized():
         state = hvd.elastic.TorchState(epoch=0, best=None)
         assert not hasattr(state, "model")
@@ -272,7 +272,7 @@ def test_a_state_of_which_nothing_is_known_yet(group):
 
 
 def _counted(world):
-    """What the launcher is told, by which it gives up a run that gets no further."""
+    """Return the progress reports from which the launcher decides when to give up on a run."""
     with initialized(), pytest.MonkeyPatch.context() as patch:
         told = []
         for what in ("stepped", "kept"):
@@ -307,7 +307,7 @@ def test_every_way_to_get_on_is_counted(group):
 
 
 class Plain(torch.optim.SGD):
-    """Of a user, who needs no options of zero_grad."""
+    """A user's optimizer whose zero_grad has no options."""
 
     def zero_grad(self):
         super().zero_grad(set_to_none=False)
@@ -323,7 +323,7 @@ def _own(world):
         optimizer.step()
         optimizer.zero_grad()
         assert weight.grad.tolist() == [0.0, 0.0]
-        # 5 samples of which 4 are read: what is left is dealt to both
+        # 4 of the 5 samples are read, and the ranks share the rest
         sampler = hvd.elastic.ElasticSampler(range(5), shuffle=False)
         sampler.load_state_dict({"epoch": 0, "processed_num": 4})
         assert list(sampler) == [4]
@@ -334,7 +334,7 @@ def test_what_a_user_has_without_names_and_options(group):
 
 
 def _state(world):
-    """Rank 1 has trained alone before; the others have no state."""
+    """Train on rank 1 only, so that the other ranks have no state."""
     with initialized():
         model, _ = models()
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (world.rank + 1))
@@ -365,9 +365,9 @@ def _adasum(world):
             expected = [adasum_pair(*expected[i : i + 2]) for i in range(0, len(expected), 2)]
         found = hvd.allreduce(ranks[world.rank], op=hvd.Adasum)
         torch.testing.assert_close(found, expected[0].float())
-        same = hvd.allreduce(ranks[0], op=hvd.Adasum)  # of one direction: the mean
+        same = hvd.allreduce(ranks[0], op=hvd.Adasum)  # same direction: the mean
         torch.testing.assert_close(same, ranks[0])
-        apart = torch.eye(world.size)[world.rank]  # at right angles: the sum
+        apart = torch.eye(world.size)[world.rank]  # orthogonal: the sum
         torch.testing.assert_close(hvd.allreduce(apart, op=hvd.Adasum), torch.ones(world.size))
 
         model, plain = models()
@@ -392,7 +392,7 @@ def test_adasum(group, size):
 
 
 def _uneven(world):
-    """Rank 1 has one batch more, and the mean counts the joined ranks as zeros."""
+    """Give rank 1 one more batch. The mean counts the joined ranks as zeros."""
     with initialized():
         model, plain = models()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -417,7 +417,7 @@ def test_uneven_batches_and_join(group):
 
 
 def _norm(world):
-    """Over all ranks as over the whole batch; a copy of it is one too."""
+    """Normalise across all ranks as over the full batch. A copy of the module does too."""
     with initialized():
         whole = torch.randn(world.size * 3, 4, 2, generator=torch.Generator().manual_seed(1))
         whole = whole.double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Sparse tensors and gradients over all ranks, against one plain process that has all of them."""
+"""Sparse tensors and gradients on all ranks, compared with a single process."""
 
 import copy
 
@@ -12,7 +12,7 @@ from tests.distributed.horovod import initialized
 
 
 def rows_of(rank, dtype=torch.float64):
-    """(10, 2), with some rows twice; rank 1 has none."""
+    """Return a (10, 2) tensor with some repeated rows. On rank 1 it is empty."""
     used = [[3, 7, 3], [], [0, 7]][rank % 3]
     values = torch.arange(1.0, 2 * len(used) + 1).view(-1, 2).to(dtype) * (rank + 1)
     return torch.sparse_coo_tensor([used], values, (10, 2), check_invariants=True)
@@ -89,7 +89,7 @@ def words_of(step, turn, rank):
 
 
 def train(world, how, make, passes=1):
-    """The largest difference to a plain process, after some steps of `make`'s optimizers."""
+    """Return the largest difference from a plain process after some steps."""
     torch.manual_seed(0)
     model = Words().double()
     plain = copy.deepcopy(model)

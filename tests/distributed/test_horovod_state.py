@@ -33,7 +33,7 @@ def step(model, optimizer, number):
 
 
 def horovods(make, model):
-    """What Horovod leaves of a fresh optimizer: it has made a step with gradients of zero."""
+    """Return a fresh optimizer as Horovod leaves it: after a step with zero gradients."""
     optimizer = make(model.parameters())
     if not optimizer.state:
         for param in model.parameters():
@@ -61,7 +61,7 @@ def _fresh(world, make, wrap):
             assert not model.weight.grad.any()
         if wrap == "plain":
             optimizer = hvd.DistributedOptimizer(optimizer)
-        for number in range(3):  # alike on all ranks, so their mean is each one's
+        for number in range(3):  # identical on all ranks, so the mean equals each rank's
             step(model, optimizer, number)
             step(plain, expected, number)
         pairs = zip(model.parameters(), plain.parameters(), strict=True)
@@ -95,7 +95,7 @@ def test_a_root_that_has_a_state(group):
 
 
 def _others(world):
-    """Sparse gradients are zeros of their own kind; LBFGS, which Horovod refuses, is left alone."""
+    """Broadcast state for sparse zero gradients. Skip the step for LBFGS, which needs a closure."""
     with initialized(), torch.sparse.check_sparse_tensor_invariants():
         tables = [nn.Embedding(4, 2, sparse=True) for _ in range(2)]
         optimizer = torch.optim.SparseAdam(tables[0].parameters(), lr=0.1)
@@ -117,7 +117,7 @@ def test_sparse_states_and_lbfgs(group):
 
 
 def _by_value(world):
-    """What only one rank has: a function without a name, and a class of its script."""
+    """Send objects that only one rank has: a lambda, and a class of its script."""
     with initialized():
         more = world.rank + 2
         double = hvd.broadcast_object(lambda x: more * x, root_rank=1)

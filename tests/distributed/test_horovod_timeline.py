@@ -1,4 +1,4 @@
-"""What a timeline shows of a script in Horovod's style."""
+"""The timeline of a Horovod script."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_steps_and_named_operations(group, tmp_path, size):
             "step 3",
         ]
         assert names.count("update") == names.count("synchronize") == 3
-        # The thread that communicates sleeps; the one that computes is where its spans say.
+        # The communicating thread sleeps, and the computing thread's waits appear as its own spans.
         assert {e["tid"] for e in of_rank if e["cat"] == "wait beside"} <= {Row.BESIDE}
         assert "wait" not in {e["cat"] for e in of_rank}
         metric = next(event for event in of_rank if event["name"] == "allreduce accuracy")

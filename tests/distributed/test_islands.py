@@ -306,8 +306,9 @@ def test_saved_masters_are_the_common_weights(group):
 
 
 def inside_case(world, precision, island):
-    """Return losses, norms and weights of clipped steps of two backwards each, before any
-    average."""
+    """Return losses, norms and weights of clipped steps, each with two backward passes, before any
+    average.
+    """
     model = mlp().float()
     engine = sw.Engine(model, optimizer_of("adamw", model), precision=precision, zero=2)
     seen = []
@@ -368,7 +369,7 @@ def normed():
 
 
 def buffers_case(world):
-    """After a boundary, running statistics are the mean over the islands."""
+    """After a boundary, running statistics are averaged across islands."""
     model = normed()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=2)
     means = []
@@ -388,7 +389,7 @@ def test_buffers_are_averaged_over_islands(group, size):
 
 
 def loaded_case(world, folder):
-    """Islands begin from the weights that a script writes before the first step."""
+    """Islands start from the weights that a script writes before the first step."""
     model = mlp()
     engine = sw.Engine(model, optimizer_of("sgd", model), equal_every=1, outer="nesterov:0.7,0.9")
     with torch.no_grad():

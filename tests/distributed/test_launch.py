@@ -183,7 +183,7 @@ class TestFailures:
 
 
 class TestRefusals:
-    """Nothing is started: the function would leave a file."""
+    """No process is started, because the function would leave a file."""
 
     @pytest.fixture
     def function(self, tmp_path):

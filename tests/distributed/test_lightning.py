@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric over engines: the results of the stock ones in one process."""
+"""Lightning's Trainer and Fabric on engines, compared with the stock ones in a single process."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ def ranks(group, size):
 
 @contextmanager
 def calm():
-    """Lightning's warnings are its own; RANK and the like are another test's."""
+    """Silence Lightning's own warnings and remove variables such as RANK."""
     before = {name: os.environ.pop(name, None) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -50,7 +50,7 @@ def samples(rows, seed=1):
 
 
 class Model(pl.LightningModule):
-    """Blocks, a parameter of its own that training_step uses, and a frozen layer."""
+    """Blocks, a separate parameter that training_step uses, and a frozen layer."""
 
     def __init__(self, share=1):
         super().__init__()
@@ -112,7 +112,7 @@ class Rates(pl.Callback):
 
 
 def trainer(strategy, callbacks=(), **options):
-    """Our Trainer; with strategy "auto" the stock one, of one process."""
+    """Create our Trainer or, with strategy "auto", the stock one in a single process."""
     options = {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options
     return pl.Trainer(
         accelerator="cpu",
@@ -132,7 +132,7 @@ def ours(zero, **settings):
 
 
 def fitted(strategy, share=1, model=None, ckpt=None, **options):
-    """The trainer, its model and learning rates by batch, after `fit`."""
+    """Return the trainer, its model and the learning rates by batch, after `fit`."""
     rates = Rates()
     with calm():
         made = trainer(strategy, [rates, *options.pop("callbacks", [])], **options)
@@ -174,7 +174,7 @@ def test_results_of_the_stock_trainer(group, size, dtype):
 
 
 CUTS = (0, 8, 16, 22, 30, 40)
-"""Where batches of several sizes begin and end: 8, 8, 6, 8, 10 rows."""
+"""Boundaries of batches with different sizes: 8, 8, 6, 8, 10 rows."""
 
 
 class Batches:
@@ -194,7 +194,7 @@ class Batches:
 
 
 class ReadsOn(Model):
-    """Reads on where a resumed epoch has stopped, as stateful loaders do."""
+    """Continues reading at the position where a resumed epoch stopped, as stateful loaders do."""
 
     def train_dataloader(self):
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
@@ -240,7 +240,9 @@ def assert_same(found, expected):
 @pytest.mark.parametrize("zero", [3, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("every", [3, 5])
 def test_a_resumed_run_goes_on_with_the_same_bits(group, tmp_path, zero, every):
-    """In the middle of an epoch and at its end; then at another size, and in stock Lightning."""
+    """Resume in the middle of an epoch and at its end, at a different world size, and in stock
+    Lightning.
+    """
     seen = ranks(group, 2)(resume_case, str(tmp_path), zero, every)[0]
     ranks(group, 1)(elsewhere_case, str(tmp_path / f"step={every}.ckpt"), seen[every:])
 
@@ -266,13 +268,13 @@ def test_resumed_runs_of_every_precision(group, tmp_path, precision, zero):
 
 @pytest.mark.parametrize(("zero", "exact"), [(0, False), (3, True)])
 def test_a_resumed_run_in_bf16_goes_on_from_the_masters(group, tmp_path, zero, exact):
-    """In the middle of an epoch; then at another size, and in stock Lightning."""
+    """Resume in the middle of an epoch, at a different world size, and in stock Lightning."""
     ranks(group, 2)(resume_case, str(tmp_path), zero, 3, "bf16-true", exact)
     ranks(group, 1)(in_bf16_elsewhere_case, str(tmp_path / "step=3.ckpt"))
 
 
 def in_bf16_elsewhere_case(world, path):
-    """One worker begins with what was saved; stock Lightning has no masters."""
+    """One worker starts from the saved weights. Stock Lightning has no fp32 masters."""
     saved = torch.load(path, weights_only=False)
     weights, (state,) = list(saved["state_dict"].values()), saved["optimizer_states"]
     assert all(value.dtype == torch.bfloat16 for value in weights)
@@ -292,7 +294,7 @@ def in_bf16_elsewhere_case(world, path):
 
 
 def best_case(world, folder):
-    """The best weights, whole at ZERO_3, are what `test` and load_from_checkpoint read."""
+    """`test` and load_from_checkpoint read the best weights in full, even with ZeRO stage 3."""
     best = pl.callbacks.ModelCheckpoint(folder, monitor="valid", save_last=True)
     stops = pl.callbacks.EarlyStopping("valid", patience=3)
     rates = pl.callbacks.LearningRateMonitor("step")
@@ -321,7 +323,7 @@ def test_checkpoints_stopping_and_loggers(group, tmp_path):
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers that step on their own, by hand."""
+    """Two optimizers that manual optimization steps separately."""
 
     def __init__(self, share=1, toggles=True):
         super().__init__()
@@ -366,7 +368,7 @@ def gan_case(world, zero, toggles):
         _, model, _ = fitted(ours(zero), model=Gan(world.size, toggles))
     assert model.seen == pytest.approx(expected.seen, rel=1e-5)
     alike(model, expected)
-    assert len(laid_out) == 2  # one for each engine: nothing was laid out anew
+    assert len(laid_out) == 2  # one for each engine: no state was laid out a second time
 
 
 @contextmanager
@@ -444,7 +446,7 @@ def test_hooks_see_whole_gradients(group):
 
 
 class WithMesh(Model):
-    """As scripts for ModelParallelStrategy are written."""
+    """A module in the form of scripts for ModelParallelStrategy."""
 
     def configure_model(self):
         copy.deepcopy(self._device_mesh)
@@ -539,7 +541,7 @@ class Ordered(pl.LightningModule):
 
 
 def order_case(world):
-    """The rows of all workers by epoch, in total order."""
+    """Return the rows of all workers by epoch, in their common order."""
     found = []
     for options in ({"sampler": Falling()}, {}, {"shuffle": True}):
         with calm():
@@ -687,7 +689,7 @@ def fabric_case(world, folder):
 
 
 def adopted_case(world):
-    """A script for `fabric run`, which does not launch by itself; one that does, after it."""
+    """Run a script for `fabric run`, which does not call launch, then a script that does."""
     from shardwise.lightning import adoption
 
     with calm(), pytest.MonkeyPatch.context() as patch:
@@ -748,7 +750,7 @@ def launched(precision, strategy):
 
 
 def fabric_resumed_case(world, folder, precision, zero, exact):
-    """What a resumed run saves last is what the whole one has saved."""
+    """The last save of a resumed run is identical to that of an uninterrupted run."""
     from shardwise.lightning import ShardwiseFabricStrategy
 
     def run(name, start=None):
@@ -780,5 +782,5 @@ def fabric_resumed_case(world, folder, precision, zero, exact):
     ],
 )
 def test_a_resumed_fabric_goes_on_with_the_same_bits(group, tmp_path, precision, zero, exact):
-    """With an exact mean too, although losses of the next step weigh more."""
+    """This includes an exact mean, although losses of the next step have a higher weight."""
     ranks(group, 2)(fabric_resumed_case, str(tmp_path), precision, zero, exact)

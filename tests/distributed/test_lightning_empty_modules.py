@@ -27,7 +27,7 @@ def junk():
 
 
 def empty(strategy, make):
-    """A Trainer, and a model that `make` builds inside its `init_module`."""
+    """Return a Trainer, and a model that `make` builds inside its `init_module`."""
     with calm():
         made = trainer(strategy, max_epochs=1)
         junk()
@@ -50,7 +50,7 @@ def test_empty_init_trains_from_the_values_of_a_plain_build(group, zero):
 
 
 def cast_case(world):
-    """A module that the precision plugin casts, built inside its block or before."""
+    """Cast a module with the precision plugin, built inside its block or before."""
     options = {"max_epochs": 1, "precision": "64-true"}
     with calm():
         stock = trainer("auto", **options)
@@ -137,7 +137,7 @@ class Rotary(Model):
 
 
 def meta_case(world, zero):
-    """As scripts for FSDPStrategy write it: their modules set themselves by reset_parameters."""
+    """Use modules that define reset_parameters, as in scripts for FSDPStrategy."""
     with torch.device("meta"):
         model = Rotary(world.size)
     fitted(ours(zero), model=model, max_epochs=1)

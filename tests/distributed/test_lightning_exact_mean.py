@@ -20,7 +20,7 @@ def net():
 
 
 def kept(x):
-    """Which elements count, where a loss is a mean over some: of each row another number."""
+    """Return which elements count in a loss that averages a different number of them per row."""
     return x > x.sum(1, keepdim=True) / 3
 
 
@@ -83,7 +83,7 @@ def far(model, expected):
 
 
 def trainer_case(world, zero, rows):
-    """Lightning's own mean is another one; the exact one is that of plain PyTorch."""
+    """Lightning's own mean differs. The exact mean matches plain PyTorch."""
     each = BATCH // world.size
     _, expected = plain(rows)
     options = {"accumulate_grad_batches": WINDOW}
@@ -93,7 +93,7 @@ def trainer_case(world, zero, rows):
 
 @pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_means_of_plain_pytorch(group, size):
-    """Of the last batches rank 1 has a sample less, or none."""
+    """In the last batches rank 1 has one sample less, or none."""
     for zero, rows in ((0, 21), (3, 17)):
         ranks(group, size)(trainer_case, zero, rows)
 
@@ -132,7 +132,7 @@ class Stream(IterableDataset):
 
 
 def stream_case(world):
-    """Then two losses of one batch, by hand, which add up."""
+    """Train on a stream, and then manually accumulate two losses of one batch."""
     _, expected = plain(21)
     streamed = Streamed(21, BATCH // world.size)
     assert far(fitted(streamed, 3, True, accumulate_grad_batches=WINDOW), expected) < END

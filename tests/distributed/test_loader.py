@@ -1,4 +1,4 @@
-"""The Loader on real ranks: one order, every sample once, whatever the number of ranks."""
+"""The Loader on real ranks: the same order and every sample once, for any number of ranks."""
 
 import random
 from itertools import pairwise
@@ -43,7 +43,7 @@ class Stream(IterableDataset):
 
 
 class Sharded(Stream):
-    """As Hugging Face's: a stream that can be cut in shards."""
+    """A stream that can be sharded, like Hugging Face's."""
 
     def __init__(self, end, first=0, stride=1, num_shards=4):
         super().__init__(end, first, stride)
@@ -73,7 +73,7 @@ def _run(world, dataset, batch, options, epochs=1):
 
 
 def _total(ranks, epoch=0):
-    """The steps of an epoch as lists of rows in total order, stand-ins left out."""
+    """Return the steps of an epoch as lists of rows for all ranks, without stand-ins."""
     assert len({tuple(record[:3] for record in records) for records in ranks}) == 1
     steps = {}
     for records in ranks:
@@ -343,7 +343,7 @@ def _some_steps(world, dataset, batch, options, state, most):
 
 
 def _in_legs(group, dataset, legs, options):
-    """The rows of an epoch trained in `legs` of (ranks, batch, steps), and the state at its end."""
+    """Train an epoch in `legs` of (ranks, batch, steps). Return its rows and final state."""
     rows, state = [], None
     for size, batch, steps in legs:
         said = group(size)(_some_steps, dataset, batch, options, state, steps)

@@ -54,12 +54,12 @@ def cross_entropy(out, labels, **how):
 
 
 def boxes(out, kept):
-    """A loss over the boxes of each row, whose number differs between rows."""
+    """Return a loss over the boxes of each row, whose number differs between rows."""
     return tokens(out)[kept]
 
 
 class Fused(torch.autograd.Function):
-    """A custom autograd.Function, of which only the saved tensors are known."""
+    """A custom autograd.Function that exposes only its saved tensors."""
 
     @staticmethod
     def forward(ctx, out, classes, labels):
@@ -222,7 +222,7 @@ LOSSES = {
 
 
 def plain(loss_of):
-    """Return losses, gradient norms and weights of one process."""
+    """Return losses, gradient norms and weights of a single process."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     seen = []
@@ -280,7 +280,7 @@ def test_losses_of_sharded_models_are_those_of_one_process(group, zero):
 
 
 def mixed(out, ys):
-    """A sum of means over different items: labels that count, and all elements."""
+    """Return a sum of means over different items: labels that count, and all elements."""
     return cross_entropy(out, ys) + 0.1 * out.square().mean()
 
 

@@ -24,7 +24,7 @@ def data(seed=1):
 
 
 def plain(loss_of):
-    """Return losses and weights of one process that adds the results of `loss_of`."""
+    """Return losses and weights of a single process that adds the results of `loss_of`."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
     losses = []
@@ -73,7 +73,7 @@ def sums_case(world, zero, how):
 @pytest.mark.parametrize("how", ["loader", "micro", "forward_backward"])
 @pytest.mark.parametrize("size", SIZES)
 def test_sums_of_all_workers_are_added(group, size, how):
-    """In the last batch one of three workers has no sample."""
+    """In the last batch, one of three workers has no sample."""
     for zero in (0, 2, 3):
         group(size)(sums_case, zero, how)
 

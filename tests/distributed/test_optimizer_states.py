@@ -126,7 +126,7 @@ def test_error_on_several_workers_names_the_line_to_write(group):
 
 
 def shapes_case(world, name):
-    """A state that fits one rank only is refused on all."""
+    """Load a state that fits only one rank, which must fail on all ranks."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 3, bias=False))
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)
     engine = sw.Engine(model, optimizer, zero=0)
@@ -333,7 +333,7 @@ def test_masters_follow_written_weights(group):
 
 
 def other_weights_case(world):
-    """Masters are accepted if they round to the present weights, which never change."""
+    """Load masters that round to the current weights, which must not change."""
     model, _, engine = narrow(1)
     narrow_steps(world, model, engine)
     state = copy.deepcopy(engine.optimizer_state_dict())

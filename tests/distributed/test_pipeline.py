@@ -554,7 +554,7 @@ def test_names_misuse_and_continues(group, how, hint):
 
 
 class Backwards(nn.Module):
-    """Registers its layers in another order than it runs them."""
+    """Registers its layers in a different order from the one in which it runs them."""
 
     def __init__(self):
         super().__init__()
@@ -761,7 +761,7 @@ def test_several_losses_in_a_plain_loop(group, how):
 
 
 def ignores(world):
-    """Run a last micro-batch in which nothing counts, so that its mean is NaN."""
+    """Run a last micro-batch without items that count, so that its mean is NaN."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), microbatches=2)
     x = batch(0)

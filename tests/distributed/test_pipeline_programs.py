@@ -71,7 +71,7 @@ def sgd(model):
 
 
 def plain_losses(how, micros):
-    """Return the losses of one process for a batch in this number of micro-batches."""
+    """Return the losses of a single process for a batch in this number of micro-batches."""
     model, x = blocks(how)
     optimizer, losses = sgd(model), []
     for _ in range(3):
@@ -241,7 +241,7 @@ def test_buffers_that_are_views(group, tmp_path, pipeline):
 
 
 class Inside(nn.Module):
-    """A layer with a checkpoint inside, or that begins with operations in place."""
+    """A layer that contains a checkpoint, or that starts with in-place operations."""
 
     def __init__(self, how):
         super().__init__()

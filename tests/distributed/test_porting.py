@@ -26,7 +26,7 @@ def sections():
 
 
 def side(code, sign):
-    """The script of a diff: with the lines marked by `sign`, without those of the other."""
+    """Return one side of a diff: unmarked lines and the lines marked with `sign`."""
     return "".join(
         line[1:] for line in code.splitlines(keepends=True) if line[0] in (" ", sign, "\n")
     )
@@ -70,7 +70,7 @@ ALL_CELLS = pytest.param(True, marks=pytest.mark.full, id="every size in every r
 @pytest.mark.parametrize("whole", [pytest.param(False, id="two workers in every row"), ALL_CELLS])
 @pytest.mark.parametrize("name", list(sections()))
 def test_the_losses_are_those_of_plain_pytorch(group, name, whole):
-    """In `make test` on two workers in every row, and on three in one."""
+    """`make test` runs this on two workers with each ZeRO stage, and on three with one stage."""
     code, words = sections()[name]
     rows = [int(row) for row in (words or "0 2 3").split()]
     expected = losses_of(side(code, "-"))

@@ -1,5 +1,4 @@
-"""Tensors that are split by tokens over a replica: every operation gives the same as on the whole
-tensor."""
+"""Tensors split by tokens across a replica: every operation matches the full tensor."""
 
 from dataclasses import dataclass
 
@@ -130,7 +129,7 @@ def hooked(x):
 
 
 def done(world, name):
-    """Return value and gradients of an operation, on tokens and on the whole."""
+    """Return value and gradients of an operation, on split tokens and on the full tensor."""
     operation, stays = OPERATIONS[name]
     draws = ReplicaRandomness(world.tensor.rank, torch.device("cpu"))
     told = []

@@ -1,4 +1,4 @@
-"""Sharded parameters: models of every kind train as in one process."""
+"""Sharded parameters: models of every kind train as in a single process."""
 
 import pytest
 import torch
@@ -195,7 +195,7 @@ def test_models(group, ranks, make):
 
 
 def loss_with_a_weight(model, x, step, rank):
-    """The loss uses a weight of the model's rest after forward."""
+    """Return a loss that uses weights outside all units after forward."""
     return (model(x) @ model.head.weight).square().mean() + model.stem.bias.square().sum()
 
 
@@ -301,7 +301,7 @@ def one_unit_at_a_time(world):
 
 
 def few_buffers(world):
-    """After the first steps no pass allocates a buffer for whole buckets."""
+    """After the first steps, no pass allocates a buffer for gathered buckets."""
     model = seeded(Tied)
     engine = sharded(model)
     train(world, engine, model, squares, range(2))

@@ -37,7 +37,7 @@ class Wide(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A convolution with channels-last weights, and a layer that is split by hand."""
+    """A convolution with channels-last weights, and a manually split layer."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def trained(world, make, precision):
 
 
 def with_the_bits_of_kept_casts(world, make, precision):
-    """A repeated cast equals the cast that would have been kept."""
+    """A repeated cast is identical to the cast that would otherwise have been stored."""
     losses, values = trained(world, make, precision)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved_references, "cast_parameter", lambda cast: None)
@@ -227,7 +227,7 @@ def users_own():
 
 
 def around_ours():
-    """The engine's autocast inside the user's."""
+    """Use the engine's autocast inside the user's."""
     return {"precision": "bf16-mixed"}, *users_own()[1:]
 
 
@@ -237,7 +237,7 @@ def users_own_without_a_cache():
 
 
 def around_steps():
-    """Autocast around the whole loop: its cache is outdated after each step."""
+    """Use autocast around the entire loop, where its cache is outdated after each step."""
     return {}, contextlib.nullcontext, functools.partial(torch.autocast, "cpu", torch.bfloat16)
 
 
@@ -265,10 +265,10 @@ def by_row(world, make, how, zero):
 
 
 def same_in_each_row(world, make, how):
-    """Rows with whole parameters and rows with sharded ones give the same bits."""
+    """Placements with replicated and with sharded parameters give identical bits."""
     with warnings.catch_warnings():
         if make is Compiled:
-            warnings.simplefilter("ignore")  # torch's compiler warns of its own parts
+            warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         wanted, kept = by_row(world, make, how, 2)
         losses, values = by_row(world, make, how, 3)
     assert losses == wanted

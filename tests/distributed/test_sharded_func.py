@@ -51,7 +51,7 @@ def agree_forward(world, *arguments):
 
 
 def mean_flow(model, x, step, rank):
-    """The loss of MeanFlow: an output and its derivative in a direction."""
+    """Return the loss of MeanFlow: an output and its directional derivative."""
     out, moved = jvp(model, (x,), (x.flip(1),))
     return (out - moved.detach()).square().mean() + 0.1 * moved.mean()
 
@@ -107,7 +107,7 @@ def functionalized(model, x, step, rank):
 
 
 def of_other_values(model, x, step, rank):
-    """The model with parameters of other code, and with its own."""
+    """Run the model with parameters supplied by other code, and with its own."""
     named = model.named_parameters()
     others = {name: torch.full(p.shape, 0.1 * step, dtype=p.dtype) for name, p in named}
     return (model(x) - functional_call(model, others, x)).square().mean()
@@ -182,7 +182,7 @@ def test_gradients_inside_a_forward(group, ranks):
 
 
 def test_transform_on_one_rank_only(group):
-    """Its units stay whole, and it takes part in the gathers that the other rank needs."""
+    """Its units remain gathered, and it takes part in the gathers that the other rank needs."""
     group(2, transport="gloo")(steps_alike, on_one_rank, 20)
 
 
@@ -226,7 +226,7 @@ def test_units_stay_whole_until_their_backward_has_ended(group, transport):
 
 
 def copies_case(world):
-    """Copies of parameters without values are refused by name, and training continues."""
+    """Copies of unallocated parameters raise an error that names them. Training continues."""
     model, plain = seeded(Stack), seeded(Stack)
     engine = sharded(model)
     x = batch(0)

@@ -1,4 +1,4 @@
-"""Sharded parameters and autograd: every use of a graph gives the results of one process."""
+"""Sharded parameters and autograd: every use of a graph matches a single process."""
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def several_micro_batches(world):
 
 
 def two_forwards_first(world):
-    """Run both forwards before both backwards, in reverse order."""
+    """Run both forward passes before both backward passes, in reverse order."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -120,7 +120,7 @@ def two_forwards_first(world):
 
 
 def backward_twice(world):
-    """Run two backwards through one graph."""
+    """Run two backward passes through one graph."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -150,7 +150,7 @@ class AsideStack(Stack):
 
 
 def two_forwards_aside(world):
-    """Run both forwards before both backwards, over tensors that the blocks did not return."""
+    """Run both forward passes first, and use tensors that the blocks did not return."""
     model, plain = seeded(AsideStack), seeded(AsideStack)
     engine, optimizer = sharded(model), adamw(plain)
 
@@ -401,7 +401,7 @@ def test_gradients_of_a_second_graph(group, ranks, kind):
 
 
 def bends_of_slopes(world):
-    """Use a graph over a recorded backward after other forwards."""
+    """Use the graph of a recorded backward pass after other forward passes."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(3):
@@ -421,7 +421,7 @@ def bends_of_slopes(world):
 
 
 def bend_after_a_failure(world):
-    """Use a recorded backward after another one has failed."""
+    """Use a recorded backward pass after another one has failed."""
     model, plain = seeded(Stack), seeded(Stack)
     engine = sharded(model)
     bends = []
@@ -467,7 +467,7 @@ class Complex(nn.Module):
 
 
 def half_moved_by_others(model, x, step, rank):
-    """The user's own hooks move saved tensors, in one of two forwards."""
+    """Let the user's own hooks move saved tensors in one of two forward passes."""
     with torch.autograd.graph.save_on_cpu():
         loss = model(x).square().mean()
     return loss + model(x + 1).square().mean()

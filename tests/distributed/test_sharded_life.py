@@ -191,7 +191,7 @@ def test_unfrozen_too_late(group, ranks):
 
 
 def outside_of_the_models(world):
-    """A parameter that only the optimizer holds is whole all the time."""
+    """A parameter that only the optimizer holds is always available in full."""
 
     def with_scale(model, scale):
         return torch.optim.AdamW([*model.parameters(), scale], lr=1e-2)

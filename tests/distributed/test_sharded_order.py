@@ -1,4 +1,4 @@
-"""Sharded parameters if ranks or steps need different units: all ranks gather in one order."""
+"""Sharded parameters if ranks or steps need different units: all ranks gather in the same order."""
 
 import random
 
@@ -116,7 +116,7 @@ def two_losses(model, x, step, rank, *, in_order):
 
 
 def one_backward(world, in_order):
-    """Run two forwards with different branches, then one backward."""
+    """Run two forward passes with different branches, then one backward pass."""
     agree(
         world,
         Branches,
@@ -126,7 +126,7 @@ def one_backward(world, in_order):
 
 
 def two_backwards(world, in_order):
-    """Run two forwards with different branches, then a backward for each."""
+    """Run two forward passes with different branches, then a backward pass for each."""
     model, plain = seeded(Branches), seeded(Branches)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(8):
@@ -208,7 +208,7 @@ def evaluation_before_backward(world):
 
 
 def uneven_generation(world):
-    """Each rank runs any number of forwards between training steps, and rank 0 some more."""
+    """Each rank runs any number of forward passes between training steps, and rank 0 a few more."""
     model, plain = seeded(Branches), seeded(Branches)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(4):
@@ -231,7 +231,7 @@ def uneven_generation(world):
 
 
 def uneven_amid_a_step(world):
-    """Run different numbers of forwards with gradients between the micro-batches of a step."""
+    """Run different numbers of forward passes with gradients between two micro-batches."""
     model, plain = seeded(Stack), seeded(Stack)
     engine, optimizer = sharded(model), adamw(plain)
     for step in range(3):
@@ -281,7 +281,7 @@ def test_forwards_without_training(group, ranks, case):
 
 
 class Fragile(Stack):
-    """Fails at a block on request; its blocks run in another order than their registration."""
+    """Fails at a block on request. Its blocks run in a different order from their registration."""
 
     fails_at = None
 
@@ -348,7 +348,7 @@ def test_failed_backward(group, ranks):
 
 
 def another_order(world):
-    """Units that all ranks gather in one order cannot be needed in another one."""
+    """Units that all ranks gather in a fixed order cannot be needed in a different order."""
     model = seeded(Branches)
     engine = sharded(model)
     x = batch(0)

@@ -253,7 +253,7 @@ ERRORS = (ParameterAccess, BrokenView)
 
 
 def writes(world, at):
-    """Each write raises at once, or at the engine's next call; no value is lost silently."""
+    """Each write raises immediately or at the engine's next call. No value is lost silently."""
     refused = {}
     for name, write in WRITES.items():
         model, engine = started()
@@ -280,7 +280,7 @@ def test_writing_at_rest(group, ranks, at):
 
 
 def writes_between(world):
-    """Write, in the ways above, into units that stay whole between forward and backward."""
+    """Write, in the ways above, to units that remain gathered between forward and backward."""
     for name, write in WRITES.items():
         model, engine = started()
         model(batch(0))
@@ -301,7 +301,7 @@ def test_writing_between_forward_and_backward(group, ranks):
 
 
 def reads_between(world):
-    """A penalty on parameters that stay whole trains as in plain PyTorch."""
+    """A penalty on parameters that remain gathered trains as in plain PyTorch."""
     model, engine = started()
     plain = seeded(Stack)
     x = batch(0)
@@ -380,7 +380,7 @@ def test_writing_in_forward(group, ranks, make, case):
 
 
 def writes_while_reading(world, name):
-    """engine.full_parameters() without write=True refuses writes inside the block."""
+    """engine.full_parameters() without write=True rejects writes inside the block."""
     model, engine = started()
     with (
         pytest.raises(BrokenView, match=r"full_parameters\(.*write=True\)"),

@@ -1,4 +1,4 @@
-"""What only the transport over shared memory promises: one memory, bits, faults, nothing left."""
+"""Properties of the shared-memory transport: one memory, exact bits, faults, no leftovers."""
 
 import gc
 import os
@@ -101,7 +101,7 @@ def test_memory_is_used_again(group):
 
 
 def leaves_while_others_read(world):
-    """A rank that closes a group does not take back what another one still reads."""
+    """A rank that closes a group does not free memory that another rank still reads."""
     group = world.collectives.split([range(world.size)])
     beside = group.allocate(LARGE, torch.float32, CPU)  # so that the segment lives on
     usual = shared_buffers.SharedBuffers.read
@@ -164,7 +164,7 @@ def test_a_group_that_is_closed_leaves_nothing(group):
 
 
 def sums_under_random_delays(world, seed):
-    """The bytes of some sums of numbers that do not add up exactly, whoever is late."""
+    """Return the bytes of sums that would show a change of order, with random delays."""
     group, draw = world.collectives, torch.Generator().manual_seed(world.rank)
     late = random.Random(100 * seed + world.rank)
     kept = [group.allocate(LARGE, torch.float32, CPU) for _ in range(4)]
@@ -306,7 +306,7 @@ def test_a_rank_that_is_stopped_inside_a_collective_is_named_in_time(group, phas
 
 
 def dies_beside_a_child(world):
-    """A process forked off rank 1, as DataLoader's workers are, outlives it."""
+    """Fork a process from rank 1, like a DataLoader worker, that outlives the rank."""
     child = os.fork() if world.rank == 1 else -1
     if child == 0:
         time.sleep(60)
@@ -326,7 +326,7 @@ def test_a_dead_rank_is_found_although_a_forked_worker_lives(group):
 
 
 def forks(world):
-    """What a forked child closes is its own copy: the ranks go on."""
+    """A forked child closes only its own copy, so the ranks continue."""
     child = os.fork()
     if child == 0:
         os._exit(0)

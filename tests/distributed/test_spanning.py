@@ -13,7 +13,7 @@ from tests.distributed.test_engine import ROWS, within_host_case
 from tests.distributed.test_shared import sums_under_random_delays
 
 HOSTS = {4: [0, 0, 1, 1], 6: [0, 1, 2, 2, 0, 1]}
-"""By number of ranks, the host of each; also where hosts take turns."""
+"""The host of each rank, by number of ranks, including interleaved hosts."""
 
 CUTS = [(4, [0, 4, 4, 4, 12]), (4, [0, 2, 7, 7, 11]), (6, [0, 4, 4, 5, 9, 11, 12])]
 LARGE = [(size, [10_007 * cut for cut in cuts]) for size, cuts in CUTS]

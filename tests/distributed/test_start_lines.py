@@ -227,7 +227,7 @@ def test_names_optimizers_whose_state_is_cut_after_a_trial(group):
 
 
 class OwnLars(torch.optim.SGD):
-    """Scales by the norms of whole tensors, unless they have one dimension."""
+    """Scales by the norms of full tensors, except tensors with one dimension."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -294,7 +294,7 @@ def test_p_is_a_dropout_probability_only_if_forward_draws(module, draws):
 
 
 def normed_case(world, micro):
-    """The lines of the first backward of a model with BatchNorm over all workers."""
+    """Return the messages of the first backward pass of a model with synchronised BatchNorm."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters())
     engine = sw.Engine(model, optimizer, quiet=False, sync_batch_norm=True)

@@ -32,7 +32,7 @@ class WithActivation(nn.BatchNorm2d):
 
 
 class ByItself(nn.BatchNorm2d):
-    """A subclass that normalises in its own forward."""
+    """A subclass whose own forward method normalises."""
 
     def forward(self, x):
         out = F.batch_norm(
@@ -84,7 +84,7 @@ def reached(world, kind):
 
 
 def weighted(world):
-    """Rows have unequal weights, so each rank's loss is a mean over another number of items."""
+    """Rows have unequal weights, so each rank's loss is a mean over a different number of items."""
     model, plain = net(nn.BatchNorm2d), net(nn.BatchNorm2d)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
     engine = sw.Engine(model, optimizers[0], sync_batch_norm=True)

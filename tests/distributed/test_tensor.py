@@ -772,7 +772,7 @@ def test_ranks_agree_on_what_is_split(group):
 
 
 def left_alone(world):
-    """A refused split leaves the model whole."""
+    """A rejected split leaves the model unchanged."""
     attend = sw.Attention(qkv=("q", "k", "v"), out="proj", heads="n_head")
     twice = {"blocks.1.attend": attend, "blocks.1.attend.q": "colwise"}
     for plan, text in (
@@ -813,7 +813,7 @@ def test_plan_for_a_map_of_known_attention_leaves_it_whole(group):
 
 
 def nests(world, row, folder):
-    """Nested blocks are whole as one, and writes that would be lost are refused."""
+    """Nested blocks gather like a single block, and writes that would be lost raise an error."""
     model = gpt()
     engine = sw.Engine(model, adamw(model), zero=row)
     wanted = gpt().state_dict()
@@ -855,7 +855,7 @@ def test_nested_blocks_of_whole_tensors(group, tmp_path, row):
 
 
 def infers(world, plan):
-    """torch's fused inference of a whole layer is off if any of it is split."""
+    """torch's fused inference of a layer is disabled if any part of the layer is split."""
     torch.manual_seed(3)
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double().eval()

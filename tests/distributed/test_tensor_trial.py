@@ -87,7 +87,7 @@ def test_tries_both_modes_without_randomness(kind, is_found, parts):
 
 
 class ByInput(nn.Module):
-    """Attention that derives the width of a head from its input, and so stays whole."""
+    """Attention that derives the head width from its input, and is therefore not split."""
 
     def __init__(self, width):
         super().__init__()

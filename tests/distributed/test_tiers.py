@@ -216,7 +216,7 @@ class Built(nn.Module):
 
 
 def without_memory_case(world, row, precision):
-    """Each rank draws other numbers; rank 0's count on all ranks, as in a plain build."""
+    """Draw different numbers on each rank. Rank 0's apply on all ranks, as in a plain build."""
 
     def build(meta):
         torch.manual_seed(5 + world.rank)

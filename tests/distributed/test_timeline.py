@@ -1,4 +1,4 @@
-"""Timelines of real ranks: what is noted, and that it stands on its rows as viewers need it."""
+"""Timelines of real ranks: which events are recorded, and whether viewers can show their rows."""
 
 import json
 import socket
@@ -23,7 +23,7 @@ def model():
 
 
 def train(world, folder, settings):
-    """Steps with a timeline, one before it and one after it."""
+    """Run steps with a timeline, and one step before and after it."""
     torch.manual_seed(0)
     net = model()
     data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))
@@ -42,7 +42,7 @@ def train(world, folder, settings):
     sw.start_timeline(path)
     for number in range(STEPS):
         step()
-        if number in (0, STEPS - 1):  # the second waits for the first, which is beside the steps
+        if number in (0, STEPS - 1):  # the second waits for the first, which overlaps the steps
             engine.save(folder / "checkpoints", background=number == 0)
     sw.stop_timeline()
     assert recorder.active is None
@@ -58,7 +58,7 @@ def events_of(path, rank):
 
 
 def check_nesting(events):
-    """On each row a slice is inside another one or beside it."""
+    """Check that slices on the same row are either nested or disjoint."""
     rows = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -66,7 +66,9 @@ def check_nesting(events):
     for row, slices in rows.items():
         open_until = []
         for begin, end, name in sorted(slices, key=lambda one: (one[0], -one[1])):
-            while open_until and open_until[-1] <= begin + 0.002:  # written in 0.001 microseconds
+            while (
+                open_until and open_until[-1] <= begin + 0.002
+            ):  # times are written in 0.001 microseconds
                 open_until.pop()
             assert not open_until or end <= open_until[-1] + 0.002, (row, name, begin)
             open_until.append(end)
@@ -103,7 +105,7 @@ def test_what_a_step_is_made_of(group, tmp_path, transport):
 
 
 def check_flows(events):
-    """Each collective is pointed at from a moment at which the rank launched it."""
+    """Check that each collective has an arrow from the moment at which the rank launched it."""
     begun = {e["id"]: e["ts"] for e in events if e["ph"] == "s"}
     ended = {e["id"]: (e["ts"], e["tid"]) for e in events if e["ph"] == "f"}
     assert begun.keys() == ended.keys()
@@ -116,7 +118,7 @@ def check_flows(events):
 
 
 def test_sharded_parameters_on_a_disk(group, tmp_path):
-    """Gathers, reduce-scatters and what moves to and from the disk."""
+    """Record gathers, reduce-scatters and transfers to and from the disk."""
     disk = f"nvme:{on_a_disk()}"
     settings = {"zero": 3, "offload_params": disk, "offload_optimizer": disk}
     (path, _) = group(2, transport="gloo")(train, tmp_path, settings)
@@ -131,7 +133,7 @@ def test_sharded_parameters_on_a_disk(group, tmp_path):
 
 
 def late_case(world, path):
-    """Rank 1 comes late to a barrier."""
+    """Let rank 1 arrive late at a barrier."""
     sw.start_timeline(path)
     world.barrier()
     if world.rank == 1:
@@ -151,7 +153,7 @@ def test_a_wait_tells_for_whom(group, tmp_path, transport):
 
 
 def late_with_a_sum(world, path):
-    """The last rank comes late to a reduce-scatter, of several messages from each."""
+    """Let the last rank arrive late at a reduce-scatter with several messages from each rank."""
     buffer = torch.ones(2_500_000)
     cuts = [buffer.numel() * rank // world.size for rank in range(world.size + 1)]
     sw.start_timeline(path)
@@ -171,7 +173,7 @@ def test_of_several_ranks_the_late_one_is_told(group, tmp_path):
 
 
 def distant_case(world, path):
-    """Rank 1 takes itself to be on another host, with a clock of its own."""
+    """Simulate that rank 1 is on another host, which has a different clock."""
     status_server = world.collectives.status_server
     places = dict(status_server._places)
     clock = time.monotonic_ns
@@ -201,6 +203,6 @@ def test_ranks_on_two_hosts_have_a_file_each_and_one_time(group, tmp_path):
     assert [file.name for file in files] == ["t.json", f"t.{socket.gethostname()}.json"]
     (far,) = (e for e in events_of(files[1], 1) if e["name"] == "together")
     (near,) = (e for e in events_of(path, 0) if e["name"] == "together")
-    # They left one barrier together and came to the next: what is between overlaps.
+    # The ranks left one barrier together and arrived at the next, so the time between overlaps.
     assert abs(far["ts"] - near["ts"]) < 50_000
     assert all(event["pid"] == 1 for event in json.loads(files[1].read_text()))

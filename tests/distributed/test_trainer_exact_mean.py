@@ -15,12 +15,12 @@ pytest.importorskip("accelerate", reason="the accelerate package is not there")
 transformers = pytest.importorskip("transformers", reason="the transformers package is not there")
 
 ROWS, LENGTH, WORDS, WINDOW, STEP = 21, 6, 11, 2, 16
-"""Steps of 16 rows in two micro-batches, and one of 5: the last window is short and ragged."""
+"""Steps of 16 rows in two micro-batches, and one step of 5: the last window is short and uneven."""
 RATE, NORM = 0.3, 0.4
 
 
 class Words(nn.Module):
-    """Next words in fp64, whose loss divides a sum by the number of items, as GPT-2's does."""
+    """Predicts the next word in fp64. Like GPT-2's, the loss divides a sum by the item count."""
 
     accepts_loss_kwargs = True
 
@@ -41,14 +41,14 @@ class Words(nn.Module):
 
 
 class Ignoring(Words):
-    """A loss that is a mean whatever number it is given, as those of BERT are."""
+    """A loss that is a mean regardless of the item count it receives, like BERT's."""
 
     def loss(self, logits, labels, items):
         return F.cross_entropy(logits, labels)
 
 
 class Samples(Words):
-    """A mean over rows, of a model that takes no number."""
+    """A mean over rows, from a model that does not accept the item count."""
 
     accepts_loss_kwargs = False
 
@@ -57,7 +57,7 @@ class Samples(Words):
 
 
 class Padded(Words):
-    """A mean over what is no padding, of which there are no labels."""
+    """A mean over tokens that are not padding, without labels."""
 
     accepts_loss_kwargs = False
 
@@ -67,7 +67,7 @@ class Padded(Words):
 
 
 def rows(kind):
-    """Rows that have other numbers of items; two have none."""
+    """Return rows with different numbers of items. Two rows have no items."""
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(WORDS, (ROWS, LENGTH), generator=draw)
     for number, row in enumerate(words):
@@ -84,7 +84,7 @@ def batch_of(items):
 
 
 def plain(kind, epochs=2):
-    """Losses and norms by step, and the model in the end, of plain PyTorch with whole batches."""
+    """Train in plain PyTorch with full batches. Return losses, norms and the final model."""
     model, data, seen = kind(), list(rows(kind)), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(epochs):
@@ -117,7 +117,7 @@ def arguments(folder, each, **options):
 
 
 def trained(world, kind, folder, zero=0, exact=True, data=None, model=None, resume=None, **options):
-    """A Trainer over engines after its training; `world` None: the stock one, in one process."""
+    """Train with a Trainer on engines or, if `world` is None, with the stock Trainer."""
     import shardwise.transformers
 
     quietly()
@@ -154,7 +154,7 @@ def distance(model, expected):
 
 
 def far(trainer, expected):
-    """How far its weights are from those of `expected`; gives the model back."""
+    """Return the distance of its weights from the weights of `expected`, and release the model."""
     with trainer.accelerator.full_parameters(trainer.model):
         found = distance(trainer.model, expected)
     trainer.accelerator.free_memory()
@@ -169,27 +169,30 @@ def means_case(world, name, zero, folder):
     logs = [log for log in trainer.state.log_history if "loss" in log]
     figures = [(log["loss"], log["grad_norm"]) for log in logs]
     assert figures == [pytest.approx(each, rel=1e-6) for each in seen]  # logged in fp32
-    if kind in (Words, Ignoring):  # an evaluation has losses where there are labels
+    if kind in (Words, Ignoring):  # an evaluation has losses if there are labels
         with torch.no_grad():
             whole = expected(**batch_of(list(rows(kind))))["loss"].item()
         assert trainer.evaluate(list(rows(kind)))["eval_loss"] == pytest.approx(whole, rel=1e-10)
     assert far(trainer, expected) < 1e-12
     if world.size > 1:
         assert far(trained(world, kind, folder, zero, exact=False), expected) > 1e-5
-    elif kind in (Ignoring, Padded):  # one process is right where micro-batches are alike
+    elif kind in (
+        Ignoring,
+        Padded,
+    ):  # a single process is correct if all micro-batches are the same size
         assert distance(stock(kind, folder), expected) > 1e-5
 
 
 @pytest.mark.parametrize("name", ["Words", "Ignoring", "Samples", "Padded"])
 @pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 def test_means_of_plain_pytorch(group, tmp_path, size, name):
-    """Of 21 rows the last micro-batches have 4 and 1, and on four ranks 2, 2, 1 and none."""
+    """Of 21 rows, the last micro-batches get 4 and 1, and on four ranks 2, 2, 1 and 0."""
     for zero in (0, 3)[:size]:
         ranks(group, size)(means_case, name, zero, str(tmp_path))
 
 
 def library_case(world, name, zero, folder):
-    """GPT-2 and BERT, whose loss functions compute in fp32."""
+    """Test GPT-2 and BERT, whose loss functions compute in fp32."""
     quietly()
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8}
     if name == "GPT2LMHeadModel":
@@ -240,7 +243,7 @@ def test_models_of_the_library(group, tmp_path, name):
 
 
 def shifts_case(world):
-    """Whether a model leaves its first labels out shows in its loss."""
+    """Check that the loss shows whether a model leaves out its first labels."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     from shardwise.transformers.exact_mean import StepItems
@@ -274,7 +277,7 @@ def test_models_that_leave_the_first_label_out(group):
 
 
 def unprepared_case(world, folder):
-    """An evaluation in the last step of an epoch, by a plain loader, cuts nothing."""
+    """Check that an evaluation with a plain loader in the last step of an epoch cuts nothing."""
     trainer = trained(world, Words, folder, max_steps=1)
     data = list(rows(Words))
     given = torch.utils.data.DataLoader(data, batch_size=8, collate_fn=batch_of)
@@ -307,7 +310,7 @@ def resumes_case(world, folder):
 
 
 def test_resumed_in_mid_epoch_on_another_number_of_workers(group, tmp_path):
-    """The batches that are left have repeated samples too, which the skipping loader gives."""
+    """The remaining batches have repeated samples too, which the skipping loader yields."""
     for before, after in ((2, 1), (1, 2)):
         folder = str(tmp_path / str(before))
         ranks(group, before)(saves_case, folder)
@@ -320,7 +323,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def stream_case(world, zero, folder):
-    """Rank 0 reads, and repeats a sample so that all ranks have as many."""
+    """Rank 0 reads the stream, and repeats a sample so that all ranks get the same number."""
     _, expected = plain(Words, epochs=1)
     sizes = {"per_device_train_batch_size": STEP // 2, "gradient_accumulation_steps": 1}
     trainer = trained(world, Words, folder, zero, data=Stream(), max_steps=2, **sizes)

@@ -1,4 +1,4 @@
-"""The Hugging Face Trainer over engines: the results of the stock Trainer in one process."""
+"""The Hugging Face Trainer on engines, compared with the stock Trainer in a single process."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers", reason="the transformers pack
 
 ROWS, LENGTH, WORDS = 24, 10, 40
 STOCK = transformers.TrainingArguments._setup_devices
-"""What asks for the rank, before shardwise.transformers lets it join the run."""
+"""The property that looks up the rank, before shardwise.transformers makes it join the run."""
 
 
 def gpt2(dropout=0.0):
@@ -31,7 +31,7 @@ def gpt2(dropout=0.0):
 
 
 def texts(rows=ROWS, seed=1):
-    """Rows whose labels are of different lengths, so that a mean of means is not the mean."""
+    """Return rows whose labels differ in length, so that a mean of means is not the mean."""
     draw = torch.Generator().manual_seed(seed)
     words = torch.randint(2, WORDS, (rows, LENGTH), generator=draw)
     labels = words.clone()
@@ -67,7 +67,7 @@ def quietly():
 
 
 def stock(folder, total, **options):
-    """A stock Trainer in one process, with batches of `total` rows."""
+    """Create a stock Trainer in a single process, with batches of `total` rows."""
     quietly()
     fresh()
     with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ def figures(trainer):
 
 
 def parity_case(world, zero, folder):
-    """Token means over all workers and micro-batches, clipped, scheduled: as in one process."""
+    """Train with clipping and a schedule on token means over all workers and micro-batches."""
     accumulate = {"gradient_accumulation_steps": 2}
     plain = stock(folder, 4, **accumulate)
     plain.train()
@@ -136,7 +136,7 @@ def test_results_of_the_stock_trainer(group, size, tmp_path):
 
 
 class InDouble(torch.nn.Module):
-    """A loss that is computed in fp64, as those of transformers' own models are not."""
+    """A loss that is computed in fp64, unlike the losses of transformers' own models."""
 
     accepts_loss_kwargs = False
 
@@ -198,7 +198,10 @@ def doubles_case(world, folder):
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_results_in_fp64(group, size, tmp_path):
-    """Clipped, accumulated, scheduled, in every row. What the Trainer logs of losses is in fp32."""
+    """Test clipping, accumulation and a schedule with each ZeRO stage.
+
+    The Trainer logs losses in fp32.
+    """
     ranks(group, size)(doubles_case, str(tmp_path))
 
 
@@ -265,7 +268,7 @@ def test_resumed_on_another_number_of_workers(group, tmp_path):
 
 
 def whole_weights_case(world, zero, folder):
-    """What from_pretrained reads is what was trained, in every row."""
+    """Check that from_pretrained reads the trained weights, with each ZeRO stage."""
     trainer = ours(world, folder, 4, zero=zero, max_steps=2)
     trainer.train()
     trainer.save_model(f"{folder}/saved")
@@ -288,7 +291,7 @@ def test_saved_models_are_whole(group, tmp_path, zero):
 
 
 def best_case(world, zero, only_model, folder):
-    """The highest loss is called the best, so that it is not the last one."""
+    """Treat the highest loss as the best, so that the best checkpoint is not the last one."""
     trainer = ours(
         world, folder, 4, zero=zero, warmup_steps=0, max_steps=4, eval_strategy="steps",
         eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True,
@@ -318,7 +321,7 @@ def t5():
 
 
 def generates_case(world, zero, folder):
-    """What is generated ends after other numbers of forwards on the ranks."""
+    """Generate sequences that need a different number of forward passes on each rank."""
     from shardwise.transformers import on
 
     quietly()
@@ -351,7 +354,7 @@ def generates_case(world, zero, folder):
 
 
 def generates_first_case(world, zero, folder):
-    """The model is trained by another Trainer meanwhile: its engine serves what this one does."""
+    """Generate with a model that another Trainer's engine trains meanwhile."""
     import shardwise.transformers
 
     quietly()
@@ -427,7 +430,7 @@ def lora_case(world, zero, folder):
 
 
 def whole_modules_case(world, folder):
-    """Modules that PEFT trains and saves whole, next to the adapters."""
+    """Train modules that PEFT trains and saves completely, next to the adapters."""
     import peft
 
     model = lora(modules_to_save=["ln_f"])
@@ -471,7 +474,7 @@ def test_adapters_of_peft(group, tmp_path):
 
 
 def prepared_case(world, folder):
-    """A trainer that was made by somebody else, of a class of its own."""
+    """Convert a trainer of a custom class that other code created."""
     from shardwise.transformers import on, prepare_trainer
 
     class Own(transformers.Trainer):
@@ -487,7 +490,7 @@ def prepared_case(world, folder):
     (engine,) = trainer.accelerator.engines
     assert (engine.steps, engine.placement.name) == (2, "ZERO_2")
     assert on(type(trainer)) is type(trainer)
-    trainer.train()  # again: from where it is, by an engine of its own
+    trainer.train()  # continue training with a new engine
     trainer.accelerator.free_memory()
 
 
@@ -496,7 +499,7 @@ def test_a_trainer_that_is_made_already(group, tmp_path):
 
 
 def second_case(world, zero, folder):
-    """A second Trainer takes the model over, and the first one can still save it whole."""
+    """Let a second Trainer take over the model. The first one can still save the full model."""
     model = gpt2()
     first = ours(world, folder, 4, model=model, zero=zero, max_steps=2)
     first.train()
@@ -522,8 +525,10 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def stream_case(world, zero, folder):
-    """Rank 0 reads, and gives every rank its part: the steps of one process, which reads in order.
-    After the last row it begins anew, as the stock Trainer does."""
+    """Rank 0 reads and sends every rank its part, so the steps match a single process.
+
+    After the last row it restarts, as the stock Trainer does.
+    """
     trainer = ours(world, folder, 4 // world.size, zero=zero, max_steps=7, data=Stream())
     trainer.train()
     order = {"train_sampling_strategy": "sequential", "max_steps": 7}
@@ -540,7 +545,7 @@ def test_data_without_a_length(group, tmp_path):
 
 
 def resized_case(world, zero, folder):
-    """New words before training, and after it, when the model is plain again."""
+    """Resize the embeddings before training, and after it, when the model is plain again."""
     model = gpt2()
     model.resize_token_embeddings(WORDS + 3)
     trainer = ours(world, folder, 4, model=model, zero=zero, max_steps=1)

@@ -83,7 +83,7 @@ def problem():
 
 
 def with_gathers(world):
-    """Train, evaluate unevenly with several forwards a batch, train on."""
+    """Train, evaluate unevenly with several forward passes per batch, and continue to train."""
     (model, x), (plain, _) = problem(), problem()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=3)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -155,7 +155,7 @@ def test_several_engines_that_gather(group):
 
 
 def fewer_than_workers(world):
-    """Evaluate two samples on three workers, in micro-batches of one total batch."""
+    """Evaluate two samples on three workers, in micro-batches of one global batch."""
     metrics = sw.Metrics()
     with torch.no_grad():
         for (x,) in sw.Loader(TensorDataset(torch.arange(2.0)), batch_size=3):

@@ -53,8 +53,7 @@ def net(seed=0):
 
 
 def small(seed=0):
-    """Build a model without repeated blocks, so that it is one unit and whole until backward
-    ends."""
+    """Build a model without repeated blocks: a single unit, gathered until backward ends."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8), nn.Linear(8, 1)).double()
 
@@ -189,7 +188,7 @@ def test_all_ranks_reject_weights_that_only_forwards_have(group, micros):
 
 
 def counts(world):
-    """Return the number of elements of weights: between forwards, and while they are whole."""
+    """Return the number of elements of weights: between forward passes, and while gathered."""
     model = net()
     engine = sw.Engine(model, sgd(model), zero=3)
     found = [[p.numel() for p in model.parameters()]]

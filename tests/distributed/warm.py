@@ -1,7 +1,7 @@
-"""Everything that ranks import, for the process that they are forked from.
+"""Imports everything that ranks need, in the process from which they are forked.
 
-A collection looks at each object, and so copies each page of memory that a forked process shares
-with others: what is imported is put aside here, once, and no rank looks at it again.
+Garbage collection writes to every object it visits, which copies memory pages that forked processes
+share. So all imported objects are frozen here once, and ranks never visit them.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""One rank of a warm group: joins once, then runs the cases that its group sends.
+"""One rank of a warm group: it joins once, then runs the cases that its group sends.
 
-group.py has it forked from a process that has imported torch. It is given one end of a connection
-and keywords of `shardwise.init`; `hosts` among them is by rank the host that it is to take itself
-to be on. A message is ("run", pickled (function, args)), ("sync",) or ("end",); end of file means
-the session died.
+group.py forks it from a process that has imported torch, and passes one end of a connection and
+keyword arguments for `shardwise.init`. The argument `hosts` lists the simulated host of each rank.
+A message is ("run", pickled (function, args)), ("sync",) or ("end",). End of file means that the
+session has died.
 """
 
 import faulthandler
@@ -26,16 +26,16 @@ SECONDS_A_COLLECTIVE_MAY_WAIT = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a rank says of a case: a pickled result, or an error in words.
+    """A rank's outcome for a case: a pickled result, or an error message.
 
-    `calls` is the number of collectives this rank has begun; where it differs between ranks,
+    `calls` is the number of collectives that this rank has started. If it differs between ranks,
     the group cannot be used again.
     """
 
     result: bytes = b""
     error: tuple[str, str] | None = None
     module: str = ""
-    """Of the error's type."""
+    """Module of the error's type."""
     trace: str = ""
     secondary: bool = False
     calls: int = 0
@@ -44,7 +44,7 @@ class Outcome:
 def main(
     connection: Connection, printed: int, environ: Mapping[str, str], settings: dict[str, Any]
 ) -> None:
-    """Be a rank: `printed` is the descriptor that standard output and errors go to."""
+    """Run as a rank. `printed` is the descriptor to which stdout and stderr are redirected."""
     os.dup2(printed, 1)
     os.dup2(printed, 2)
     os.close(printed)
@@ -52,16 +52,18 @@ def main(
     os.environ.update(environ)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the session, which ends us
-    # As in a process of a user's on Linux; else each worker of a DataLoader imports torch anew.
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the session, which stops the ranks
+    # As in a user's process on Linux. Otherwise each DataLoader worker would import torch again.
     multiprocessing.set_start_method("fork", force=True)
     serve(connection, settings)
 
 
 def serve(connection: Connection, settings: dict[str, Any]) -> None:
-    """Join the group that the environment names, then run cases until the connection ends."""
+    """Join the group that the environment describes, and run cases until the connection closes."""
     world = _join(settings)
-    # What was imported is no garbage: collections between cases need not look at it.
+    # Imported objects are never garbage, so collections between cases need not visit them.
     gc.collect()
     gc.freeze()
     connection.send("ready")
@@ -98,7 +100,7 @@ def _join(settings: dict[str, Any]) -> Any:
 
 
 def _run(world: Any, case: bytes) -> Outcome:
-    """Run one case in a world as it was just after init, with warnings as errors."""
+    """Run one case in a world with the state it has after init, treating warnings as errors."""
     from shardwise.errors import CollectiveError
 
     environ = dict(os.environ)

@@ -1,4 +1,4 @@
-"""Activations recomputed, and moved to the host or a disk, on a GPU: the bits of those kept."""
+"""Activations that are recomputed or offloaded to host or disk on a GPU give identical bits."""
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from tests.gpu.training import batch, build, loss_of, needs_gpu
 pytestmark = needs_gpu
 
 WIDE = {"width": 256, "rows": 512}
-"""What is saved is above 64 KB, below which tensors stay."""
+"""Sizes at which saved tensors exceed 64 KB. Smaller tensors are not offloaded."""
 
 ON_THE_WAY = 2**20
-"""Bytes that may be on their way out, and fetched ahead: by itself as much as this model saves."""
+"""Bytes that may be in transit or prefetched. The default is as much as this model saves."""
 
 
 def trained(world, row, settings):

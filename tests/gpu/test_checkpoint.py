@@ -1,4 +1,4 @@
-"""Checkpoints of states on a GPU, and of those that rest beside it."""
+"""Checkpoints of states on a GPU, and of offloaded states."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the device holds, against the table of the ZeRO paper (Rajbhandari et al., 2020)."""
+"""Device memory, compared with the table of the ZeRO paper (Rajbhandari et al., 2020)."""
 
 import gc
 

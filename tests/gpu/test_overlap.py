@@ -1,4 +1,4 @@
-"""Copies between the host and the device run beside kernels, as a profile shows."""
+"""Copies between host and device overlap with kernels, according to the profiler."""
 
 import json
 
@@ -44,7 +44,7 @@ def traced(world, folder, named):
 
 
 def beside(copies, kernels):
-    """The share of the copies' time in which a kernel ran on another stream."""
+    """Return the fraction of the copies' time during which a kernel ran on another stream."""
     total = shared = 0.0
     for stream, first, end in copies:
         total += end - first

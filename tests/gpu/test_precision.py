@@ -1,4 +1,4 @@
-"""The precision presets on a GPU, beside plain autocast and GradScaler."""
+"""The precision presets on a GPU, compared with plain autocast and GradScaler."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Every row on every tier trains on a GPU as plain PyTorch does there."""
+"""Every ZeRO stage on every tier trains on a GPU like plain PyTorch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the tests on a GPU train, by the engine and by plain PyTorch on the same device."""
+"""Models that the GPU tests train, with the engine and with plain PyTorch on the same device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def build(world, dtype=torch.float32, **shape):
 
 
 def batch(world, step, dtype=torch.float32, width=WIDTH, rows=ROWS):
-    """Inputs and targets of a whole step."""
+    """Return inputs and targets of a full step."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(rows, width, generator=draw).to(world.device, dtype)
     return x, torch.randint(CLASSES, (rows,), generator=draw).to(world.device)
@@ -78,7 +78,7 @@ def loss_of(model, x, y, scale=1.0):
 
 
 def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Trained:
-    """By the engine; `micro` micro-batches, `scales` multiply the losses of steps."""
+    """Train with the engine, in `micro` micro-batches. `scales` multiply the losses of steps."""
     model, optimizer = build(world, dtype)
     engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings)
     told = Trained()
@@ -95,14 +95,14 @@ def train(world, *, dtype=torch.float32, micro=1, scales=None, **settings) -> Tr
         told.values = [parameter.detach().cpu().clone() for parameter in model.parameters()]
     told.scale = engine.loss_scale
     engine.close()
-    for parameter in model.parameters():  # plain again, where the user put it
+    for parameter in model.parameters():  # plain again, on the user's device
         states = optimizer.state[parameter]
         assert parameter.device == states["exp_avg"].device == world.device
     return told
 
 
 def train_plain(world, *, dtype=torch.float32, autocast=None, scales=None) -> Trained:
-    """By a plain loop on the same device; with fp16 `autocast` under a GradScaler."""
+    """Train with a plain loop on the same device, using a GradScaler for fp16 `autocast`."""
     model, optimizer = build(world, dtype)
     kind = world.device.type
     scaler = torch.amp.GradScaler(kind, enabled=autocast == torch.float16)
@@ -126,7 +126,7 @@ def train_plain(world, *, dtype=torch.float32, autocast=None, scales=None) -> Tr
 
 
 def assert_close(ours: Trained, plain: Trained, tolerance: float, *, values: bool = False) -> None:
-    """Losses and norms, relative to the largest; `values`: every tensor as well."""
+    """Compare losses and norms, relative to the largest. With `values`, compare every tensor."""
     pairs = [
         (torch.tensor(getattr(t, name)) for t in (ours, plain)) for name in ("losses", "norms")
     ]
@@ -140,7 +140,7 @@ def assert_close(ours: Trained, plain: Trained, tolerance: float, *, values: boo
 
 
 def tiers(**named: str) -> dict[str, str]:
-    """Settings that let states rest where they are named: device, cpu or nvme."""
+    """Return settings that place states on the named tiers: device, cpu or nvme."""
     places = {"cpu": "cpu", "device": "device", "nvme": f"nvme:{on_a_disk()}"}
     return {f"offload_{name}": places[tier] for name, tier in named.items()}
 

@@ -1,8 +1,8 @@
-"""All-pairs testing: a small set of cases in which every two values of different factors meet.
+"""All-pairs testing: a small set of cases that contains every two values of different factors.
 
-Greedy, as in AETG (Cohen, Dalal, Fredman and Patton, 1997), but without chance: each case starts
-from the first two values that have not met and takes, factor by factor, the value that lets most
-new pairs meet.
+The algorithm is greedy, as in AETG (Cohen, Dalal, Fredman and Patton, 1997), but deterministic.
+Each case starts from the first two values that no case combines yet. Then, factor by factor, it
+adds the value that covers most new pairs.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 BATCH = 18
-"""Rows of a total batch: three micro-batches for each of 1, 2, 3 and 4 workers."""
+"""Number of rows in a global batch: three micro-batches for each of 1, 2, 3 and 4 workers."""
 
 MICRO_ROWS = {1: 6, 2: 3, 3: 2, 4: 2}
 """Rows of a micro-batch by number of workers, so that a full window has three."""
 
 ROWS = {"1": 36, "3": 36, "short": 39}
-"""Rows of the dataset. The last 3 of 39 form a window of one micro-batch, in which one of four
-workers has no row."""
+"""Number of rows in the dataset.
+
+The last 3 of 39 form a window of one micro-batch, so one of four workers has no row.
+"""
 
 EPOCHS = {"1": 10, "3": 10, "short": 7}
 """For 20 steps, or 21."""
@@ -256,7 +258,7 @@ def _images(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _texts(rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return tokens, 1 to LENGTH of which count in each row, so rows and tokens differ."""
+    """Return tokens. 1 to LENGTH of them count in each row, so rows and tokens differ."""
     draw = torch.Generator().manual_seed(3)
     x = torch.randint(TOKENS, (rows, LENGTH), generator=draw)
     y = (x * 5 + 1) % TOKENS

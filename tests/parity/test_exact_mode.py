@@ -1,7 +1,7 @@
-"""Promise 5: the exact mode gives the same bits on every number of workers, in every row.
+"""Promise 5: the exact mode gives identical bits for every number of workers and every ZeRO stage.
 
-One hash of losses, norms, parameters, buffers and optimizer state, over two epochs whose last
-batch leaves micro-shards of different length, is compared with that of one worker.
+The test hashes losses, norms, parameters, buffers and optimizer state over two epochs, whose last
+batch leaves micro-shards of different lengths. The hash is compared with that of a single worker.
 """
 
 import os

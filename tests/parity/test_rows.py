@@ -103,7 +103,7 @@ def _tiers(case) -> dict[str, Any]:
 
 
 def _train(world, case, problem) -> tuple[str, Trained]:
-    """Train with our engine; return the rank's own view of the model, and the whole model."""
+    """Train with our engine. Return the rank's own view of the model, and the full model."""
     storage.SPAN = 96  # several spans, also in models as small as these
     model, optimizer, scheduler = problem.model_and_optimizer(seed=world.rank)
     engine = sw.Engine(

@@ -60,7 +60,7 @@ def made(world: World, kind: type[nn.Module] = Model) -> tuple[nn.Module, torch.
 
 
 def batch(world: World, step: int, shape: tuple[int, ...] = (WIDTH,)) -> tuple[Tensor, Tensor]:
-    """Draw the inputs and classes of a whole step."""
+    """Draw the inputs and classes of a full step."""
     draw = torch.Generator().manual_seed(step)
     x = torch.randn(ROWS, *shape, generator=draw, dtype=torch.float64)
     return x.to(world.device), torch.randint(CLASSES, (ROWS,), generator=draw).to(world.device)
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def values_of(engine: sw.Engine, model: nn.Module) -> list[Tensor]:
-    """Return the whole model on the CPU."""
+    """Return the full model on the CPU."""
     with engine.full_parameters():
         return [value.detach().cpu().clone() for value in model.state_dict().values()]
 
@@ -263,7 +263,7 @@ def saved_and_loaded(
 
 
 def accumulated(world: World, settings: dict[str, Any], named: dict[str, str]) -> list[Tensor]:
-    """Train as `by_precision`, with two backwards per step, in fp64."""
+    """Train as `by_precision`, with two backward passes per step, in fp64."""
     model, optimizer = made(world)
     engine = sw.Engine(model, optimizer, bucket_mb=0.01, **settings, **tiers(**named))
     losses = []
@@ -301,7 +301,7 @@ def cut(world: World, **mesh: int) -> Iterator[None]:
 
 
 def split(world: World, settings: dict[str, Any], mesh: dict[str, int]) -> list[Tensor]:
-    """Train layers that are split over the ranks, or distributed among them."""
+    """Train layers that are split between the ranks, or distributed among them."""
     with cut(world, **mesh) if mesh else nullcontext():
         model, optimizer = made(world)
         plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"} if "tensor" in mesh else None

@@ -1,4 +1,4 @@
-"""Runs every operation of the device at once on the host's views, in the order of its stream."""
+"""Runs every device operation immediately on the host's views, in the order of its stream."""
 
 from __future__ import annotations
 

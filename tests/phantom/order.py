@@ -74,7 +74,7 @@ class Order:
             return self._nbytes
 
     def most_nbytes(self) -> int:
-        """Return the peak of bytes since `begin` or `forget_most`."""
+        """Return the peak number of bytes since `begin` or `forget_most`."""
         with self._now():
             return self._most_nbytes
 
@@ -91,12 +91,12 @@ class Order:
         return self._nbytes + sum(nbytes for _, nbytes in self._held_back)
 
     def most_pinned_nbytes(self) -> int:
-        """Return the peak of pinned bytes since `begin`."""
+        """Return the peak number of pinned bytes since `begin`."""
         with self._now():
             return self._most_pinned_nbytes
 
     def forget_most(self) -> None:
-        """Set the peak to the present number of bytes."""
+        """Reset the peak to the current number of bytes."""
         with self._now():
             self._most_nbytes = self._nbytes
 

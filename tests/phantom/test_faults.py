@@ -80,12 +80,12 @@ ALONE = (
 
 
 def often(kind, places, case):
-    """A fault that `make test` plants; there is at least one of each kind."""
+    """Return a fault that `make test` plants. There is at least one of each kind."""
     return pytest.param(kind, places, case, id=_name(kind, places, case))
 
 
 def rarely(kind, places, case):
-    """A fault that `make test-all` plants."""
+    """Return a fault that `make test-all` plants."""
     return pytest.param(kind, places, case, marks=pytest.mark.full, id=_name(kind, places, case))
 
 
@@ -218,7 +218,7 @@ def test_harmless_missing_wait_is_not_reported(phantom, kind, places, case):
 
 
 def rounded_early(world, folder):
-    """Round a sum over the ranks before it is complete."""
+    """Round a sum across ranks before it is complete."""
     real = nccl.Nccl._handle
 
     def handle(self, work, after=None):
@@ -265,7 +265,7 @@ def unsettled(ring, real):
 
 
 def written_while_it_goes_up(world, folder):
-    """Refill a pinned block from a disk before its copy to the device has ended."""
+    """Refill a pinned block from a disk before its copy to the device has completed."""
     with replaced(StagingRing, "next", unsettled):
         cases.small_blocks(world, cases.activations, {"offload_activations": f"nvme:{folder}"})
 

@@ -13,7 +13,7 @@ LONG = 1 << 17
 
 
 def rows_of(world, numel, dtype):
-    """By rank, the values that it contributes."""
+    """Return the values that each rank contributes."""
     draw = torch.Generator().manual_seed(3)
     return list(torch.randn(world.size, numel, generator=draw).to(dtype))
 

@@ -32,7 +32,7 @@ PRODUCT = [
     for tiers in itertools.product(TIERS, repeat=count)
     for precision in PRECISIONS
 ]
-"""By row, the tiers of optimizer state, gradients and parameters, and the precision."""
+"""Tiers of optimizer state, gradients and parameters, and the precision, by ZeRO stage."""
 
 OFTEN = [
     (0, ("device",), "fp32"),

@@ -93,5 +93,5 @@ def _is_ready(made: Cluster) -> bool:
 
 
 def missing() -> str | None:
-    """Return why a cluster is impossible on this machine; None if it is possible."""
+    """Return why a cluster is impossible on this machine, or None if it is possible."""
     return two_hosts.missing(*COMPONENTS)

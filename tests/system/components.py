@@ -1,17 +1,18 @@
-"""What some tests need of the machine beside Python, and what is done where it is absent."""
+"""Checks for programs, other than Python packages, that some tests need."""
 
 import os
 
 import pytest
 
 VARIABLE = "TESTS_REQUIRE"
-"""Names, with commas, of components whose tests may not be skipped; .ci/run sets it. Not called
-SHARDWISE_...: such a variable would be a setting, and an unknown one is refused."""
+"""Components, separated by commas, whose tests may not be skipped. Set by .ci/run.
+
+It is not named SHARDWISE_..., because such a variable would be rejected as an unknown setting.
+"""
 
 
 def need(component: str, absent: str | None) -> None:
-    """Skip the test when `component` is not here, for the reason `absent`; where it is required,
-    fail."""
+    """Skip the test if `component` is missing (for the reason `absent`), or fail if required."""
     if absent is None:
         return
     if component in os.environ.get(VARIABLE, "").split(","):

@@ -1,4 +1,4 @@
-"""What tests of the command have in common."""
+"""Fixtures for the tests of the command."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.system.warm import WarmPython
 
 @pytest.fixture
 def shardwise(tmp_path: Path) -> Iterator[Launcher]:
-    """A launcher; nothing may be left of its runs when the test ends."""
+    """Create a launcher. Its runs must leave nothing when the test ends."""
     launcher = Launcher(tmp_path)
     yield launcher
     left = launcher.wait_until_gone()
@@ -42,7 +42,7 @@ HIDDEN = "only-on-some"
 
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Three hosts."""
+    """Simulate three hosts."""
     hidden = tmp_path_factory.mktemp(HIDDEN, numbered=False)
     (hidden / "script.py").write_text("print('here')")
     with lab(tmp_path_factory.mktemp("lab"), 3, hidden) as found:
@@ -51,7 +51,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 
 @pytest.fixture(scope="session")
 def warm_with_libraries() -> Iterator[WarmPython]:
-    """The same for scripts of other libraries."""
+    """Create warm processes for scripts of other libraries."""
     made = WarmPython("accelerate", "transformers", "lightning.pytorch", processes=1)
     yield made
     made.close()
@@ -59,6 +59,6 @@ def warm_with_libraries() -> Iterator[WarmPython]:
 
 @pytest.fixture
 def warm_library_programs(warm_with_libraries: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `warm_programs`, from processes that have imported accelerate, transformers, lightning."""
+    """Like `warm_programs`, but with accelerate, transformers and lightning imported."""
     for name, value in warm_with_libraries.environ().items():
         monkeypatch.setenv(name, value)

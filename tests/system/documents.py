@@ -1,4 +1,4 @@
-"""The blocks of README.md and of the guides, as the tests run them."""
+"""Extracts the code blocks of README.md and the guides, in the form in which tests run them."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 LANGUAGES = {"sh", "python", "diff", "text"}
-"""What is typed, what is run, what changes in a file, and what is shown."""
+"""Languages of shell commands, programs, file changes, and output."""
 
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<why>[^\n]+) -->\n)?```(?P<language>[^\n]*)\n(?P<text>.*?)^```$",
@@ -19,7 +19,10 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a document; `why` it is not run, where a comment above it says so."""
+    """A fenced block of a document.
+
+    `why` is the reason not to run it, from the comment above it.
+    """
 
     language: str
     text: str
@@ -27,7 +30,7 @@ class Block:
 
     @property
     def commands(self) -> Iterator[list[str]]:
-        """The words of each command that is typed, without comments."""
+        """Yield the words of each shell command, without comments."""
         if self.language != "sh":
             return
         for line in self.text.replace("\\\n", " ").splitlines():
@@ -36,13 +39,13 @@ class Block:
 
     @property
     def after(self) -> str:
-        """The text that a diff leads to."""
+        """Return the text after applying the diff."""
         lines = self.text.splitlines()
         return "\n".join(line[1:] for line in lines if not line.startswith("-"))
 
 
 def blocks(document: Path) -> list[Block]:
-    """The blocks of a document, in order."""
+    """Return the blocks of a document, in order."""
     return [
         Block(found["language"], found["text"], found["why"])
         for found in _FENCE.finditer(document.read_text())
@@ -50,12 +53,12 @@ def blocks(document: Path) -> list[Block]:
 
 
 def python_of(document: Path) -> str:
-    """All Python blocks of a document that are run, as one program."""
+    """Return all runnable Python blocks of a document as one program."""
     return "\n".join(
         block.text for block in blocks(document) if block.language == "python" and not block.why
     )
 
 
 def name(document: Path) -> str:
-    """How a test is called after its document."""
+    """Return the test name for a document."""
     return str(document.relative_to(ROOT))

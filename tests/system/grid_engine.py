@@ -1,7 +1,8 @@
 """A Grid Engine cell of two hosts, n1 and n2, in namespaces of this machine.
 
-sge_qmaster and both sge_execd are the real ones. Debian's installer makes one cell for a whole
-machine; here the cell is made by hand, in a folder of its own, as `inst_sge` makes it.
+sge_qmaster and both sge_execd are the real programs. Debian's installer creates one cell for an
+entire machine. Here the cell is created manually, in a separate folder, in the same way as
+`inst_sge` does.
 """
 
 import re
@@ -163,5 +164,5 @@ def _is_ready(made: GridEngine) -> bool:
 
 
 def missing() -> str | None:
-    """Return why a cell is impossible on this machine; None if it is possible."""
+    """Return why a cell is impossible on this machine, or None if it is possible."""
     return two_hosts.missing(*COMPONENTS)

@@ -155,7 +155,7 @@ def _name(pid: int) -> str:
 
 
 def missing() -> str | None:
-    """Return why a lab is impossible on this machine; None if it is possible."""
+    """Return why a lab is impossible on this machine, or None if it is possible."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if absent:

@@ -18,7 +18,10 @@ TINY = ["--width", "32", "--layers", "2", "--vocabulary", "64", "--sequence", "8
 
 
 def run(command: str, *arguments: str | Path, code: int = 0) -> str:
-    """What `python benchmarks/COMMAND ARGUMENTS` writes; it must end with `code`."""
+    """Run `python benchmarks/COMMAND ARGUMENTS`, expecting exit status `code`.
+
+    Return its output.
+    """
     done = subprocess.run(
         [sys.executable, BENCHMARKS / command, *arguments],
         capture_output=True,
@@ -86,7 +89,7 @@ def test_contenders_do_the_same_work(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_layers_shared_out_do_the_same_work(tmp_path: Path) -> None:
-    """Also those of torch's pipelining by hand: it fails where losses differ."""
+    """This includes torch's manual pipelining. The benchmark fails if losses differ."""
     tiny = [*TINY, "--layers", "4", "--microbatches", "4"]
     tiny += ["--schedules", "1f1b", "--stages", "blocks.3"]
     path = tmp_path / "figures.json"
@@ -198,7 +201,7 @@ def test_documents_show_what_the_results_say(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_bridges_do_the_work_of_the_engine(tmp_path: Path) -> None:
-    """Each library over DDP and over a row of ours, beside the engine's own loop."""
+    """Run each library with DDP and with Shardwise, and compare with the engine's own loop."""
     for name in ("accelerate", "transformers", "lightning"):
         pytest.importorskip(name, reason=f"the {name} package is not there")
     path = tmp_path / "result.json"

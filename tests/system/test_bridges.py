@@ -58,7 +58,7 @@ def test_other_launchers_start_them(shardwise: Launcher, launcher: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["--multi_gpu", "--cpu"])
 def test_accelerates_own_launcher(shardwise: Launcher, kind: str) -> None:
-    """It starts the processes, or one of them, where a line says how more are started."""
+    """It starts all processes, or only one, in which case a message explains how to start more."""
     launch = str(Path(sys.executable).with_name("accelerate"))
     words = [launch, "launch", kind, "--num_processes", "2", "-m", "shardwise.adopt"]
     settings = ["env", "SHARDWISE_ZERO=2", "SHARDWISE_QUIET=off"]
@@ -94,7 +94,7 @@ def test_trainers_scripts_run_unchanged(shardwise: Launcher, zero: str) -> None:
 
 @pytest.mark.full
 def test_a_rank_that_leaves_the_loop_is_named(shardwise: Launcher) -> None:
-    """By rank, call and line, and the run ends, where others wait for hours."""
+    """The error names the rank, its call and its line, and the run stops instead of hanging."""
     short = ["--zero", "2", "--warn-after", "4", "--timeout", "12"]
     ran = run(shardwise, *WORDS, "-n", "2", *short, "--adopt", "accelerate", LEAVES)
     assert ran.code == 1
@@ -119,7 +119,7 @@ def test_what_cannot_be_adopted(shardwise: Launcher) -> None:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory, warm_with_libraries: WarmPython) -> str:
-    """A folder with a text, a tokenizer and the configuration of a tiny model."""
+    """Create a folder with a text, a tokenizer and the config of a tiny model."""
     pytest.importorskip("transformers", reason="the transformers package is not there")
     folder = str(tmp_path_factory.mktemp("text"))
     environ = os.environ | dict(warm_with_libraries.environ())
@@ -134,7 +134,7 @@ def figures(ran: Ran) -> list[str]:
 
 
 def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
-    """As run_clm.py trains one: in one process by the stock Trainer, in two at ZERO_3, resumed."""
+    """Train like run_clm.py: with the stock Trainer, on two processes with ZeRO 3, resumed."""
     every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]
     every += [
         "--optim",
@@ -162,8 +162,10 @@ def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None
 
 @pytest.mark.full
 def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
-    """As run_clm_no_trainer.py trains one, and saves it by a call on all ranks: the figures of
-    stock Accelerate with DistributedDataParallel; resumed."""
+    """Train like run_clm_no_trainer.py, save from all ranks, and resume.
+
+    The results match stock Accelerate with DistributedDataParallel.
+    """
     stock = [TORCHRUN, "--standalone", "--nproc-per-node=2", script("clm_loop"), text, "stock", "2"]
     expected = figures(run(shardwise, "env", "ACCELERATE_USE_CPU=true", *stock))
     assert len(expected) == 2

@@ -1,4 +1,4 @@
-"""Checkpoints of whole runs, started as a user does."""
+"""Checkpoints of complete runs, started as a user does."""
 
 from pathlib import Path
 

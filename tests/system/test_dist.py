@@ -26,7 +26,7 @@ print(f"rank {world.rank} of {world.size} from {sw.__file__}")
 
 
 def run(*words: str | Path, cwd: Path) -> str:
-    """What a command writes; it must end well, and knows nothing of the checkout."""
+    """Run a command that must succeed without access to the checkout, and return its output."""
     environ = {
         name: value
         for name, value in os.environ.items()
@@ -47,7 +47,7 @@ def run(*words: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that `make dist` builds; it builds it from the sdist that it builds first."""
+    """Return the wheel that `make dist` builds from the sdist that it builds first."""
     folder = tmp_path_factory.mktemp("dist")
     command = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     run(*command, cwd=folder)

@@ -1,6 +1,6 @@
-"""What README.md and the guides say to type and to write works as it stands there.
+"""The commands and code in README.md and the guides work as written.
 
-A block that a test cannot run says why in a comment above it: <!-- not run: needs two hosts -->
+The comment above a block that a test cannot run gives the reason: <!-- not run: needs two hosts -->
 """
 
 import os
@@ -30,7 +30,7 @@ NUMBER = re.compile(r"\d+\.\d+")
 
 
 def settings() -> dict[str, str]:
-    """Variables of what is run, which finds our guide.py."""
+    """Return the environment for running programs, with guide.py on PYTHONPATH."""
     folders = [str(Path(script("guide")).parent), os.environ.get("PYTHONPATH", "")]
     return {
         "OMP_NUM_THREADS": "1",
@@ -81,7 +81,7 @@ def assert_flags(arguments: list[str]) -> None:
 
 
 def programs(documents: list[Path], folder: Path) -> list[Path]:
-    """The Python of each document in a file, each in a folder of its own."""
+    """Write the Python blocks of each document to a file in a separate folder."""
     made = []
     for document in documents:
         place = folder / "programs" / document.stem
@@ -115,7 +115,7 @@ def test_python_blocks_of_a_plan_run_on_two_workers(shardwise: Launcher, tmp_pat
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a reader has around: train.py, a package, settings in a file, our examples."""
+    """Create the files that a reader has: train.py, a package, a settings file, examples."""
     for place in ("train.py", "guide.py", "package/train.py"):
         (tmp_path / place).parent.mkdir(exist_ok=True)
         shutil.copy(script("guide"), tmp_path / place)

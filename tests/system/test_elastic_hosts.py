@@ -131,7 +131,7 @@ def test_lost_host_returns(shardwise: Launcher, hosts: Lab, how: str, width: int
 
 @pytest.mark.full
 def test_refuses_hosts_that_cannot_reach_each_other(shardwise: Launcher, hosts: Lab) -> None:
-    """The run is refused before any work is lost."""
+    """The run is rejected before any work is lost."""
     with hosts.without_way(2, 3):
         ran = shardwise.run(*on(hosts, "node1:1,node2:1,node3:2", script("island_dies"), "ck"))
     assert (ran.code, ran.out) == (2, "")

@@ -51,7 +51,7 @@ def ends(folder: Path, ranks: Iterable[int] = range(4)) -> torch.Tensor:
 
 
 def is_away(ran: Ran, island: int) -> bool:
-    """Return whether the run has ended before an island could return."""
+    """Return whether the run finished before an island could return."""
     lines = [line for line in ran.err.splitlines() if f"shardwise: island {island} " in line]
     return bool(lines) and re.search(r"has ended( at step \d+)? \(", lines[-1]) is not None
 
@@ -227,7 +227,7 @@ def test_ends_on_request_while_an_island_is_away(shardwise: Launcher) -> None:
 
 @pytest.mark.full
 def test_ends_on_request_while_an_island_loads(shardwise: Launcher) -> None:
-    """It was admitted but has not taken part yet. The others save without it."""
+    """The island was admitted but has not taken part yet. The others save without it."""
     (shardwise.folder / "ck").mkdir()
     more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "9", "--pause", "0.2"]
     run = Watched(shardwise, *words(*more, "--die", "2:6", "--slow-load", "4"))
@@ -242,7 +242,7 @@ def test_ends_on_request_while_an_island_loads(shardwise: Launcher) -> None:
 
 @pytest.mark.full
 def test_restarts_counts_islands_and_runs_together(shardwise: Launcher) -> None:
-    """A restarted island counts in --restarts, together with restarts of the whole run."""
+    """A restarted island counts towards --restarts, together with restarts of the complete run."""
     folder = shardwise.folder / "ck"
     folder.mkdir()
     more = ["--restarts", "1", script("island_dies"), "ck", "--epochs", "8", "--pause", "0.1"]
@@ -318,15 +318,17 @@ class Watched:
             self._errors.append(line)
 
     def reach(self, step: int) -> bool:
-        """Return when a rank has made this number of steps; False if the run has ended before."""
+        """Return True when a rank has completed this number of steps, or False if the run finishes
+        first.
+        """
         return self.read(f"] step {step} ")
 
     def read(self, words: str) -> bool:
-        """Return when a rank has printed `words`; False if the run has ended before."""
+        """Return True when a rank has printed `words`, or False if the run finishes first."""
         return self._wait_for(words, self._lines)
 
     def says(self, words: str) -> bool:
-        """Return when stderr has these words; False if the run has ended before."""
+        """Return True when stderr contains `words`, or False if the run finishes first."""
         return self._wait_for(words, self._errors)
 
     def _wait_for(self, words: str, lines: list[str]) -> bool:

@@ -13,7 +13,7 @@ pytestmark = [
 
 
 def said(shardwise: Launcher, workers: int, *flags: str, **environ: str) -> str:
-    """What rank 0 prints, without its prefix."""
+    """Return the output of rank 0, without its prefix."""
     ran = shardwise.run("run", "-n", str(workers), *flags, script("exact"), env=environ)
     assert ran.code == 0, ran.err
     (line,) = (line for line in ran.out.splitlines() if "threads" in line)

@@ -1,4 +1,4 @@
-"""Horovod's scripts under each launcher, and what is said of steps that they leave out."""
+"""Horovod scripts under each launcher, and the warnings about steps that they leave out."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ pytestmark = [
 
 
 def started_by(launcher: str, *flags: str) -> list[str]:
-    """The words with which a launcher starts two ranks of a script."""
+    """Return the command with which a launcher starts two ranks of a script."""
     if launcher == "shardwise":
         return [sys.executable, "-m", "shardwise", "run", "-n", "2", *flags]
     if launcher == "torchrun":

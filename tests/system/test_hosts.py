@@ -1,4 +1,4 @@
-"""`shardwise run` over several hosts: real ssh, between network namespaces."""
+"""`shardwise run` on several hosts, with real ssh between network namespaces."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def over(hosts: Lab, *flags: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(warm: WarmPython) -> str:
-    """Return the hash of parameters after training in one process."""
+    """Return the hash of parameters after training in a single process."""
     said = printed_alone(warm, "parity")
     found = re.search(r"parity (\w+) by", said)
     assert found, said
@@ -66,12 +66,12 @@ def alone(warm: WarmPython) -> str:
 
 @pytest.fixture(scope="module")
 def whole(warm: WarmPython) -> tuple[float, float]:
-    """Return the result of one process for the model that other tests split."""
+    """Return the result of a single process for the model that other tests split."""
     return trained_to(printed_alone(warm, "parts"))
 
 
 def printed_alone(warm: WarmPython, name: str) -> str:
-    """Return the output of a script in one process, without a launcher."""
+    """Return the output of a script in a single process, without a launcher."""
     words, environ = [sys.executable, script(name)], os.environ | warm.environ()
     done = subprocess.run(
         words, env=environ, capture_output=True, text=True, check=True, timeout=100

@@ -1,4 +1,4 @@
-"""examples/larger_than_memory.py at a small size: what rests on the disk is not in memory."""
+"""Runs examples/larger_than_memory.py at a small size: data on the disk must not be in memory."""
 
 import re
 import subprocess
@@ -13,7 +13,10 @@ pytestmark = pytest.mark.usefixtures("warm_programs")
 
 ROOT = Path(__file__).parents[2]
 SIZE = ("--layers", "8", "--width", "384", "--heads", "8", "--context", "32", "--steps", "2")
-"""14M parameters: 230 MB of state in fp32, of which a disk saves more than a peak varies by."""
+"""14M parameters with 230 MB of fp32 state.
+
+Offloading saves more than the variation of the peak.
+"""
 
 
 def run(*flags: str) -> str:

@@ -128,7 +128,7 @@ def test_ranks_of_mpirun_train(
 
 @OFTEN_ONE
 def test_example_for_mpirun(here: Launcher, expected: str, component: str, name: str) -> None:
-    """Also with a wrapper script around each rank, so that ranks have no common parent."""
+    """This includes a wrapper script around each rank, so that ranks have no common parent."""
     (here.folder / "bin").mkdir()
     for command, words in (("mpirun", f"exec {mpirun(component)}"), ("python", sys.executable)):
         (here.folder / "bin" / command).write_text(f'#!/bin/sh\n{words} "$@"\nexit $?\n')
@@ -188,7 +188,7 @@ def test_names_rank_without_device(here: Launcher) -> None:
 
 
 def test_hydra_without_local_ranks(here: Launcher, expected: str) -> None:
-    """As in old versions. Ranks find each other by the address of mpiexec."""
+    """Simulates old versions. Ranks find each other by the address of mpiexec."""
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
     ran = run(here, mpirun("mpich"), "-n", "2", "sh", "-c", line)
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMI of 2"]), ran.err
@@ -203,7 +203,7 @@ def test_prterun(here: Launcher, expected: str) -> None:
 
 
 def test_ranks_ask_pmix_server(here: Launcher, expected: str) -> None:
-    """As under prterun, which sets no variables of Open MPI."""
+    """Simulates prterun, which sets no Open MPI variables."""
     own = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     unset = [word for name in own for word in ("-u", name)]
     words = ("env", *unset, sys.executable, script("parity"))
@@ -368,7 +368,7 @@ class TestSlurm:
         out = on(*inside, mpirun(component), sys.executable, script("parity"))
         assert out == f"{expected} by {name} of 2\n"
 
-    @pytest.mark.full  # that of two hosts is in test_hosts.py
+    @pytest.mark.full  # for two hosts, see test_hosts.py
     def test_doctor_on_two_hosts(self, on: Callable[..., str]) -> None:
         out = on("srun", "-N2", "-n2", sys.executable, "-m", "shardwise", "doctor")
         rows = [line.split() for line in out.splitlines()]

@@ -1,4 +1,4 @@
-"""The nvme tier in processes of its own: what it costs, and what an end of any kind leaves."""
+"""The nvme tier in separate processes: its cost, and the files left after any kind of exit."""
 
 import signal
 import subprocess

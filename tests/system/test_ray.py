@@ -45,7 +45,7 @@ ray_train.main()
 
 
 def run(folder: Path, *words: str, **environ: str) -> str:
-    """Run a program to its end and return what it wrote."""
+    """Run a program to completion and return its output."""
     ours = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     ours |= {"PYTHONPATH": str(EXAMPLES)} | environ
     ran = subprocess.run(
@@ -86,7 +86,7 @@ def test_goes_on_from_the_last_checkpoint_after_a_worker_was_killed(
     shown = run(tmp_path, "fails.py", "--workers", "2", SHARDWISE_ZERO="3")
     names = [path.name for path in (tmp_path / "runs" / "ray").glob("saved-*")]
     assert "saved-failed" in names
-    # Rank 1 died after the save of step 3. Ray may not have taken the report of step 2 by then.
+    # Rank 1 died after it saved step 3. Ray may not have received the report of step 2 before that.
     loaded = sorted(name for name in names if name.startswith("saved-loaded"))
     assert loaded in [[f"saved-loaded-{step}-{rank}" for rank in (0, 1)] for step in (1, 2)]
     assert last_loss(shown) == pytest.approx(alone, rel=1e-8)

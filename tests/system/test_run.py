@@ -290,7 +290,7 @@ class TestFailing:
 
     @WARM
     def test_slow_cleanup_is_still_blamed(self, shardwise: Launcher) -> None:
-        """The launcher ended the rank during its cleanup after its own error."""
+        """The launcher stopped the rank during its cleanup after its own error."""
         ran = shardwise.run("run", "-n", "2", script("slow_to_leave"))
         assert ran.code == 1
         assert "\nshardwise: rank 0 of 2 failed (exit code 1). Its last output:" in ran.err

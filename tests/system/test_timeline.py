@@ -38,7 +38,7 @@ def test_names_the_rank_that_sleeps(shardwise: Launcher, tmp_path: Path) -> None
 
 
 def test_killed_run_leaves_a_timeline(shardwise: Launcher, tmp_path: Path) -> None:
-    """kill -9 of the launcher and all ranks at once, during the run."""
+    """Kill the launcher and all ranks with kill -9 during the run."""
     path = tmp_path / "t.json"
     started = shardwise.start(
         *("run", "-n", "2", script("timed"), "0", "0"), env={"HOROVOD_TIMELINE": "t.json"}

@@ -1,4 +1,4 @@
-"""Ranks of two hosts that are joined by a network of their own: what travels over it."""
+"""Measures the traffic between ranks on two hosts that are connected by a separate network."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 def told(hosts: TwoHosts, name: str = "traffic", **environ: str) -> list[dict[str, Any]]:
-    """What both hosts print of a run with two ranks each."""
+    """Return the output of both hosts for a run with two ranks each."""
     ranks = [hosts.start(rank // 2, rank, 4, script(name), environ) for rank in range(4)]
     ended = [rank.communicate(timeout=LIMIT) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, ended
@@ -32,8 +32,11 @@ def told(hosts: TwoHosts, name: str = "traffic", **environ: str) -> list[dict[st
 
 
 def test_a_host_sends_what_the_formula_says(hosts: TwoHosts) -> None:
-    """Of two hosts each sends half of the model in a reduce-scatter and half in an all-gather,
-    however many ranks it has. Sharded parameters are gathered for forward and for backward."""
+    """Each of two hosts sends half of the model in a reduce-scatter and half in an all-gather.
+
+    The number of ranks does not matter. Sharded parameters are gathered for forward and for
+    backward.
+    """
     for host in told(hosts):
         assert host["transport"] == "shared memory in each of 2 hosts, gloo between"
         for row, times in {"0": 1.0, "2": 1.0, "3": 1.5}.items():
@@ -51,8 +54,11 @@ def test_over_gloo_alone_every_rank_sends_for_itself(hosts: TwoHosts) -> None:
 def test_islands_send_nothing_between_two_boundaries(
     hosts: TwoHosts, wire: str, tmp_path: Path
 ) -> None:
-    """Not a byte, clipping and all, but for what a busy host's network says by itself (it asks for
-    an address again, acknowledges late); at a boundary what the formula says, and headers."""
+    """Islands send nothing between boundaries, and the bytes given by the formula at each boundary.
+
+    The measurement includes message headers and the network's own traffic, such as repeated address
+    requests and late acknowledgements on a busy host.
+    """
     for host in told(hosts, "islands_traffic", WIRE=wire, MEETING=str(tmp_path)):
         assert host["between"] < 500
         assert 1 <= host["boundary"] <= 1.03

@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def start(*words: str, folder: Path) -> str:
-    """What a command says, run in `folder`."""
+    """Run a command in `folder` and return its output."""
     ran = subprocess.run(
         words,
         cwd=folder,
@@ -50,7 +50,7 @@ def example(name: str, *flags: str, folder: Path) -> str:
 
 
 def run(workers: int, name: str, *flags: str, folder: Path, settings: tuple[str, ...] = ()) -> Any:
-    """What an example writes to its --result on so many workers."""
+    """Run an example on `workers` workers, and return the contents of its --result."""
     result = folder / "result.json"
     command = [sys.executable, "-m", "shardwise", "run", "-n", str(workers), *settings]
     words = [*command, str(EXAMPLES / name), *flags, "--result", str(result)]
@@ -130,7 +130,10 @@ class TestPtb:
 
     @pytest.mark.skipif(PTB not in os.environ, reason=f"{PTB} names no folder of text")
     def test_the_first_losses_are_those_of_one_worker(self, tmp_path: Path) -> None:
-        """At full size. In fp32 what differs in the last bit has grown to 0.7 % by then."""
+        """Runs at full size.
+
+        Differences in the last bit of fp32 have grown to 0.7 % at this point.
+        """
         alone = self.losses(1, tmp_path)
         assert len(alone) == 40
         assert alone[-1] < 0.9 * alone[0]
@@ -141,7 +144,7 @@ class TestPtb:
     def test_the_exact_mode_has_the_bits_of_one_worker(
         self, tmp_path: Path, sizes: tuple[int, ...]
     ) -> None:
-        """Of the whole run, dropout and the evaluations included; lanes are remembered."""
+        """Covers the complete run, including dropout and evaluations. Lanes are cached."""
         write_text(tmp_path, (400, 100, 100))
         flags = ("--data", str(tmp_path), "--config", "medium", "--hidden", "24", "--epochs", "2")
         runs = [

@@ -19,7 +19,7 @@ from tests.system.launcher import Launcher, Ran, script
 
 QUICK = {"OMP_NUM_THREADS": "1"}
 WARM = pytest.mark.usefixtures("warm_programs")
-"""In these tests the warm processes of a verification are forked, too."""
+"""In these tests, the warm processes of a verification are forked too."""
 
 
 LIMIT = 300.0

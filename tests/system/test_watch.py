@@ -1,4 +1,4 @@
-"""A rank that does not come: what is said of it, and where the others are."""
+"""Reports about a rank that does not arrive: the message, and where the other ranks are."""
 
 import re
 import signal
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="states of proce
 
 WARM = pytest.mark.usefixtures("warm_programs")
 IN_STEP = r"in engine\.\w+ \(.*watched\.py:3[45]\)"
-"""Where ranks are that train on."""
+"""Location of the ranks that continue to train."""
 
 
 @WARM
@@ -39,7 +39,7 @@ def test_a_rank_that_is_stopped_before_it_joins(shardwise: Launcher, rank: int) 
     short = ("--timeout", "5", "--grace", "0.5")
     began = time.monotonic()
     ran = shardwise.run("run", "-n", "2", *short, script("stops_early"), str(rank))
-    assert time.monotonic() - began < 60  # and not for ever, nor the time-out of something else
+    assert time.monotonic() - began < 60  # and not forever, nor until a different timeout
     assert ran.code == 1
     assert f"shardwise: rank {rank} of 2 did not arrive, and reported nothing" in ran.err
     said = "did not reach rank 0 at 127.0.0.1" if rank == 0 else "Rank 1 of the 2 that shardwise"
@@ -59,7 +59,7 @@ def test_a_rank_in_an_endless_loop(shardwise: Launcher) -> None:
 
 
 def until(process: "subprocess.Popen[str]", words: str) -> str:
-    """What a run says until a line holds `words`."""
+    """Return the output of a run up to the line that contains `words`."""
     assert process.stderr is not None
     said = ""
     for line in process.stderr:
@@ -77,7 +77,7 @@ def test_a_save_on_rank_0_alone(shardwise: Launcher, transport: str) -> None:
     assert ran.code == 1
     assert re.search(
         r"Rank 0 is in engine\.save \(.*watched\.py:15\), "
-        # One of the two may be a call ahead of the other.
+        # One of the two may be one call ahead of the other.
         rf"(ranks 1, 2 are {IN_STEP}|rank 1 is {IN_STEP}, rank 2 is {IN_STEP}): "
         r"is the call under `if is_main`\?",
         ran.err,

@@ -127,7 +127,7 @@ def _child(outer: "subprocess.Popen[bytes]") -> int:
 
 
 def missing(*programs: str) -> str | None:
-    """Return why hosts with the daemons `programs` are impossible; None if they are possible."""
+    """Return why hosts with the daemons `programs` are impossible, or None if they are possible."""
     needed = (*programs, *COMPONENTS)
     absent = [name for name in needed if shutil.which(name) is None]
     if absent:

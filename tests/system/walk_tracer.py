@@ -1,7 +1,7 @@
-"""Records which functions of Shardwise are on the stack at the moments when something happens.
+"""Records which Shardwise functions are on the stack when certain events happen.
 
-A walk of ARCHITECTURE.md is the union of these stacks: what a reader passes from the call of a user
-to the effect.
+A walk in ARCHITECTURE.md is the union of these stacks: the functions between the user's call and
+its effect.
 """
 
 import os
@@ -13,7 +13,7 @@ PACKAGE = f"{os.sep}src{os.sep}shardwise{os.sep}"
 
 
 class Walk:
-    """The lines `file: function` of a walk, in the order in which they were first seen."""
+    """The lines `file: function` of a walk, in the order of their first occurrence."""
 
     def __init__(self) -> None:
         self.lines: dict[str, None] = {}

@@ -1,12 +1,12 @@
-"""Warm interpreters: programs of tests are forked from a process that has imported torch.
+"""Warm interpreters: test programs are forked from a process that has already imported torch.
 
-Importing torch, and its compiler with the first optimizer, takes most of the time of a short
+Importing torch, and its compiler with the first optimizer, takes most of the run time of a short
 program. With `environ` in the environment, every script that Python runs is such a fork. It may be
-started by `shardwise run`, mpirun or another script, also on a host in a namespace.
+started by `shardwise run`, mpirun or another script, even on a host in a namespace.
 
-Do not use it for tests of how programs start or find the process of their launcher. Nor if a signal
-must not reach the children of a program: it is forwarded to all of them. A fork has the umask, the
-resource limits and the cores of its server, rather than those of the process that requested it.
+Do not use it to test how programs start or find their launcher's process, or if a signal must not
+reach a program's children, because signals are forwarded to all of them. A fork has the umask,
+resource limits and cores of its server, not of the process that requested it.
 """
 
 import os

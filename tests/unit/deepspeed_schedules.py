@@ -1,8 +1,8 @@
-"""Writes the rates and betas of DeepSpeed's schedules, which a test compares ours with.
+"""Writes the learning rates and betas of DeepSpeed's schedules, for a test that compares ours.
 
     python -m tests.unit.deepspeed_schedules
 
-Needs deepspeed. Its figures are in deepspeed_schedules.json next to this file.
+Requires deepspeed. The results are in deepspeed_schedules.json next to this file.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What is meant for any accelerator asks for no CUDA."""
+"""Code for any accelerator does not use CUDA."""
 
 import re
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ def test_cuda_is_asked_for_where_it_is_meant():
 
 
 class Streams:
-    """An accelerator's module, as torch.xpu is one: notes what it is asked for."""
+    """A stand-in for an accelerator's module, such as torch.xpu, that records calls."""
 
     def __init__(self):
         self.said = []

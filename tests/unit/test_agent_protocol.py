@@ -1,4 +1,4 @@
-"""Messages between launcher and agents: invalid ones are refused."""
+"""Messages between launcher and agents: invalid ones are rejected."""
 
 import json
 from dataclasses import asdict

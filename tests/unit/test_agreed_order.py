@@ -1,4 +1,4 @@
-"""The order of gathers: literal tables, and simulated ranks that skip what they like."""
+"""The gather order: literal tables, and simulated ranks that skip arbitrary units."""
 
 import threading
 
@@ -20,7 +20,7 @@ def order_of(agree, *, staying=(), alone=False):
 
 
 class Agreement:
-    """`agree` of several ranks that run as threads."""
+    """The `agree` function for several ranks that run as threads."""
 
     def __init__(self, ranks):
         self._wishes = {}
@@ -38,9 +38,10 @@ class Agreement:
 
 
 def gathered(plans, *, expected=UNITS, descending=False):
-    """What each rank gathers, pass by pass.
+    """Return the units that each rank gathers, pass by pass.
 
-    `plans[rank][i]` are the units that it needs in pass i, None at the end where it fails.
+    `plans[rank][i]` are the units that the rank needs in pass i. A None at the end means that it
+    fails.
     """
     agreement = Agreement(len(plans))
     told = {}
@@ -97,17 +98,17 @@ def test_units_that_nobody_wanted(seen, full, merged):
 @pytest.mark.parametrize(
     ("plans", "all_gather"),
     [
-        # One rank alone: what it needs, then also what it skipped in the first pass.
+        # A single rank gathers the units it needs, and later those it skipped in the first pass.
         ([[[0, 1, 3], [0, 3]]], [[0, 1, 3], [0, 1, 2, 3, 4]]),
         # Two ranks with different branches.
         ([[[0, 1], [0]], [[0, 2], [0, 4]]], [[0, 1, 2], [0, 1, 2, 3, 4]]),
         # A unit twice in a pass.
         ([[[0, 1, 2, 1], [1, 1]]], [[0, 1, 2, 1], [0, 1, 2, 3, 4, 1]]),
-        # A pass that failed everywhere is agreed upon again.
+        # After a pass that failed on all ranks, ranks agree again.
         ([[[0, 2, None], [0, 3, 1]]], [[0, 2], [0, 3, 1]]),
-        # One rank fails: the others' pass is learned.
+        # One rank fails, and the other ranks' pass is learned.
         ([[[0, None], [0, 3]], [[0, 3, 1], [1]]], [[0, 3, 1], [0, 3, 4, 1, 2]]),
-        # Nobody needs anything.
+        # No rank needs anything.
         ([[[], []], [[], []]], [[], [0, 1, 2, 3, 4]]),
     ],
 )
@@ -217,7 +218,10 @@ subsets = st.lists(st.sampled_from(list(UNITS)), unique=True).map(sorted)
     descending=st.booleans(),
 )
 def test_all_ranks_gather_the_same(passes, descending):
-    """Whatever each rank skips, and wherever it fails: one sequence, which has what it needs."""
+    """All ranks run one common sequence that contains everything they need.
+
+    This holds for any units that a rank skips, and any pass in which it fails.
+    """
     order = sorted(UNITS, reverse=descending)
 
     def plan(rank):

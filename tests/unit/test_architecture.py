@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md and the pages of docs/design say what the tree is."""
+"""ARCHITECTURE.md and the pages of docs/design describe the actual source tree."""
 
 import ast
 import re

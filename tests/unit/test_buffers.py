@@ -100,7 +100,7 @@ def meet(kept):
 
 
 class Tracker(nn.Module):
-    """Counts its forwards, and keeps a running mean of its input."""
+    """Counts its forward passes, and maintains a running mean of its input."""
 
     def __init__(self):
         super().__init__()
@@ -197,7 +197,7 @@ def test_checksums_are_compared_in_the_first_steps_and_then_occasionally():
 
 
 def test_averaged_buffers_are_not_in_the_checksum():
-    """They differ before the step, and are equal after it."""
+    """Averaged buffers differ before the step and are identical after it."""
     models, kept = of_two(Tracker)
     models[0](torch.ones(1, dtype=torch.float64))
     kept[0].agree(differ=False)

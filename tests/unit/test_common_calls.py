@@ -1,4 +1,4 @@
-"""Messages about calls that ranks have not all made."""
+"""Messages about calls that some ranks have not made."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Settings: precedence of sources, types, and refused typing errors."""
+"""Settings: precedence of sources, types, and rejected typing errors."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Invalid values, and settings without effect, are refused in a sentence."""
+"""Invalid values, and settings without effect, are rejected in one sentence."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The cut of a total batch into micro-shards of the exact mode, and their order of reading."""
+"""How a global batch is divided into micro-shards of the exact mode, and their reading order."""
 
 import pytest
 import torch

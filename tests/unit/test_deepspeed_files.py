@@ -143,7 +143,7 @@ def named(model, optimizer):
 
 @pytest.mark.parametrize("name", ["stage1", "stage2", "stage2-round-robin", "stage3-groups"])
 def test_stages_hold_the_same(name):
-    """The parts that each stage saved add up to what stage 0 has whole."""
+    """The parts that each stage saved add up to the full tensors of stage 0."""
     model = small.made()
     names, groups = named(model, small.optimizer_of(model))
     whole, expected = fields_of(opened(small.HERE / "stage0"), names, groups)

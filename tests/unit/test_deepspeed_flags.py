@@ -1,4 +1,4 @@
-"""Command lines of DeepSpeed's launcher become `shardwise run`, or are refused by name."""
+"""Command lines of DeepSpeed's launcher become `shardwise run`, or are rejected by flag."""
 
 import sys
 from pathlib import Path

@@ -16,7 +16,7 @@ ADDS = [True, False, True, True, True, True, False]
         ("uniform", 3, [0, 3, 5]),
         ("uniform", 7, [0, 1, 2, 3, 4, 5, 6]),
         ("parameters", 2, [0, 4]),
-        ("parameters", 3, [0, 1, 5]),  # the last Words is the first one's: nothing of its own
+        ("parameters", 3, [0, 1, 5]),  # the last Words layer shares all parameters with the first
         ("PARAMETERS", 1, [0]),
         ("type:block", 3, [0, 3, 4]),
         ("type:Block|Norm", 2, [0, 4]),

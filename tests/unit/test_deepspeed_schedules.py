@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules: figures of DeepSpeed itself, and what they refuse."""
+"""DeepSpeed's schedules: values computed by DeepSpeed itself, and rejected arguments."""
 
 import json
 from pathlib import Path

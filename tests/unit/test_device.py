@@ -74,7 +74,7 @@ def test_too_few_gpus_are_said(gpus, count, sharing, said):
         ("Open MPI", None, [range(4), range(4), range(4, 8), range(4, 8)], 2),
         ("Slurm", None, [range(2), range(2, 4), range(4, 6), range(6, 8)], 2),
         ("Slurm", None, [range(1)] * 4, 1),
-        # these set OMP_NUM_THREADS themselves, or have nobody beside them
+        # These launchers set OMP_NUM_THREADS themselves, or start a single rank.
         ("shardwise run", None, [range(8)] * 4, None),
         ("torchrun", None, [range(8)] * 4, None),
         ("python", None, [range(8)], None),

@@ -1,4 +1,4 @@
-"""What the tutorials read: IDX files of images, and text as lanes."""
+"""Data that the tutorials read: IDX files of images, and text divided into lanes."""
 
 import gzip
 from pathlib import Path
@@ -61,7 +61,7 @@ def test_files_that_are_something_else_are_refused(
 
 def test_a_gzip_file_with_damaged_bytes_is_refused(tmp_path: Path) -> None:
     data = bytearray(gzip.compress(idx(torch.arange(200, dtype=torch.uint8))))
-    data[10] = 0xFF  # the kind of the first block, which there is none of
+    data[10] = 0xFF  # an invalid type for the first block
     (tmp_path / "file.gz").write_bytes(data)
     with pytest.raises(images.ImagesError, match="cannot be read"):
         images.idx(tmp_path / "file.gz", dims=1)

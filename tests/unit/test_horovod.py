@@ -183,7 +183,7 @@ def test_modules_of_horovods_names_have_the_same(module):
 
 @pytest.fixture
 def no_horovod(monkeypatch):
-    """As if Horovod were not installed, and nothing of it after the test."""
+    """Simulate that Horovod is not installed, and undo its import after the test."""
     before = {name for name in sys.modules if name.partition(".")[0] == "horovod"}
     assert not before
     yield
@@ -263,7 +263,7 @@ def test_adasum_is_scaled():
 
 
 class OfOneDevice(Solo):
-    """Ranks on a GPU, as far as one that has none can tell."""
+    """Simulated ranks on a GPU, for machines that have none."""
 
     small_device = torch.device("cuda:0")
 
@@ -374,7 +374,7 @@ def thread_of_one_rank():
 
 
 class Lent(Sent):
-    """What other ranks read until `read` says so, or for ever, where they are gone."""
+    """A buffer that other ranks read until `read` is set. None: a rank exited while it read."""
 
     def __init__(self, read):
         super().__init__()
@@ -452,7 +452,7 @@ def test_what_is_sent_need_not_be_all():
 
 
 class OnGpu:
-    """What a result on a GPU is asked."""
+    """A stand-in for a result on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda:1")
@@ -473,7 +473,7 @@ def test_a_result_is_kept_for_the_stream_that_waits(monkeypatch):
 
 
 class Owned(Dataset[int]):
-    """A user's own, which may open its files where it is first read."""
+    """A custom dataset, which may open its files at the first read."""
 
     def __len__(self):
         return 4

@@ -1,4 +1,4 @@
-"""Hybrid sharding over a transport whose calls have to come in one order on all ranks."""
+"""Hybrid sharding with a transport that requires the same order of calls on all ranks."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from shardwise.comm.hybrid_shard import HybridShard
 
 
 class Recorded(Solo):
-    """A group whose all-reduce is two calls, the second of which `advance` makes."""
+    """A group whose all-reduce makes two calls. `advance` makes the second one."""
 
     def __init__(self, *, in_one_order: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Islands on several hosts, some of which are lost: the launcher's side, and an agent's."""
+"""Islands on several hosts when some hosts are lost, for the launcher and for an agent."""
 
 import json
 import os
@@ -235,7 +235,7 @@ def test_asking_a_host_repeatedly_leaks_nothing() -> None:
 
 
 def test_host_is_lost_while_another_listens(hosts: Hosts) -> None:
-    """The island does not start if nobody would report the end of its ranks."""
+    """The island does not start if no host would report the exit of its ranks."""
     island = hosts.spread(0, 0, 1)
     hosts.islands.resume()
     first, second = hosts.remotes[:2]
@@ -254,7 +254,7 @@ def test_host_is_lost_while_another_listens(hosts: Hosts) -> None:
 
 
 def test_run_is_asked_to_save_before_it_begins(hosts: Hosts) -> None:
-    """It starts, as on one host. If it is asked to end, it does not."""
+    """The run starts, as on a single host. If it is asked to exit, it does not."""
     island = hosts.spread(0, 0, 1)
     island.ask_to_end(signal.SIGUSR1)
     assert island.pending_start is not None

@@ -37,7 +37,7 @@ def test_exchange_of_peers_only() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_failed_island_is_excluded_for_all(lost: int) -> None:
-    """Even if some or all of its ranks had arrived."""
+    """This holds even if some or all of its ranks had arrived."""
     membership = Membership(count=3, size=2)
     left = [rank for rank in range(6) if rank // 2 != lost]
     come(membership, 2 * lost, *left[:-1])
@@ -89,7 +89,7 @@ def test_refuses_different_calls() -> None:
 
 
 def test_refuses_wrong_call_of_a_returning_island() -> None:
-    """The others wait until it has ended."""
+    """The other islands wait until it has exited."""
     membership = Membership(count=2, size=1)
     membership.lose(0)
     membership.request_return(0)

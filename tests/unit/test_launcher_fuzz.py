@@ -1,7 +1,7 @@
 """Random environments: nested launchers, missing variables, contradictions.
 
-A process is never given another rank than the innermost launcher's, and never trains alone in
-silence if a size above 1 was given.
+A process must get the rank of the innermost launcher. It must never silently train alone if a world
+size above 1 was given.
 """
 
 import random

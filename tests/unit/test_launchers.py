@@ -108,7 +108,7 @@ BATCH = {
     "SLURM_PROCID": "0",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
-# the shell of salloc -N2 -n2, on the host where it was typed
+# The shell of salloc -N2 -n2, on the host on which the user typed it.
 SALLOC = {
     "SLURM_JOB_ID": "19",
     "SLURM_JOB_NAME": "interactive",
@@ -400,7 +400,8 @@ NODE = {"rank": 1, "size": 2, "node": 1}
             environments.DEEPSPEED,
             Identity(launcher="torchrun", address="node01", port=29500, **RANK),
         ),
-        # scripts of batch jobs, array jobs and independent tasks, where nobody started a rank
+        # Scripts of batch jobs, array jobs and independent tasks, in which no launcher started
+        # ranks.
         (environments.FLUX_BATCH, ALONE),
         (environments.LSF_BATCH, ALONE),
         (environments.PBS_BATCH, ALONE),
@@ -480,7 +481,7 @@ def test_refuses_process_with_signs_of_others(environ: dict[str, str], sign: str
 
 
 def test_refuses_process_below_launcher_without_variables() -> None:
-    """As in a container without the environment of its host."""
+    """Simulates a container without the environment of its host."""
     with pytest.raises(LaunchError, match=r"several \(started by hydra_pmi_proxy\)"):
         launcher_detection.detect({}, ["hydra_pmi_proxy"])
 

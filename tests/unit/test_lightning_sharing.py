@@ -7,7 +7,7 @@ from shardwise.lightning.sharing import LightningShare, count_once
 
 
 def batches(total, workers, size, **options):
-    """By worker, the samples of its batches."""
+    """Return the samples of each worker's batches."""
     found = []
     for rank in range(workers):
         sampler = DistributedSampler(range(total), LightningShare(workers), rank, shuffle=False)

@@ -454,7 +454,7 @@ def test_a_sampler_without_end_is_read_as_it_is_needed(solo):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_order_does_not_depend_on_how_much_is_drawn_at_a_time(solo, monkeypatch, drop_last):
-    """A sampler that draws as it goes on, while the loop draws too."""
+    """Uses a sampler that draws lazily, while the loop draws too."""
 
     class Drawing:
         def __iter__(self):

@@ -15,7 +15,10 @@ from shardwise.world.world import World
 
 
 def trained(steps: list[int]) -> sw.Engine:
-    """Return an engine after a step of each number of backwards; below 0 without the step."""
+    """Return an engine after steps with these numbers of backward passes.
+
+    Negative: without the step.
+    """
     model = torch.nn.Linear(2, 1)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     for backwards in steps:
@@ -64,7 +67,7 @@ def _fail(gradient: torch.Tensor) -> None:
 
 
 class TestNoWarning:
-    """No warning, because an error has ended the run, or the user has."""
+    """No warning is printed, because an error or the user has stopped the run."""
 
     @pytest.fixture(autouse=True)
     def silent(self, capfd: pytest.CaptureFixture[str], solo: World) -> object:

@@ -18,7 +18,7 @@ BASE = 0.1
 
 
 class Velocity(optim.Optimizer):
-    """Momentum with the rate inside the velocity, v = m v + lr g."""
+    """Momentum with the learning rate inside the velocity, v = m v + lr g."""
 
     def __init__(self, params: Any, lr: float, momentum: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
@@ -37,7 +37,7 @@ def sgd(**options: Any) -> optim.Optimizer:
 
 
 def rates(scheduler: Any, steps: int, *others: Any) -> list[float]:
-    """Return the rate of each step."""
+    """Return the learning rate of each step."""
     found = []
     for _ in range(steps):
         found.append(scheduler.optimizer.param_groups[0]["lr"])

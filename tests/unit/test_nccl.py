@@ -1,4 +1,4 @@
-"""What can be told of NCCL's calls without a device."""
+"""NCCL calls, as far as they can be tested without a device."""
 
 from shardwise.comm.nccl import _Working
 

@@ -1,4 +1,4 @@
-"""The package runs from a copy of its files, of which Python knows no installed distribution."""
+"""The package runs from a copy of its files, without an installed distribution."""
 
 import importlib.metadata
 import subprocess

@@ -1,4 +1,4 @@
-"""Names of other libraries, in the places where a name of ours is looked up."""
+"""Hints for other libraries' names, everywhere that Shardwise looks up a name."""
 
 import inspect
 from typing import Any
@@ -25,7 +25,7 @@ OURS = {
 """What an engine, a world, a Loader or a setting has by the same name."""
 
 WITHOUT_COUNTERPART = {
-    # what a user of the library seldom writes, or what has no counterpart
+    # Names that users of the library seldom write, or that have no counterpart.
     "DDP": "dim gather join_device join_hook join_process_group scatter to_kwargs"
     " will_sync_module_buffers param_to_hook_all_reduce",
     "FSDP": "check_is_root flatten_sharded_optim_state_dict fsdp_modules get_state_dict_type"

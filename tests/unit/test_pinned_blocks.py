@@ -47,7 +47,7 @@ def test_intervals_are_disjoint_and_inside_blocks(sizes):
 
 @pytest.mark.parametrize("each", [17 * MB, 25 * MB, 33 * MB])
 def test_many_buckets_take_little_more_than_their_bytes(each):
-    """In a separate block each would take up to twice its bytes."""
+    """In a separate block, each bucket would take up to twice its size."""
     sizes = [each] * 100
     blocks, _ = packed(sizes)
     assert sum(blocks) <= 1.05 * sum(sizes)

@@ -1,4 +1,4 @@
-"""A recomputed unit that changes its input in place is refused."""
+"""A recomputed unit that changes its input in place raises an error."""
 
 import pytest
 import torch

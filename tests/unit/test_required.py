@@ -1,4 +1,4 @@
-"""What TESTS_REQUIRE asks for may not be skipped."""
+"""Tests of components listed in TESTS_REQUIRE may not be skipped."""
 
 import pytest
 

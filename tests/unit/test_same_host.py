@@ -1,4 +1,4 @@
-"""Whether ranks share memory: what they agree on when they cannot."""
+"""Whether ranks share memory, and what they agree on if they cannot."""
 
 import socket
 
@@ -11,7 +11,7 @@ from shardwise.net.identity import Identity
 
 
 class Told(Solo):
-    """A group in which the other ranks say what a test makes them say."""
+    """A group whose other ranks send the values that a test sets."""
 
     def __init__(self, *others):
         super().__init__()

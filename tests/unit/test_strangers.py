@@ -30,7 +30,7 @@ SECRET = b"what all ranks know"
 
 @contextmanager
 def another_user(do: Callable[[], object]) -> Iterator[None]:
-    """Run a function as another user (nobody), whose process keeps its files open in the block."""
+    """Run a function as a different user (nobody), and keep its files open in the block."""
     told, tells = os.pipe()
     pid = os.fork()
     if pid == 0:

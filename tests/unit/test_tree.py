@@ -44,7 +44,7 @@ def runs(draw):
 
 @given(runs())
 def test_turns_of_ranks_add_up_in_the_same_tree(run):
-    """Sum over the ranks of each turn, and then over the turns as an accumulator does."""
+    """Sum across the ranks of each turn, and then over the turns, as an accumulator does."""
     count, workers = run
     draw = torch.Generator().manual_seed(count)
     leaves = list(torch.randn(count, 5, generator=draw))

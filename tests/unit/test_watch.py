@@ -131,7 +131,7 @@ class TestHangReport:
         )
 
     def test_a_forward_that_other_ranks_skip(self):
-        """Each worker decides by its own random number."""
+        """Each worker decides with its own random number."""
         seen = {0: waits(0, 1), 1: waits(1, 0, verb="forward", line="train.py:9")}
         said = hang_report.call_difference(seen)
         assert "rank 1 is in forward (train.py:9): do some ranks skip a forward" in said

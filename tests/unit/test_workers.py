@@ -44,7 +44,7 @@ def test_failed_start_leaves_no_file_open() -> None:
 
 
 def test_no_signal_to_reused_process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reaper forgets a group once, when all processes of the group have ended."""
+    """The reaper drops a group once all of its processes have exited."""
     reaper, ended = Reaper(), list[RankExit]()
     with selectors.DefaultSelector() as selector:
         workers = LocalWorkers(

@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator, whose models and optimizers are trained by engines."""
+"""Accelerate's Accelerator with models and optimizers that are trained by engines."""
 
 from __future__ import annotations
 
@@ -44,25 +44,25 @@ _PRECISION = {"bf16": "bf16-mixed", "fp16": "fp16-mixed"}
 
 
 class Accelerator(Clipping, Stock):
-    """Accelerate's Accelerator over engines: ZeRO and offload by flags, environment or keywords.
+    """Accelerate's Accelerator on Shardwise engines.
 
-    `prepare` returns models unwrapped. Losses are averaged as in Accelerate with
-    DistributedDataParallel, and the script seeds its own generators. docs/from_accelerate.md lists
-    the differences.
+    ZeRO and offload are set by flags, environment variables or keyword arguments. `prepare` returns
+    models unwrapped. Losses are averaged as in Accelerate with DistributedDataParallel, and the
+    script seeds its own generators. docs/from_accelerate.md lists the differences.
 
     Args:
         *arguments: Arguments of Accelerate's Accelerator, by position or by keyword.
         exact_mean: Count each sample of a step once (default False). Repeated samples are dropped,
-            losses are not divided by the accumulation steps, and `backward(loss, weight=...)`
-            accepts means over other items.
-        **keywords: Settings of Shardwise, such as `zero=3` or `offload_optimizer="cpu"`.
+            losses are not divided by the number of accumulation steps, and `backward(loss,
+            weight=...)` accepts means over other items.
+        **keywords: Shardwise settings, such as `zero=3` or `offload_optimizer="cpu"`.
 
     Attributes:
-        world: The run.
-        engines: One engine for each set of models and optimizers with parameters in common.
+        world: The run that this process has joined.
+        engines: One engine for each set of models and optimizers that share parameters.
 
     Raises:
-        UsageError: For plugins of other engines.
+        UsageError: If a plugin selects another engine.
 
     Example:
         ```python
@@ -102,7 +102,7 @@ class Accelerator(Clipping, Stock):
             self._json.say(self.world)
         with deepspeed_plugin.without_deepspeed_variable():
             super().__init__(**stock_arguments)
-        # Again, because Accelerate may have read the precision from a variable.
+        # Check again, because Accelerate may have read the precision from an environment variable.
         refusals.check_arguments({"mixed_precision": self.mixed_precision})
         refusals.check_compiler(self.state.dynamo_plugin)
         refusals.refuse_local_steps(Accelerator)
@@ -113,9 +113,9 @@ class Accelerator(Clipping, Stock):
         self._batches = PreparedBatches(self.world, self._is_training) if is_exact else None
         self._more_to_come = 0
         self._are_whole = False
-        """Whether parameters are whole now, because the user's hooks are running."""
+        """True while parameters are gathered because the user's hooks are running."""
         self._leaves_weights = False
-        """Whether the engines save the weights, so that no state_dict needs them."""
+        """True while the engines save the weights, so that no state_dict needs to contain them."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for another process, without the prepared objects."""
@@ -134,7 +134,8 @@ class Accelerator(Clipping, Stock):
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
-            # So that a second attempt, for example in a notebook, starts from a clean state.
+            # Reset them, so that a second attempt, for example in a notebook, starts from a clean
+            # state.
             PartialState._reset_state()
             AcceleratorState._reset_state()
             raise UsageError(
@@ -150,22 +151,23 @@ class Accelerator(Clipping, Stock):
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
-        """Return whether an engine of this Accelerator, or of another one, trains `model`."""
+        """Return whether an engine of this Accelerator or another one trains `model`."""
         return self._trained.of_model(model) is not None
 
-    # -- preparing ----------------------------------------------------------------------------
+    # -- preparation --------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Collective.
 
-        Models are not wrapped. When all models of an optimizer are prepared, their engine is made.
+        Models are not wrapped. Once all models of an optimizer are prepared, their engine is
+        created.
 
         Args:
             *args: The objects, in any order.
             device_placement: For each object, whether to move it to the device.
 
         Returns:
-            The prepared objects, in the same order; a single one is not in a tuple.
+            The prepared objects, in the same order. A single object is returned without a tuple.
         """
         if self._json is not None:
             args = self._json.replace_dummies(args, self)
@@ -173,7 +175,7 @@ class Accelerator(Clipping, Stock):
         self._trained.form(self._models, [each.optimizer for each in self._optimizers])
         if self._json is not None:
             self._trained.clip_always(self._json.job.clipping)
-        if self._trains_by_hand:  # nothing else gives all ranks rank 0's values
+        if self._trains_by_hand:  # nothing else copies rank 0's values to all ranks
             for model in self._models:
                 tensors = (t for t in [*model.parameters(), *model.buffers()] if not t.is_meta)
                 make_alike(tensors, self.world.collectives)
@@ -185,12 +187,12 @@ class Accelerator(Clipping, Stock):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Move `model` to the device. `prepare` makes its engine, which has the precision."""
-        del evaluation_mode  # a model is wrapped in neither mode
+        """Move `model` to the device. `prepare` creates its engine, which sets the precision."""
+        del evaluation_mode  # a model is not wrapped in either mode
         if self.is_trained(model):
-            device_placement = False  # its engine has placed it, perhaps sharded
-        # Without a backend, or Accelerate would compile the model as a whole: engines compile
-        # their units.
+            device_placement = False  # its engine has already placed it, perhaps sharded
+        # Set no backend here. Otherwise Accelerate would compile the full model, but engines
+        # compile their units.
         plugin = self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
         try:
@@ -201,7 +203,7 @@ class Accelerator(Clipping, Stock):
     def prepare_optimizer(
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> optim.Optimizer:
-        """Wrap `optimizer` for the script. `prepare` makes its engine."""
+        """Wrap `optimizer` for the script. `prepare` creates its engine."""
         del device_placement  # the engine places its state
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
@@ -212,7 +214,7 @@ class Accelerator(Clipping, Stock):
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader. With `exact_mean`, training batches have no repeated samples."""
+        """Prepare a loader. With `exact_mean`, training batches contain no repeated samples."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return loader if self._batches is None else self._batches.watch(loader)
 
@@ -238,17 +240,18 @@ class Accelerator(Clipping, Stock):
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of `loss`, divided by the accumulation steps, in all engines it reaches.
+        """Run the backward pass of `loss` in all engines that it reaches.
 
-        Without a prepared optimizer, the gradients of prepared models are averaged into `p.grad`
-        instead. That is collective in the last micro-batch of a step.
+        The loss is divided by the number of accumulation steps. Without a prepared optimizer, the
+        gradients of prepared models are averaged into `p.grad` instead. The call is then collective
+        in the last micro-batch of a step.
 
         Args:
-            loss: A scalar: the mean over this rank's micro-batch.
-            retain_graph: As in torch.
-            weight: With `exact_mean`, the number of items that the loss averages (default: the
-                samples of the batch). The loss is not divided by the accumulation steps then.
-            same_items: With `exact_mean`, as in the engine's backward.
+            loss: Scalar tensor: the mean over this rank's micro-batch.
+            retain_graph: As in `torch.Tensor.backward`.
+            weight: With `exact_mean`, the number of items over which the loss is averaged (default:
+                the samples of the batch). The loss is then not divided by the accumulation steps.
+            same_items: With `exact_mean`, as in the engine's `backward`.
 
         Raises:
             UsageError: For other arguments of torch's backward.
@@ -276,14 +279,16 @@ class Accelerator(Clipping, Stock):
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
-        """Pop `weight` and `same_items`, and return the items of a loss. None unless exact."""
+        """Pop `weight` and `same_items`, and return the items of a loss, or None unless exact."""
         setting = "Accelerator(exact_mean=True)"
         return items_of_loss(self._batches, kwargs, "accelerator.backward", setting)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Declare that more backwards of this step follow the block, so that only the last one
-        communicates."""
+        """Declare that this step has more backward passes after the block.
+
+        Only the last one communicates.
+        """
         del model
         self._more_to_come += 1
         try:
@@ -315,14 +320,14 @@ class Accelerator(Clipping, Stock):
             for sampler, before in found:
                 sampler.even_batches = before
 
-    # -- whole weights ----------------------------------------------------------------------
+    # -- full weights -----------------------------------------------------------------------
 
     @contextmanager
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Allow ranks to run different numbers of forwards inside the block. Collective.
+        """Allow ranks to run different numbers of forward passes inside the block. Collective.
 
-        Use it for `generate`, or for an evaluation on rank 0. All ranks must enter and leave. It
-        applies to all models of this Accelerator, and to `model`.
+        Use it for `generate`, or to evaluate on rank 0 only. All ranks must enter and exit the
+        block. It applies to all models of this Accelerator, and to `model`.
         """
         engines = self.engines
         if model is not None and (trained := self._trained.of_model(model)) is not None:
@@ -334,7 +339,7 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def full_parameters(self, model: nn.Module, write: bool = False) -> Iterator[None]:
-        """Make the parameters of `model` whole inside the block, to read or write. Collective."""
+        """Gather the full parameters of `model` inside the block, to read or write. Collective."""
         trained = self._trained.of_model(model)
         if trained is None:
             yield
@@ -343,9 +348,9 @@ class Accelerator(Clipping, Stock):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a copy of the whole state_dict of a prepared model. Collective.
+        """Return a copy of the full state_dict of a prepared model. Collective.
 
-        If parameters are sharded, rank 0 gets the state_dict, and the other ranks an empty dict.
+        If parameters are sharded, rank 0 gets the state_dict and the other ranks an empty dict.
         """
         if self._leaves_weights:
             return {}
@@ -357,10 +362,10 @@ class Accelerator(Clipping, Stock):
         return trained.engine.model_state_dict(model)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather values of all ranks without repeated samples, as Accelerate does. Collective.
+        """Gather values from all ranks without repeated samples, as Accelerate does. Collective.
 
-        With `exact_mean` it also gathers training batches, the last of which may have different
-        numbers of rows on the ranks.
+        With `exact_mean` it also gathers training batches. The last batch may have a different
+        number of rows on each rank.
         """
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
@@ -372,14 +377,15 @@ class Accelerator(Clipping, Stock):
             return [value for each in found for value in each]
         return send_to_device(concatenate(found), self.device)
 
-    # -- checkpoints and the end ------------------------------------------------------------
+    # -- checkpoints and shutdown -----------------------------------------------------------
 
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any
     ) -> Any:
         """Save all prepared and registered objects, as Accelerate does. Collective.
 
-        Weights and optimizers are saved in the engine's format, for any placement and world size.
+        Weights and optimizer states are saved in the engine's format, which can be loaded at any
+        placement and world size.
 
         Returns:
             The folder of the save.
@@ -422,14 +428,17 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load the weights and, unless `model_only`, the optimizers from a `save_state` folder.
-        Collective."""
+        """Load weights and, unless `model_only`, optimizer states from a `save_state` folder.
+
+        Collective.
+        """
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
-        """Make weights whole for the user's `hooks` inside the block, and add the hook `last`."""
-        # Without the optimizers, or Accelerate would save them too: the engines save them.
+        """Gather full weights for the user's `hooks` inside the block, and add the hook `last`."""
+        # Hide the optimizers. Otherwise Accelerate would save them too, although the engines save
+        # them.
         optimizers, self._optimizers = self._optimizers, []
         key = object()
         with ExitStack() as blocks:
@@ -446,13 +455,13 @@ class Accelerator(Clipping, Stock):
                 self._optimizers = optimizers
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader without the first batches, as Accelerate does."""
+        """Return a loader that skips the first batches, as Accelerate does."""
         loader = super().skip_first_batches(dataloader, num_batches)
         if self._batches is not None:
             self._batches.watch(loader)
-        # A loop over a DataLoader draws a seed when it begins. The run that saved has drawn it
-        # already. So draw it from a copy of torch's generator, to leave the generator where the
-        # first run had it.
+        # A loop over a DataLoader draws a seed when it begins, and the run that saved has already
+        # drawn it. So draw it from a copy of torch's generator, which leaves the generator itself
+        # in the same state as in that run.
         plain = getattr(loader, "base_dataloader", loader)
         if getattr(plain, "generator", None) is None:
             plain.generator = torch.Generator()
@@ -460,18 +469,18 @@ class Accelerator(Clipping, Stock):
         return loader
 
     def free_memory(self, *objects: Any) -> Any:
-        """Turn models and optimizers back into plain ones, and forget them. Collective."""
+        """Restore the plain models and optimizers and drop all references to them. Collective."""
         self._trained.close()
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """Finish the trackers. The process group stays until the process ends."""
+        """Finish the trackers. The process group stays open until the process exits."""
         for tracker in self.trackers:
             tracker.finish()
 
 
 def _bind_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Accelerate's constructor by name. Raises TypeError like it."""
+    """Return the arguments of Accelerate's constructor by name. Raises TypeError as it would."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

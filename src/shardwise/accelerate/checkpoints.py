@@ -1,4 +1,4 @@
-"""save_state and load_state: the engines' checkpoints next to Accelerate's own files.
+"""Implements save_state and load_state: the engines' checkpoints next to Accelerate's own files.
 
 output_dir/
 ├── step-100/                   weights and optimizer state, as engine.save writes them
@@ -37,11 +37,12 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
         engine.leave_folders()
         paths.append(path)
     if None in paths or world.settings.trial:
-        return  # the disk is full, and the engine has said so; or a trial, which writes no files
+        return  # the disk is full, which the engine reported; or a trial, which writes no files
     if world.is_main:
         fields = {"engines": [os.path.relpath(str(p), folder) for p in paths]}
         write(folder / MARK, json.dumps(fields, indent=1).encode())
-        # Only after the mark: if this save is killed before it, the earlier one is still complete.
+        # Delete old folders only after writing the mark. If this save is killed before it, the
+        # earlier one is still complete.
         for path in (path for home in homes for path in home.glob("step-*")):
             if path not in paths and (path / "checkpoint.json").is_file():
                 shutil.rmtree(path, ignore_errors=True)
@@ -49,17 +50,17 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `folder` has a complete save of `save`."""
+    """Return whether `folder` contains a complete save by `save`."""
     return (folder / MARK).is_file()
 
 
 def load(
     trained: Sequence[TrainedEngine], folder: Path, world: sw.World, *, model_only: bool = False
 ) -> None:
-    """Load a save of `save`, or of stock Accelerate. With `model_only`, only its weights.
+    """Load a checkpoint written by `save` or by stock Accelerate. Collective.
 
-    Raises BrokenCheckpoint if the save was killed before it was complete, and CheckpointMismatch
-    if it has another number of engines. Collective.
+    If `model_only` is true, only the weights are loaded. Raises BrokenCheckpoint if the save was
+    killed before it was complete, and CheckpointMismatch if it has a different number of engines.
     """
     names = None  # the engines' folders; None if stock Accelerate wrote this save
     if world.is_main and is_ours(folder):
@@ -78,7 +79,7 @@ def load(
 
 
 def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World) -> None:
-    """Load weights and optimizers that stock Accelerate has saved with torch or safetensors."""
+    """Load weights and optimizer states that stock Accelerate saved with torch or safetensors."""
     optimizers = 0
     for number, each in enumerate(trained):
         if len(each.models) > 1:
@@ -97,7 +98,7 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """Return the file of model or optimizer `number`. Raises BrokenCheckpoint if there is none."""
+    """Return the file of model or optimizer `number`. Raises BrokenCheckpoint if it is missing."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Gradient clipping by norm or value with the methods of Accelerate, over engines."""
+"""Clips gradients by norm or value with Accelerate's methods, on engines."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """Whether the script updates parameters itself, because it has prepared no optimizer."""
+        """True if the script updates parameters itself, because it has prepared no optimizer."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Do nothing: the engine divides gradients by the loss scale."""
+        """No-op: the engine divides gradients by the loss scale."""
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip the next step by the norm of the gradients over all ranks. Collective.
+        """Clip the next step by the gradient norm across all ranks. Collective.
 
-        The 2-norm of all parameters of an engine takes one small collective. Other norms, and norms
-        of some of its parameters, gather the whole gradients.
+        The 2-norm of all parameters of an engine takes one small collective. For other norms, or
+        for a subset of an engine's parameters, the full gradients are gathered.
 
         Args:
             parameters: Prepared parameters.
-            max_norm: Largest norm, above 0.
+            max_norm: Maximum norm, above 0.
             norm_type: Order of the norm.
 
         Returns:
-            The norm before clipping: a scalar on the device, in fp32 or wider.
+            The norm before clipping: a scalar tensor on the device, in fp32 or wider.
 
         Raises:
             UsageError: If called between micro-batches, when gradients are incomplete; if a
@@ -73,9 +73,10 @@ class Clipping:
         return torch.tensor(norm, device=self.device, dtype=dtype)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clip every element of the gradients to [-clip_value, clip_value]. Collective.
+        """Clip every gradient element to [-clip_value, clip_value]. Collective.
 
-        It gathers the whole gradients. Raises UsageError like `clip_grad_norm_`.
+        The full gradients are gathered first. Raises UsageError in the same cases as
+        `clip_grad_norm_`.
         """
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._trains_by_hand:

@@ -1,9 +1,9 @@
-"""The DeepSpeed JSON of an Accelerator: its engines' settings, and its optimizer and schedule.
+"""Applies an Accelerator's DeepSpeed config: engine settings, optimizer and schedule.
 
     Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))     # in the script
     accelerate launch --use_deepspeed --zero_stage 2 script.py                # by its variables
 
-DeepSpeed need not be installed: the plugin is a class of Accelerate that holds the JSON.
+DeepSpeed need not be installed, because the plugin is a class of Accelerate that stores the config.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from shardwise.errors import ConfigError, UsageError
 VARIABLE = "ACCELERATE_USE_DEEPSPEED"
 
 ALREADY_READ: Any = object()
-"""The `deepspeed_plugin` of an Accelerator whose Trainer has already read the JSON."""
+"""The `deepspeed_plugin` of an Accelerator whose Trainer has already read the config."""
 
 _KEPT = "_shardwise_json"
-"""The entry of Accelerate's own state with the JSON, for a second Accelerator."""
+"""Key in Accelerate's own state under which the config is stored for a second Accelerator."""
 
 for _kind in (DummyOptim, DummyScheduler):
     # Scripts import them from accelerate.utils, which lacks them if deepspeed is not installed.
@@ -41,10 +41,10 @@ for _kind in (DummyOptim, DummyScheduler):
 
 
 def pop_json(given: MutableMapping[str, Any]) -> PluginJson | None:
-    """Return the JSON in the arguments `given` to an Accelerator, None if there is none.
+    """Return the DeepSpeed config in the Accelerator arguments `given`, or None.
 
-    It may also be in the variables that `accelerate launch --use_deepspeed` sets. In `given`, the
-    plugin is replaced by the arguments of Accelerate with the same effect.
+    The config may also be in the variables that `accelerate launch --use_deepspeed` sets. In
+    `given`, the plugin is replaced by the arguments of Accelerate that have the same effect.
     """
     plugin = _plugin_of(given)
     if plugin is None:
@@ -73,7 +73,7 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """Return the plugin of an earlier Accelerator, or the one that the variables describe.
+    """Return the plugin of an earlier Accelerator, or the one that the environment describes.
 
     The former also sets the precision in `given`.
     """
@@ -91,7 +91,7 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_deepspeed_variable() -> Iterator[bool]:
-    """Unset the variable that asks for DeepSpeed inside the block. Yields whether it was on."""
+    """Unset the variable that requests DeepSpeed inside the block. Yields whether it was set."""
     # If it were set, Accelerate would import deepspeed.
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
@@ -102,9 +102,9 @@ def without_deepspeed_variable() -> Iterator[bool]:
 
 
 class PluginJson:
-    """The JSON of `plugin` for an Accelerator with the arguments `given`.
+    """The DeepSpeed config of `plugin` for an Accelerator with the arguments `given`.
 
-    Raises ConfigError like `config.deepspeed.parse`, and if an argument contradicts a key.
+    Raises ConfigError if `config.deepspeed.parse` would, or if an argument contradicts a key.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class PluginJson:
         self._check(given)
 
     def _check(self, given: Mapping[str, Any]) -> None:
-        """Raise ConfigError if an argument of the Accelerator contradicts the JSON."""
+        """Raise ConfigError if an argument of the Accelerator contradicts the config."""
         steps = _steps_of(given)
         of_json = self.job.document.get("gradient_accumulation_steps", steps)
         if steps not in (1, of_json):
@@ -138,12 +138,12 @@ class PluginJson:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision in Accelerate's words, such as "no" for fp32."""
+        """The precision in Accelerate's terms, such as "no" for fp32."""
         return {"fp32": "no", "bf16": "bf16", "bf16-mixed": "bf16"}.get(self.job.precision, "fp16")
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of Accelerate that the JSON sets."""
+        """The arguments of Accelerate that the config sets."""
         arguments: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
         if steps is None:
@@ -154,26 +154,27 @@ class PluginJson:
         return arguments | {"gradient_accumulation_plugin": plugin}
 
     def keep(self) -> None:
-        """Keep the JSON for later Accelerators, in Accelerate's own state."""
+        """Store the config in Accelerate's own state, for later Accelerators."""
         AcceleratorState._shared_state[_KEPT] = self
 
     def say(self, world: sw.World) -> None:
-        """Print the settings of the JSON, once."""
+        """Print the settings of the config, once."""
         say_settings(world, self.job)
         norm = self.job.clipping
         clips = f"each step clips to {norm:g}" if norm else "nothing is clipped"
         world.say_once(f"{self.job.document.name}: {clips}")
 
-    # -- optimizers and schedules of the JSON ------------------------------------------------
+    # -- optimizers and schedules of the config ----------------------------------------------
 
     def replace_dummies(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """Return the `objects` to prepare, with the JSON's optimizer and schedule for dummies.
+        """Return `objects` with dummies replaced by the config's optimizer and schedule.
 
-        Raises ConfigError for an optimizer or schedule that the JSON has too.
+        Raises ConfigError for an optimizer or schedule that the config has too.
         """
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
-        # Optimizers first: a dummy schedule may precede its dummy optimizer in the call.
+        # Create optimizers first, because a dummy schedule may precede its dummy optimizer in the
+        # call.
         for each in objects:
             if isinstance(each, DummyOptim):
                 self._created[id(each)] = each, self._optimizer(each, models)
@@ -195,7 +196,7 @@ class PluginJson:
                 raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer made for a dummy. Anything else is returned unchanged."""
+        """Return the optimizer that replaces a dummy. Any other object is returned unchanged."""
         return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
@@ -230,7 +231,7 @@ class PluginJson:
 
 
 class SteppedSchedule:
-    """The schedule of a JSON in a loop of Accelerate.
+    """A config's schedule in an Accelerate loop.
 
     As in DeepSpeed's engine, it steps with each update of its optimizer, and not when the loop
     calls `step`.
@@ -251,7 +252,7 @@ class SteppedSchedule:
         return getattr(self.scheduler, name)
 
     def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Do nothing: the optimizer's step has already stepped the schedule."""
+        """No-op: the optimizer's step has already stepped the schedule."""
 
     def state_dict(self) -> Any:
         """Return the schedule's state."""
@@ -263,7 +264,7 @@ class SteppedSchedule:
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """Return `kwargs_handlers` with the loss scale of a JSON's fp16, unless they have one.
+    """Add the loss scale of the config's fp16 section to `kwargs_handlers`, unless they define one.
 
     Raises ConfigError for a static scale.
     """
@@ -281,7 +282,7 @@ def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None
 
 
 def _steps_of(given: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches per step from the arguments of an Accelerator."""
+    """Return the number of micro-batches per step from an Accelerator's arguments."""
     plugin = given.get("gradient_accumulation_plugin")
     steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
     return steps or 1

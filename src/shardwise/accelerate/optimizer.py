@@ -1,4 +1,4 @@
-"""A prepared optimizer, which steps its engine."""
+"""Wraps a prepared optimizer so that it steps its engine."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ShardedOptimizer(AcceleratedOptimizer):
     """The optimizer that `prepare` returns, in place of Accelerate's own class.
 
     `step` and `zero_grad` have an effect only in the last micro-batch of a step. They act on the
-    engine. Before the engine is made, they act on the plain optimizer. With an engine,
-    `state_dict` and `load_state_dict` are collective and have the whole state.
+    engine or, before the engine exists, on the plain optimizer. With an engine, `state_dict` and
+    `load_state_dict` are collective and use the full state.
     """
 
     def __init__(self, optimizer: optim.Optimizer, trained: TrainedModels) -> None:
@@ -26,11 +26,11 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self._trained = trained
 
     def move_to(self, trained: TrainedModels) -> None:
-        """Move to another Accelerator, whose engines are `trained`."""
+        """Assign this optimizer to another Accelerator, whose engines are `trained`."""
         self._trained = trained
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update the parameters, if this is the last micro-batch of a step. Collective.
+        """Update the parameters if this is the last micro-batch of a step. Collective.
 
         Raises UsageError if this optimizer has no engine.
         """
@@ -53,13 +53,13 @@ class ShardedOptimizer(AcceleratedOptimizer):
                 self.optimizer.zero_grad(set_to_none is not False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state, on every rank. Collective."""
+        """Return the full state, on every rank. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             return self.optimizer.state_dict()  # type: ignore[no-any-return]
         return trained.engine.optimizer_state_dict(self.optimizer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a plain optimizer over the same parameters. Collective."""
+        """Load the state of a plain optimizer for the same parameters. Collective."""
         if (trained := self._trained.of(self.optimizer)) is None:
             self.optimizer.load_state_dict(state_dict)
         else:
@@ -67,14 +67,15 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing.
+        """True if the last step updated nothing.
 
         Raises UsageError if other optimizers of the model have not been stepped yet.
         """
         trained = self._trained.of(self.optimizer)
         if trained is None:
             return False
-        # Schedulers read this. The engine has not stepped yet, so they would be a step ahead.
+        # Schedulers read this property. If the engine has not stepped yet, they would be a step
+        # ahead.
         trained.check_complete("A scheduler's step")
         return trained.skipped
 

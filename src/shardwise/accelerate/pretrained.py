@@ -1,9 +1,9 @@
-"""Replacements for two methods of transformers' models on sharded parameters.
+"""Replaces `save_pretrained` and `resize_token_embeddings` for models with sharded parameters.
 
-They are `save_pretrained` and `resize_token_embeddings`. Scripts for Accelerate call
-`save_pretrained(..., is_main_process=...)` on all ranks, so that all can gather sharded weights and
-one writes them. Without that argument only some ranks may make the call; then the engine's error
-says what to write.
+Both are methods of transformers' models. Scripts for Accelerate call `save_pretrained(...,
+is_main_process=...)` on all ranks, so all ranks can gather the sharded weights and one rank writes
+them. Without that argument, some ranks may not make the call. The engine's error then explains what
+to write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FOLLOWED = "_shardwise_follows"
 
 
 def follow(model: nn.Module) -> None:
-    """Replace the two methods in the classes that define them for `model`, unless replaced."""
+    """Replace the two methods in the classes that define them for `model`, if necessary."""
     for name, ours in (
         ("save_pretrained", _make_gathering),
         ("resize_token_embeddings", _make_refusing),
@@ -67,16 +67,16 @@ def _make_gathering(stock: Method) -> Method:
 def _saved(
     stock: Method, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Save a sharded model by the stock method, with the whole weights from `keywords`."""
+    """Save a sharded model with the stock method, using the full weights from `keywords`."""
     if keywords.get("state_dict") is None:
         return stock(model, *arguments, **keywords)
-    # PEFT reads a module's state_dict for its names only (modules_to_save), which is no mistake.
+    # PEFT reads a module's state_dict only for its names (modules_to_save), which is not a mistake.
     with usage_checks.names_only():
         return stock(model, *arguments, **keywords)
 
 
 def _make_refusing(stock: Method) -> Method:
-    """Return a `resize_token_embeddings` that refuses while an engine trains the model."""
+    """Return a `resize_token_embeddings` that raises an error while an engine trains the model."""
 
     @wraps(stock)
     def resize_token_embeddings(model: Any, *arguments: Any, **keywords: Any) -> Any:

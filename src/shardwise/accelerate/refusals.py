@@ -1,4 +1,4 @@
-"""Errors for options of Accelerate that this engine lacks, with the option to write instead."""
+"""Rejects Accelerate options that this engine lacks, with errors that name an alternative."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _INSTEAD = (
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise UsageError if another engine is requested, by an argument of an Accelerator or by a
-    variable that `accelerate launch` has set."""
+    """Raise UsageError if another engine is requested.
+
+    The request may be an argument of an Accelerator, or a variable set by `accelerate launch`.
+    """
     for name, what in _PLUGINS.items():
         if given.get(name) is not None:
             raise UsageError(f"Accelerator({name}=...) asks for {what}. {_INSTEAD}")
@@ -49,8 +51,10 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
-    """Return the engine's settings for `kwargs_handlers`. Raises UsageError for options that an
-    engine lacks."""
+    """Return the engine's settings for `kwargs_handlers`.
+
+    Raises UsageError for options that an engine lacks.
+    """
     settings: dict[str, Any] = {}
     for handler in handlers or []:
         if isinstance(handler, DistributedDataParallelKwargs):
@@ -72,7 +76,7 @@ def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
 
 
 def check_compiler(plugin: Any) -> None:
-    """Raise UsageError for a compiler or mode that `--compile` does not have."""
+    """Raise UsageError for a compiler or mode that `--compile` does not support."""
     backend = getattr(plugin.backend, "value", plugin.backend)
     mode = getattr(plugin, "mode", None)
     if str(backend).upper() not in ("NO", "INDUCTOR") or mode not in (None, "default"):
@@ -84,7 +88,7 @@ def check_compiler(plugin: Any) -> None:
 
 
 def refuse_local_steps(kind: type[Any]) -> None:
-    """Make Accelerate's LocalSGD raise UsageError for an accelerator of `kind`."""
+    """Make Accelerate's LocalSGD raise UsageError for an accelerator of class `kind`."""
     # Otherwise LocalSGD would fail on a method that only DistributedDataParallel's wrapper has.
     stock: Any = LocalSGD.__init__
     if hasattr(stock, "__wrapped__"):

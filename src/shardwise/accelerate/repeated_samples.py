@@ -1,4 +1,4 @@
-"""The samples that Accelerate repeats to fill the last batches of an epoch.
+"""Finds the samples that Accelerate repeats to fill the last batches of an epoch.
 
 10 samples, batches of 4, 2 workers      worker 0       worker 1
 the last batches of Accelerate           8 9 0 1        2 3 4 5
@@ -22,8 +22,8 @@ from shardwise.errors import UsageError
 class PreparedBatches(CountedBatches):
     """Drops repeated rows from the batches of prepared loaders.
 
-    `is_training` returns whether the next batch is for training. Batches of an evaluation keep
-    repeated rows, because gather_for_metrics expects and drops them.
+    `is_training` returns whether the next batch is for training. Evaluation batches keep repeated
+    rows, because gather_for_metrics expects and drops them.
     """
 
     def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
@@ -32,23 +32,26 @@ class PreparedBatches(CountedBatches):
         self._is_training = is_training
 
     def watch(self, loader: Any) -> Any:
-        """Make `loader`, which Accelerate has prepared, cut and count its batches. Return it."""
+        """Make the prepared `loader` truncate and count its batches. Returns it."""
         kind: type[Any] = type(loader)
         if not issubclass(kind, _CountingLoader) and hasattr(kind, "end_of_dataloader"):
             counting = type(kind.__name__, (_CountingLoader, kind), {})
-            # Accelerate's loaders override `__class__` with a read-only property, so that they
-            # pass isinstance(..., DataLoader). Set the class below that property.
+            # Accelerate's loaders override `__class__` with a read-only property, so that they pass
+            # isinstance(..., DataLoader). Bypass that property to set the class.
             object.__dict__["__class__"].__set__(loader, counting)
             loader._batches_of_shardwise = self
         return loader
 
     def count(self, loader: Any, batch: Any) -> tuple[Any, CountedBatch]:
-        """Count the last batch of `loader`, and cut it if it is for training."""
+        """Count the rows of the latest batch of `loader`.
+
+        If it is for training, drop repeated rows.
+        """
         return last_batch(loader, batch, self._world, cuts=self._is_training())
 
 
 class _CountingLoader:
-    """Mixin before the class of a prepared loader."""
+    """Mixin that precedes the class of a prepared loader."""
 
     _batches_of_shardwise: PreparedBatches
 
@@ -71,14 +74,14 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
     """Return how many of the `rows` in this rank's last batch of `loader` are not repeated.
 
     Accelerate repeats samples in the last rows of the last ranks. If each worker reads an
-    IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognized: all
-    rows count, and a message says so.
+    IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognised. All
+    rows then count, and a message says so.
     """
     if world.size == 1:
         return rows
     if isinstance(loader, DataLoaderDispatcher):
         return _share_of_rank(loader.remainder, rows, world.rank)
-    shard = loader.batch_sampler  # samplers wrap each other: find the one that shards
+    shard = loader.batch_sampler  # samplers are nested: find the one that shards
     while shard is not None and not isinstance(shard, BatchSamplerShard):
         shard = getattr(shard, "batch_sampler", None)
     if shard is None:
@@ -91,7 +94,7 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
         return rows
     sampler: Any = shard.batch_sampler  # yields the batches of all ranks
     size = getattr(sampler, "batch_size", None)
-    if size is None:  # batches of any size: Accelerate repeats whole batches
+    if size is None:  # batches of any size: Accelerate repeats entire batches
         left = len(sampler) % world.size
         return rows if left == 0 or world.rank < left else 0
     each = size // world.size if shard.split_batches else size
@@ -111,7 +114,7 @@ def _share_of_rank(total: int, each: int, rank: int) -> int:
 
 
 def _first_rows(data: Any, rows: int, first: int) -> Any:
-    """Return the `first` of the `rows` in a nest of tensors and columns."""
+    """Return the first `first` of the `rows` rows in a nested structure of tensors and columns."""
     if isinstance(data, Tensor):
         return data[:first] if data.ndim and len(data) == rows else data
     if isinstance(data, Mapping):

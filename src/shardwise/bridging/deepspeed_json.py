@@ -1,6 +1,6 @@
-"""A DeepSpeed JSON in the loop of another library: its settings, and the lines for the user.
+"""Applies a DeepSpeed config when another library runs the training loop, and prints the result.
 
-config/deepspeed/               parses the JSON
+config/deepspeed/               parses the config
 accelerate/deepspeed_plugin.py  the plugin of an Accelerator, `accelerate launch --use_deepspeed`
 transformers/deepspeed_argument.py  TrainingArguments(deepspeed=...)
 deepspeed/initialize.py         deepspeed.initialize(config=...)
@@ -19,9 +19,10 @@ _INTERVAL = "pipeline.activation_checkpoint_interval"
 
 
 def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
-    """Parse the JSON `tree` for a loop of Accelerate or Trainer.
+    """Parse the DeepSpeed config `tree` for a training loop of Accelerate or Trainer.
 
-    Raises ConfigError like `config.deepspeed.parse`, and for sums, because these loops average.
+    Raises ConfigError if `config.deepspeed.parse` would, or if the config sums gradients, because
+    these loops average them.
     """
     job = parse(tree, auto)
     if not job.averages:
@@ -33,7 +34,7 @@ def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
 
 
 def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
-    """Return the error for an optimizer or scheduler in both the JSON and the script."""
+    """Return the error for an optimizer or scheduler in both the config and the script."""
     instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
         f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "
@@ -42,19 +43,19 @@ def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -
 
 
 def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
-    """Return the settings of Shardwise in a JSON, for a loop that has its own loaders."""
-    # Without the micro-batch size: the loaders of the library have one.
+    """Return the config's Shardwise settings, for a loop that has its own data loaders."""
+    # Leave out the micro-batch size, because the library's data loaders define it.
     return {name: value for name, value in job.settings.items() if name != "micro_batch_size"}
 
 
 def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the ignored keys of a JSON and the values of "auto", once."""
+    """Print the ignored keys of a config and the values of "auto", once."""
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
 
 
 def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the settings of a JSON, the values of "auto" and the ignored keys, once."""
+    """Print the settings of a config, the values of "auto" and the ignored keys, once."""
     settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     say_lines(world, job)
@@ -63,7 +64,7 @@ def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
 
 
 def without_effect(job: DeepSpeedJob) -> str:
-    """Return the keys of a JSON that are on, but have an effect only in `deepspeed.initialize`."""
+    """Return the enabled keys of a config that only `deepspeed.initialize` honours."""
     keys = {
         "managed_gradient_accumulation": not job.manages_accumulation,
         "dataloader_drop_last": job.drop_last,

@@ -1,15 +1,16 @@
-"""`exact_mean=True`: every sample of a step counts once, as in one process with the whole batch.
+"""Implements `exact_mean=True`: every sample of a step counts once, as on a single process.
 
 Libraries repeat samples at the end of an epoch until every rank has the same number. With
-`exact_mean=True` a rank drops the repeated rows of its batches. A batch with only repeated rows
-stays whole, because every rank must run the same number of forwards, and its loss has weight 0:
+`exact_mean=True`, a rank drops the repeated rows of its batches. A batch that contains only
+repeated rows is left unchanged, because every rank must run the same number of forward passes, and
+its loss gets weight 0:
 
     9 samples, batches of 2, 2 ranks     rank 0           rank 1
     the library's batches                0 2 | 4 6 | 8    1 3 | 5 7 | 0
     with exact_mean=True                 0 2 | 4 6 | 8    1 3 | 5 7 | 0, of weight 0
 
-Each bridge finds the rows that its library repeats: accelerate/repeated_samples.py,
-lightning/sharing.py. transformers/exact_mean.py counts labels on top of them.
+Each bridge finds the rows that its library repeats, in accelerate/repeated_samples.py and
+lightning/sharing.py. transformers/exact_mean.py also counts labels.
 """
 
 from __future__ import annotations
@@ -24,26 +25,31 @@ from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
 ItemsOf = Callable[[Any], Any]
-"""Returns the number of items in a batch whose losses are averaged."""
+"""Returns the number of items in a batch over which its loss is averaged."""
 
 
 @dataclass(frozen=True, eq=False)
 class CountedBatch:
-    """A batch as the script gets it. `samples` of its rows count, which may be 0."""
+    """A batch as the script receives it.
+
+    `samples` is the number of its rows that count, possibly 0.
+    """
 
     samples: int
     is_cut: bool
-    """Whether repeated rows were dropped, or no row counts."""
+    """True if repeated rows were dropped, or if no row counts."""
     has_repeated: bool = False
-    """Whether the batch still has rows of samples that were counted before."""
+    """True if the batch still contains rows of samples that were counted before."""
 
 
 class CountedBatches:
-    """The last batch of each open loader. The next loss is assumed to be of such a batch.
+    """The last batch of each open loader.
+
+    The next loss is assumed to be computed from such a batch.
 
     Args:
-        loaders: The name of the loaders in messages ("prepared loader").
-        call: The name of the backward in messages ("accelerator.backward").
+        loaders: Name of the loaders in messages ("prepared loader").
+        call: Name of the backward call in messages ("accelerator.backward").
         items_of: Counts the items of a batch, if a loss is not a mean over samples.
     """
 
@@ -52,10 +58,13 @@ class CountedBatches:
         self._advice = f"Write {call}(loss, weight=number_of_items_that_the_loss_averages)."
         self.items_of = items_of
         self._open: dict[int, CountedBatch] = {}
-        """The last batch of each loader with a running loop, by id of the loader."""
+        """The last batch of each loader that is being iterated over, by the id of the loader."""
         self.last: CountedBatch | None = None
         self.last_rows: Any = None
-        """The content of `last`, if `items_of` or a subclass needs it. Else None, to free it."""
+        """The contents of `last`, if `items_of` or a subclass needs them.
+
+        Otherwise None, to free them.
+        """
 
     def iterate(
         self,
@@ -63,7 +72,7 @@ class CountedBatches:
         batches: Iterator[Any],
         count: Callable[[int, Any], tuple[Any, CountedBatch]],
     ) -> Iterator[Any]:
-        """Yield the batches of `loader` for the script.
+        """Yield the batches of `loader` to the script.
 
         `count(number, batch)` returns the batch to yield, and its counts.
         """
@@ -73,18 +82,19 @@ class CountedBatches:
                 self._open[id(loader)] = self.last = counted
                 yield shown
         finally:
-            # `last` stays: the loss of the last batch may be computed after the loop.
+            # Do not clear `last`, because the loss of the last batch may be computed after the
+            # loop.
             self._open.pop(id(loader), None)
 
     @property
     def is_open(self) -> bool:
-        """Whether a loop over a loader is running."""
+        """True while a loop over a loader is running."""
         return bool(self._open)
 
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
-        """Return the items of a loss: `number` items, or the items of its batch if that is None.
+        """Return the items of a loss: `number` items or, if it is None, those of the loss's batch.
 
-        A batch with only repeated samples has no items.
+        A batch that contains only repeated samples has no items.
         """
         if number is not None:
             rows = None if self.last is None else self.last.samples
@@ -96,8 +106,10 @@ class CountedBatches:
         return LossItems(counted, batch, same_items, rows=batch.samples)
 
     def batch_of_loss(self) -> CountedBatch:
-        """Return the batch of the current loss. Raises UsageError if it is ambiguous, or has
-        repeated samples."""
+        """Return the batch of the current loss.
+
+        Raises UsageError if the batch is ambiguous, or if it has repeated samples.
+        """
         batches = list(self._open.values()) or ([self.last] if self.last else [])
         if not batches:
             raise UsageError(
@@ -121,7 +133,7 @@ class CountedBatches:
 def items_of_loss(
     batches: CountedBatches | None, keywords: dict[str, Any], call: str, setting: str
 ) -> LossItems | None:
-    """Pop `weight` and `same_items` from the `keywords` of a backward, and return its loss's items.
+    """Pop `weight` and `same_items` from a backward call's `keywords`, and return its loss's items.
 
     Returns None without exact means. Raises UsageError for a weight without exact means.
     """

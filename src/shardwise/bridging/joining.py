@@ -1,4 +1,4 @@
-"""The start of a run under a library that reads its rank from environment variables."""
+"""Starts a run under a library that reads its rank from environment variables."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from shardwise.net import error_file
 from shardwise.world import initialize
 
 SETTINGS = frozenset(FIELDS)
-"""The keywords of a bridge that are settings of Shardwise."""
+"""The keyword arguments of a bridge that are Shardwise settings."""
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
     """Return the world of this process. Call `sw.init` with `settings` unless the script has.
 
-    Raises UsageError for settings that contradict a run that was joined already, and for islands.
-    Unless `in_parts`, also raises it for replicas of several ranks, as with `--tensor`.
+    Raises UsageError for islands, and for settings that contradict a run that this process has
+    already joined. Unless `in_parts` is true, it also raises UsageError if a replica spans several
+    ranks, as with `--tensor`.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = joined()
@@ -33,7 +34,8 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
         settled = resolve(sources(os.environ, given))[0]
         _refuse(settled, library, in_parts=in_parts)
         # These libraries seed and save generators themselves, so Shardwise does not reseed them.
-        # Except if a replica has several ranks: they must draw the same numbers in each step.
+        # The exception is a replica with several ranks, which must draw the same random numbers in
+        # each step.
         world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
         _refuse(world.settings, library, in_parts=in_parts)
@@ -44,14 +46,14 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
 
 def joined() -> sw.World | None:
-    """Return the world that this process has joined, None if it has joined none."""
+    """Return the world that this process has joined, or None."""
     with suppress(UsageError):
         return sw.world()
     return None
 
 
 def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
-    """Raise UsageError for a setting that differs from the setting of the running world."""
+    """Raise UsageError for a setting that differs from the running world's."""
     for name, value in given.items():
         found = world.device.type if name == "device" else getattr(world.settings, name)
         if found != value:
@@ -64,9 +66,9 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 def divide(world: sw.World, library: str, **axes: int) -> None:
     """Divide each replica over `pipeline` or `tensor` ranks after joining the run. Collective.
 
-    Raises UsageError on all ranks if an engine exists on one of them.
+    Raises UsageError on all ranks if an engine exists on any of them.
     """
-    # `world.any`, because the garbage collectors of the ranks may have collected different engines.
+    # Use `world.any`, because the ranks' garbage collectors may have collected different engines.
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(
             f"{library} is too late: an engine already trains a model that is divided in another "
@@ -76,7 +78,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for islands and, unless `in_parts`, for replicas of several ranks."""
+    """Raise UsageError for islands and, unless `in_parts`, for replicas that span several ranks."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "
@@ -95,7 +97,7 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
 
 def _mention_one_process(world: sw.World) -> None:
     """Explain how to start several ranks if `accelerate launch` has started only one."""
-    # On the CPU without MPI it starts one process for any --num_processes, and sets MASTER_ADDR.
+    # On the CPU without MPI, it starts one process for any --num_processes, and sets MASTER_ADDR.
     launched = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     if world.size == 1 and launched and "WORLD_SIZE" not in os.environ:
         world.say_once(
@@ -106,14 +108,14 @@ def _mention_one_process(world: sw.World) -> None:
 
 
 def _set_environment(world: sw.World) -> None:
-    """Set the variables that Accelerate and torch's libraries read rank and device from."""
+    """Set the variables from which Accelerate and torch's libraries read rank and device."""
     if world.device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
         os.environ["ACCELERATE_TORCH_DEVICE"] = str(world.device)
     if not dist.is_initialized():
-        return  # one process without a launcher needs no variables
-    # Nothing listens at MASTER_ADDR: libraries only check that it is set, and use the existing
+        return  # a single process without a launcher needs no variables
+    # Nothing listens at MASTER_ADDR. Libraries only check that it is set, and use the existing
     # process group.
     first = world.broadcast_object(world.host)
     variables = {

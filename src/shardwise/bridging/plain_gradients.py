@@ -1,4 +1,4 @@
-"""Averaged gradients of models that no prepared optimizer trains.
+"""Averages the gradients of models that no prepared optimizer trains.
 
 Such models have no engine. As with DistributedDataParallel, the script reads and uses `p.grad`.
 """
@@ -21,14 +21,16 @@ def plain_backward(
     last: bool = True,
     retain_graph: bool = False,
 ) -> None:
-    """Run torch's own backward of `loss`. After the `last` one, average the gradients of `models`.
+    """Run torch's own backward for `loss`.
 
-    The last one is collective.
+    If `last` is true, also average the gradients of `models`.
+
+    The call is collective if `last` is true.
     """
-    # `p.grad` accumulates over steps until the script clears it. Earlier steps' gradients are
-    # already equal on all ranks, so averaging them again does not change them.
+    # `p.grad` accumulates over steps until the script clears it. The gradients of earlier steps are
+    # already identical on all ranks, so averaging them again does not change them.
     world.expect_no_engine()
-    # Call the method of the class: a bridge replaces the one of the loss itself.
+    # Call the method of the class, because a bridge replaces the method of the loss itself.
     Tensor.backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]
     if last and world.size > 1:
         _average(models, world)
@@ -38,15 +40,16 @@ def _average(models: Sequence[nn.Module], world: sw.World) -> None:
     found = (p for model in models for p in model.parameters() if p.requires_grad)
     parameters = list(dict.fromkeys(found))
     reached = torch.tensor([float(p.grad is not None) for p in parameters])
-    # A loss may reach fewer parameters on some ranks. All ranks must average the same ones, and a
-    # parameter without a gradient on any rank keeps `None`, so that its optimizer skips it.
+    # A loss may reach fewer parameters on some ranks. All ranks must average the same parameters.
+    # The gradient of a parameter that no rank reaches remains None, so that its optimizer skips it.
     counts = world.sum(reached).tolist()
     parts: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter, count in zip(parameters, counts, strict=True):
         if count:
             parts.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in parts.values():
-        # Divide before the sum: a sum of 16-bit gradients may overflow although their mean fits.
+        # Divide before the sum, because a sum of 16-bit gradients may overflow even if their mean
+        # does not.
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in same]
         dense = [g.to_dense() if g.is_sparse else g for g in gradients]
         own = torch.cat([gradient.reshape(-1) for gradient in dense]) / world.size

@@ -24,14 +24,17 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """The items that a loss averages: their `number`, and their `batch` if known."""
+    """The items over which a loss is averaged: their `number`, and their `batch` if known."""
 
     number: float | Tensor
     batch: object = None
     same_items: bool | None = None
-    """Whether an earlier loss had the same items. None if the script does not say."""
+    """True if an earlier loss had the same items. None if the script does not say."""
     rows: int | None = None
-    """Rows of the forward, the weight of this rank's buffers in their means. None if unknown."""
+    """Number of rows in the forward pass.
+
+    It weights this rank's buffers in their means. None if unknown.
+    """
 
 
 @dataclass(eq=False)
@@ -42,35 +45,38 @@ class TrainedEngine:
     models: list[nn.Module]
     optimizers: list[optim.Optimizer]
     owner: Any
-    """The TrainedModels that made it. It must give it up if another one takes its models."""
+    """The `TrainedModels` that created it.
+
+    It must release the engine if another one takes its models.
+    """
     skipped: bool = False
-    """Whether its last step updated nothing."""
+    """True if its last step updated nothing."""
     norm: float = 0.0
-    """The norm of the present gradient, if the script has clipped by it."""
+    """The norm of the current gradient, if the script has clipped by it."""
     max_norm: float | None = None
     """The norm to which the next step clips."""
     always_clips: float | None = None
-    """The norm to which every step clips, in place of the script's. None: use the script's."""
+    """The norm to which every step clips, overriding the script's. None: use the script's."""
     cleared: bool = True
-    """Whether the script has cleared the gradients since the last step."""
+    """True if the script has cleared the gradients since the last step."""
     _number: float | Tensor = 0.0
-    """The number of items of the last loss."""
+    """Number of items of the last loss."""
     _batch: object = None
     """The batch of the last loss."""
     _stepped: list[optim.Optimizer] = field(default_factory=list)
 
     def parameters(self) -> set[int]:
-        """Return the ids of the parameters that its optimizers train now."""
+        """Return the ids of the parameters that its optimizers currently train."""
         groups = (group for each in self.optimizers for group in each.param_groups)
         return {id(p) for group in groups for p in group["params"] if p.requires_grad}
 
     @property
     def waits(self) -> bool:
-        """Whether some of its optimizers were stepped, but not all."""
+        """True if some of its optimizers, but not all, were stepped."""
         return bool(self._stepped)
 
     def check_complete(self, call: str) -> None:
-        """Raise UsageError if some optimizers were stepped, but not all."""
+        """Raise UsageError if some of the optimizers, but not all, were stepped."""
         if self._stepped:
             left = [each for each in self.optimizers if each not in self._stepped]
             names = " and ".join(type(each).__name__ for each in left)
@@ -81,7 +87,7 @@ class TrainedEngine:
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Step `optimizer`. The engine steps when all of its optimizers have been stepped."""
+        """Step `optimizer`. The engine steps once all of its optimizers have been stepped."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
@@ -97,7 +103,7 @@ class TrainedEngine:
         max_norm, self.max_norm = self.max_norm, None
         self.skipped = False
         if closure is None and not self.has_gradients(f"{type(optimizer).__name__}.step()"):
-            # torch warns if a scheduler steps before its optimizer. This one was stepped.
+            # torch warns if a scheduler steps before its optimizer. This optimizer was stepped.
             mark_schedulers(self.optimizers)
             return
         max_norm = max_norm if self.always_clips is None else self.always_clips
@@ -105,10 +111,10 @@ class TrainedEngine:
         self.cleared = False
 
     def has_gradients(self, call: str) -> bool:
-        """Return whether there was a backward since the last step.
+        """Return whether backward was called since the last step.
 
-        Raises UsageError if there was none, and the script has not cleared the gradients either. A
-        plain optimizer would use the gradients of the last step again in `call`, but the engine has
+        Raises UsageError if it was not, and the script has not cleared the gradients either. In
+        `call`, a plain optimizer would use the gradients of the last step again, but the engine has
         freed them.
         """
         if self.engine.has_gradients or self.cleared:
@@ -120,34 +126,34 @@ class TrainedEngine:
         )
 
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
-        """Return the keywords that weight a backward of `loss`, a mean over `items`.
+        """Return the keyword arguments that weight a backward of `loss`, a mean over `items`.
 
-        Another loss of the same batch is added to the earlier ones, as in plain PyTorch.
+        A further loss of the same batch is added to the earlier ones, as in plain PyTorch.
         """
         again = items.same_items
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch, number = items.batch, items.number
-        # Only if the items were counted in the batch, and the script has not passed their number.
+        # Only if the items were counted in the batch and the script has not passed their number.
         if items.rows and items.batch is not None:
             main = read(loss, items.rows).main
-            # Another loss of the batch has the weight of the first one.
+            # A further loss of the batch gets the weight of the first one.
             number = self._number if again else number if main is None else main.items
         self._number = number
         sw.world().current_batch.own_rows = items.rows
         return {"weight": number, "same_items": again}
 
     def clear(self) -> None:
-        """Forget the gradients since the last step."""
+        """Discard the gradients since the last step."""
         self._stepped.clear()
         self.max_norm = None
         self.cleared = True
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Make the next step clip to `max_norm` or, with a `coefficient` below 1, multiply by it.
+        """Make the next step clip to `max_norm` or, if `coefficient` is below 1, multiply by it.
 
-        A second call clips gradients that are already clipped, so the smaller limit wins.
+        A second call clips gradients that are already clipped, so the smaller limit applies.
         """
         if coefficient is not None:
             max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf
@@ -160,11 +166,11 @@ class TrainedEngine:
 
     @property
     def coefficient(self) -> float:
-        """The factor that clipping applies in the next step."""
+        """The factor by which clipping scales the gradients in the next step."""
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + EPSILON))
 
     def apply_clipping(self) -> None:
-        """Clip the whole gradients now, instead of in the next step, for code that reads them."""
+        """Clip the full gradients now rather than in the next step, for code that reads them."""
         coefficient, self.max_norm = self.coefficient, None
         if coefficient < 1:
             for optimizer in self.optimizers:
@@ -177,11 +183,11 @@ _all_trained: list[ref[TrainedEngine]] = []
 """All trained engines of this process, oldest first."""
 
 _ATTRIBUTE = "_shardwise_trained"
-"""The attribute of a model with its `_EngineReference`."""
+"""The attribute of a model that stores its `_EngineReference`."""
 
 
 class _EngineReference:
-    """A model's reference to its TrainedEngine. Copies of the model get an empty one."""
+    """A model's reference to its TrainedEngine. Copying the model creates an empty reference."""
 
     # The models keep their TrainedEngine alive. All ranks hold the same models, so either all ranks
     # collect the engine or none does.
@@ -201,7 +207,7 @@ def trained_engines() -> list[TrainedEngine]:
 
 
 def remember(trained: TrainedEngine) -> None:
-    """Add `trained` to all trained engines, and let its models keep it alive."""
+    """Register `trained`, and store a reference to it in its models."""
     _all_trained.append(ref(trained))
     for model in trained.models:
         vars(model)[_ATTRIBUTE] = _EngineReference(trained)

@@ -1,11 +1,11 @@
-"""One engine for each set of models and optimizers with parameters in common.
+"""Creates one engine for each set of models and optimizers that share parameters.
 
     prepare(generator, optimizer_g)           one engine
     prepare(discriminator, optimizer_d)       a second engine, which steps independently
     prepare(model, optimizer_a, optimizer_b)  one engine, which steps after both optimizers
 
-Every engine that the graph of a loss reaches runs its backward, just as a plain backward leaves a
-gradient in every parameter that it reaches.
+A backward pass runs in every engine that the loss's graph reaches, just as a plain backward pass
+leaves a gradient in every parameter that it reaches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
 class TrainedModels:
     """The engines of a script that prepares models and optimizers in any order.
 
-    `make` returns an engine for models and optimizers.
+    `make` creates an engine for models and optimizers.
     """
 
     def __init__(self, make: Make) -> None:
@@ -43,13 +43,13 @@ class TrainedModels:
         self._trained: list[TrainedEngine] = []
         self._waiting: list[optim.Optimizer] = []
         self._was_taken = False
-        """Whether another owner took over the models that were trained here."""
+        """True if another owner took over the models that were trained here."""
         self.followers: list[Callable[[TrainedEngine], None]] = []
         """Functions to call with an engine after its update, such as the step of its schedule."""
 
     @property
     def has_optimizers(self) -> bool:
-        """Whether an optimizer was prepared, even if another owner trains its models now."""
+        """True if an optimizer was prepared, even if another owner now trains its models."""
         return bool(self._trained or self._waiting or self._was_taken)
 
     def __iter__(self) -> Iterator[TrainedEngine]:
@@ -59,11 +59,11 @@ class TrainedModels:
         return len(self._trained)
 
     def form(self, models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> None:
-        """Make the engines for all prepared `models` and `optimizers`. Collective.
+        """Create the engines for all prepared `models` and `optimizers`. Collective.
 
-        An optimizer waits until the models of all its parameters are prepared. If a trained model
-        gets another optimizer, a new engine replaces its engine. If another owner trains a model,
-        that owner gives it up.
+        An optimizer has to wait until the models of all its parameters are prepared. If an
+        optimizer is added to a trained model, a new engine replaces the model's engine. If another
+        owner trains a model, that owner releases it.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):
@@ -76,8 +76,8 @@ class TrainedModels:
             for each in before:
                 self._end(each)
             wanted = {id(p) for model in part.models for p in model.parameters()}
-            # Closing an engine is collective, so all ranks must close them in the same order:
-            # `trained_engines` has that order.
+            # Closing an engine is collective, so all ranks must close them in the same order.
+            # `trained_engines` returns that order.
             for each in trained_engines():
                 if any(id(p) in wanted for model in each.models for p in model.parameters()):
                     each.owner.lose(each)
@@ -88,12 +88,12 @@ class TrainedModels:
             self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> TrainedEngine | None:
-        """Return the engine of `optimizer`, None before it is made."""
+        """Return the engine of `optimizer`, or None if it does not exist yet."""
         found = [each for each in self._trained if _meet(each.optimizers, [optimizer])]
         return found[0] if found else None
 
     def of_model(self, model: nn.Module) -> TrainedEngine | None:
-        """Return the engine of `model` or a model that contains it, here or of another owner."""
+        """Return the engine, of any owner, that trains `model` or a model that contains it."""
         return engine_of_model(model)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class TrainedModels:
         self.followers.clear()
 
     def call_followers(self, trained: TrainedEngine) -> None:
-        """Call the followers with `trained`, which has updated."""
+        """Call the followers with `trained`, which has just updated its parameters."""
         for follow in self.followers:
             follow(trained)
 
@@ -113,12 +113,12 @@ class TrainedModels:
         trained.engine.close()
 
     def clip_always(self, max_norm: float | None) -> None:
-        """Clip to `max_norm` in every step, in place of the script's clipping. None undoes this."""
+        """Clip to `max_norm` in every step, overriding the script's clipping. None undoes this."""
         for each in self._trained:
             each.always_clips = max_norm
 
     def lose(self, trained: TrainedEngine) -> None:
-        """Give up `trained`, because another owner takes its models. Collective."""
+        """Release `trained`, because another owner takes its models. Collective."""
         self._end(trained)
         self._was_taken = True
 
@@ -132,7 +132,7 @@ class TrainedModels:
             "prepare it again with this one"
         )
 
-    # -- a step, piece by piece -------------------------------------------------------------
+    # -- parts of a step --------------------------------------------------------------------
 
     def backward(
         self,
@@ -142,13 +142,13 @@ class TrainedModels:
         retain_graph: bool = False,
         weight: LossItems | None = None,
     ) -> None:
-        """Run the backward of `loss` in every engine that it reaches.
+        """Run the backward pass of `loss` in every engine that it reaches.
 
-        With a `weight`, losses are averaged over all items. Without it, they are averaged over the
+        With a `weight`, losses are averaged over all items. Otherwise they are averaged over the
         workers, as in DistributedDataParallel.
         """
         reached = self._reached(loss)
-        # The engines run one backward each over the same graph: only the last may free it.
+        # Each engine runs one backward pass over the same graph, so only the last may free it.
         for number, each in enumerate(reached, 1):
             each.check_complete("A backward")
             how: dict[str, Any] = (
@@ -158,7 +158,7 @@ class TrainedModels:
             each.engine.backward(loss, last=last, retain_graph=keep, **how)
 
     def _reached(self, loss: Tensor) -> list[TrainedEngine]:
-        if len(self._trained) < 2:  # saves the walk through the graph, which costs time per node
+        if len(self._trained) < 2:  # avoids a walk through the graph
             self._check_any()
             return self._trained
         found = _parameters_of(loss)
@@ -171,7 +171,7 @@ class TrainedModels:
         return reached
 
     def _check_any(self) -> None:
-        """Raise UsageError if there is no engine."""
+        """Raise UsageError if no engine exists."""
         if self._trained:
             return
         names = " and ".join(type(each).__name__ for each in self._waiting)
@@ -186,17 +186,18 @@ class TrainedModels:
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float | None:
         """Clip the gradients of `parameters` by their common 2-norm in the next steps.
 
-        Returns the norm before clipping. Returns None, and does nothing, if `parameters` are not
+        Returns the norm before clipping. Does nothing and returns None if `parameters` are not
         exactly the parameters of one or more engines.
         """
         wanted = {id(parameter) for parameter in parameters}
         chosen = [each for each in self._trained if each.parameters() & wanted]
         if not chosen or any(each.parameters() - wanted for each in chosen):
             return None
-        # Without engines that have no gradients: their limit would apply to a later backward.
+        # Skip engines that have no gradients, because their limit would apply to a later backward
+        # pass.
         chosen = [each for each in chosen if each.has_gradients("clip_grad_norm_()")]
         for each in chosen:
-            # A second clip in a step uses the norm from the first one and saves a collective.
+            # A second clip in a step uses the norm from the first one, which saves a collective.
             if each.max_norm is None:
                 each.norm = each.engine.reduce()
         norm = math.hypot(*(each.clipped_norm() for each in chosen))
@@ -211,7 +212,7 @@ class TrainedModels:
         """Raise UsageError for a parameter without an optimizer.
 
         Stock Accelerate computes its gradient and the engine does not, so `call` would silently
-        leave it out.
+        omit it.
         """
         self._check_any()
         known = {p for each in self._trained for p in each.parameters()}
@@ -229,9 +230,9 @@ class TrainedModels:
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Make the gradients of `parameters` whole inside the block, to read or write. Collective.
+        """Gather the full gradients of `parameters` inside the block, to read or write. Collective.
 
-        Other gradients of the same engines are whole too.
+        The other gradients of the same engines are gathered too.
         """
         wanted = {id(parameter) for parameter in parameters}
         self._check_any()
@@ -244,15 +245,15 @@ class TrainedModels:
 
 
 def engine_of_model(model: nn.Module) -> TrainedEngine | None:
-    """Return the engine of `model`, or of a model that contains it, None if there is none."""
+    """Return the engine of `model` or of a model that contains it, or None."""
     found = (each for each in trained_engines() if any(model in m.modules() for m in each.models))
     return next(found, None)
 
 
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield each node of the autograd graph of `loss` once, beginning at the loss.
+    """Yield each node of the loss's autograd graph once, starting at the loss.
 
-    A node with a `variable` leaves a gradient in that tensor.
+    A node that has a `variable` stores a gradient in that tensor.
     """
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
@@ -264,7 +265,7 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def _parameters_of(loss: Tensor) -> set[int]:
-    """Return the ids of the tensors that get a gradient in a backward of `loss`.
+    """Return the ids of the tensors that get a gradient in a backward pass from `loss`.
 
     Raises UsageError if a reentrant checkpoint hides some of them.
     """
@@ -299,7 +300,10 @@ class ConnectedPart:
 def connected_parts(
     models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]
 ) -> list[ConnectedPart]:
-    """Return the connected parts that have an optimizer, without models inside other models."""
+    """Return the connected parts that have an optimizer.
+
+    Models inside other models are left out.
+    """
     outer = [m for m in models if not any(m is not o and m in o.modules() for o in models)]
     parts: list[ConnectedPart] = []
     for model in dict.fromkeys(outer):
@@ -312,7 +316,7 @@ def connected_parts(
 
 
 def _join(parts: list[ConnectedPart], new: ConnectedPart) -> None:
-    """Add `new` to `parts`, merged with all parts that it shares parameters with."""
+    """Add `new` to `parts`, merging it with all parts that share parameters with it."""
     for each in [part for part in parts if part.parameters & new.parameters]:
         parts.remove(each)
         new.parameters |= each.parameters

@@ -1,4 +1,4 @@
-"""Files that the main rank writes for all ranks. All ranks raise its errors."""
+"""Writes files on the main rank for all ranks. All ranks raise its errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from shardwise.errors import CheckpointNotWritten, ShardwiseError
 class SchedulesFile:
     """A stand-in for the schedules in an engine's checkpoint. The library saves the real ones.
 
-    `file` is the name of the library's file, so that a checkpoint names the file that belongs to
-    it.
+    `file` is the name of the library's file, so that a checkpoint records which file belongs to it.
     """
 
     def __init__(self) -> None:
         self.file: str | None = None
 
     def get_last_lr(self) -> list[float]:
-        """Return no rates. By this method the engine recognizes a scheduler."""
+        """Return an empty list of learning rates.
+
+        The engine recognises a scheduler by this method.
+        """
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -33,7 +35,7 @@ class SchedulesFile:
         return {} if self.file is None else {"file": self.file}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the library loads its own file."""
+        """No-op: the library loads its own file."""
 
 
 def on_main(
@@ -41,8 +43,8 @@ def on_main(
 ) -> None:
     """Run `action`, which writes into `folder`, on the main rank only. Collective.
 
-    With `--trial` it runs only if `in_trial`. All ranks raise its error. An error that is not one
-    of Shardwise, such as a full disk, becomes CheckpointNotWritten.
+    With `--trial` it runs only if `in_trial` is true. All ranks raise its error. An error that is
+    not a ShardwiseError, such as a full disk, becomes CheckpointNotWritten.
     """
     if world.settings.trial and not in_trial:
         return
@@ -68,7 +70,7 @@ def on_main(
 
 
 def write(path: Path, data: bytes) -> None:
-    """Write `data` to a file at `path`, atomically. Creates its folder."""
+    """Atomically write `data` to a file at `path`. Creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data)
 
@@ -76,12 +78,12 @@ def write(path: Path, data: bytes) -> None:
 def copied_state(
     state: Mapping[str, Any], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Return a copy of `state` with its own memory, on `device` if given.
+    """Return a copy of `state` in separate memory, on `device` if given.
 
-    Tied weights stay one tensor.
+    Tied weights remain a single tensor.
     """
-    # Parameters are views of one flat buffer: without a copy, writers would save the whole buffer,
-    # or take all parameters for tied.
+    # Parameters are views of one flat buffer. Without a copy, writers would save the entire buffer,
+    # or treat all parameters as tied.
     copies: dict[Any, Tensor] = {}
     found = {}
     for name, value in state.items():

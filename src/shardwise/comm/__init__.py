@@ -1,29 +1,32 @@
-"""Transports, which run collectives over flat buffers.
+"""Transports that run collectives over flat buffers.
 
 This package is the only caller of torch.distributed's collectives.
 
-    base.py             the verbs of a transport, its handles, how to add one; Solo, of one rank
-    gloo.py             CPU ranks, by Gloo's point-to-point messages
-    shared_memory.py    CPU ranks of one host, through memory that all of them map
-    hierarchical.py     CPU ranks of several hosts: shared memory inside a host, Gloo between
-    nccl.py             CUDA ranks, by NCCL's collectives
-    host_staged.py      CUDA ranks that share a GPU, by Gloo through host memory
-    hybrid_shard.py     sharded inside a host, replicated between hosts
-    connect.py          chooses the transport of a process and joins it
-    gather_order.py     runs collectives inside forwards and backwards in one order on all ranks
+    base.py             the transport interface, its handles, and `Solo`, the one-rank transport
+    gloo.py             CPU ranks, over Gloo's point-to-point messages
+    shared_memory.py    CPU ranks on one host, through memory that all of them map
+    hierarchical.py     CPU ranks on several hosts: shared memory within a host, Gloo between hosts
+    nccl.py             CUDA ranks, over NCCL's collectives
+    host_staged.py      CUDA ranks that share a GPU, over Gloo through host memory
+    hybrid_shard.py     sharding within a host, replication across hosts
+    connect.py          chooses the transport of a process and joins its group
+    gather_order.py     runs the collectives of forward and backward passes in the same order on all
+                        ranks
     agreed_order.py     the list of entries that defines this order
 
-    mismatched_calls.py detects ranks in different collectives at one call
-    ordered_sums.py     sums in rank order, or in the tree of the exact mode
-    torch_backend.py    shared by Gloo and NCCL: subgroups, and their errors in words
-    gloo_exchange.py    the messages of one call over Gloo, and their tags: gloo_messages.py
+    mismatched_calls.py detects ranks that are in different collectives
+    ordered_sums.py     sums in rank order, or in the reduction tree of the exact mode
+    torch_backend.py    subgroups and error messages, for both Gloo and NCCL
+    gloo_exchange.py    exchanges the messages of one call over Gloo
+    gloo_messages.py    describes and tags these messages
     shared_work.py      calls in flight between ranks that share memory
-    shared_buffers.py   puts their buffers into the memory of arena.py
-    socket_mesh.py      the sockets between them
-    progress_thread.py  a thread that starts Gloo's messages, or waits for them
-    same_host.py        finds out which ranks are on one host
+    shared_buffers.py   places their buffers in shared memory
+    arena.py            allocates the shared memory
+    socket_mesh.py      sockets between these ranks
+    progress_thread.py  a thread that starts Gloo's messages or waits for them
+    same_host.py        finds out which ranks are on the same host
 
-A flat buffer is cut into one interval per rank by `cuts`, size + 1 ascending offsets, so that
+A flat buffer is divided into one interval per rank by `cuts`, a list of size + 1 ascending offsets:
 rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be empty. Every rank
 makes the same calls in the same order.
 """

@@ -1,30 +1,31 @@
-"""One order, the same on all ranks, of the collectives inside forwards and backwards.
+"""Defines the order of the collectives in forward and backward passes, which all ranks follow.
 
-An *entry* of the order is a collective of all ranks inside a forward or backward: the gather of a
-unit, or the exchange of a BatchNorm's statistics. But ranks may need different entries: one takes
-a branch of the model, another skips it. So all ranks run the entries of one list. A rank that
-needs an entry further down the list first takes part in the entries before it ("catching up"). At
-the end of its pass it takes part in the remaining entries:
+An *entry* of the order is a collective of all ranks during a forward or backward pass: gathering a
+unit, or exchanging the statistics of a BatchNorm layer. Ranks may need different entries, for
+example if one rank takes a branch of the model that another rank skips. Therefore all ranks run the
+entries of a common list. A rank that needs an entry further down the list first takes part in the
+entries before it ("catching up"). At the end of its pass it takes part in the remaining entries:
 
     list          embed   a   b   c   head
     rank 0        embed   a       c   head       gathers b on the way to c, and frees it
     rank 1        embed   a   b       head       gathers c on the way to head, and frees it
 
 Ranks agree on the list during the first pass. Each rank sends the entry that it needs next. All
-run the one with the lowest number (in a backward the highest), until all ranks have ended the
-pass. Units that no rank needed are inserted next to their neighbours, because a later pass may
-take another branch. A pass that failed on all ranks adds nothing.
+ranks run the one with the lowest number (in a backward pass, the highest), until all of them have
+finished the pass. Units that no rank needed are inserted next to their neighbours, because a later
+pass may take a different branch. A pass that failed on all ranks adds nothing.
 
-A pass may need more than its list has: units in another order, a unit twice, or a backward over
-two forwards that took different branches. So at the end of the list ranks ask each other whether
-any of them needs another entry, and continue as in a first pass. After `SETTLED` consecutive
-passes of a kind that followed their list on all ranks, this kind is *settled*: later passes follow
-the list without asking. A rank that is alone may run any order.
+A pass may need entries that its list does not provide: units in a different order, a unit twice, or
+a backward pass through two forward passes that took different branches. So at the end of the list,
+ranks ask each other whether any of them needs a further entry, and continue as in a first pass.
+After `SETTLED` consecutive passes of a kind that followed their list on all ranks, this kind is
+*settled*: later passes follow the list without asking. A single rank may run its entries in any
+order.
 
 Entries are numbered by member: first the units of one engine, then the units of the next. Engines
-are ordered by their latest forward, which is the same on all ranks. Exchanges have higher numbers
-than all units: a rank that waited in an exchange would otherwise leave the other ranks waiting in
-a unit that it needs itself.
+are ordered by their latest forward pass, which is the same on all ranks. Exchanges have higher
+numbers than all units. Otherwise a rank could wait in an exchange while the other ranks wait for it
+in a unit that it needs too.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ from dataclasses import dataclass, field
 from shardwise.errors import OrderError
 
 SETTLED = 16
-"""Number of consecutive passes of a kind that must follow their list until ranks stop asking."""
+"""Number of consecutive passes of a kind that must follow their list before ranks stop asking."""
 
 
 class _KnownOrder:
-    """The list of a kind of pass.
+    """The entries of one kind of pass, in order.
 
-    `last` has the last place of each entry. `kept` counts the consecutive passes that followed it.
+    `last` maps each entry to the index of its last occurrence. `kept` is the number of consecutive
+    passes that followed the list.
     """
 
     def __init__(self, entries: list[int]) -> None:
@@ -52,7 +54,7 @@ class _KnownOrder:
 
 @dataclass(eq=False)
 class _Member:
-    """A member of the order: its entries, from number `first` on."""
+    """A member of the order. Its entries are numbered consecutively, starting at `first`."""
 
     first: int
     names: Sequence[str]
@@ -64,19 +66,19 @@ class _Member:
 
 
 class AgreedOrder:
-    """The entries that all ranks run, pass by pass.
+    """Determines the entries that all ranks run, pass by pass.
 
     `agree(wish)` is a small collective that returns the smallest wish of all ranks. With N entries,
     a wish means:
 
-        0 ... N - 1   the place of an entry in the order of preference
-        N             this rank needs nothing more
-        N + 1         nothing more, and its pass followed the list
-        N + 2         nothing more, and its pass failed
+        0 ... N - 1   the entry with this index in the order of preference
+        N             this rank needs no further entry
+        N + 1         no further entry, and its pass followed the list
+        N + 2         no further entry, and its pass failed
     """
 
     def __init__(self, agree: Callable[[int], int], *, alone: bool = False) -> None:
-        """`alone`: there is no other rank."""
+        """Create an empty order. `alone` is True if there is no other rank."""
         self._agree = agree
         self._alone = alone
         self._names: list[str] = []
@@ -97,8 +99,8 @@ class AgreedOrder:
     ) -> int:
         """Add a member with the entries `names`, and return the number of its first entry.
 
-        All ranks add the same members. `staying` are places in `names`: units that may still be
-        gathered from before when a pass needs them.
+        All ranks must add the same members. `staying` lists indices into `names`: units that may
+        still be gathered from an earlier pass when a pass needs them.
         """
         member = _Member(len(self._names), names, exchanges)
         self._names += names
@@ -110,7 +112,7 @@ class AgreedOrder:
         return member.first
 
     def leave(self, first: int) -> None:
-        """Remove a member, and forget the lists of all passes."""
+        """Remove a member, and discard the lists of all passes."""
         # Its numbers are not reused, so that the entries of other members keep theirs.
         self._members = [each for each in self._members if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
@@ -122,10 +124,10 @@ class AgreedOrder:
         return len(self._names)
 
     def open(self, key: Hashable, *, descending: bool = False, uneven: bool = False) -> None:
-        """Begin a pass of the kind `key`, which is equal on all ranks.
+        """Begin a pass of the kind `key`, which must be the same on all ranks.
 
-        `descending`: units are needed from the last to the first, as in a backward. `uneven`:
-        ranks are in passes of different kinds, and agree on every entry.
+        If `descending` is true, units are needed from last to first, as in a backward pass. If
+        `uneven` is true, ranks run passes of different kinds and agree on every entry.
         """
         self._descending, self._uneven, self._choices = descending, uneven, None
         self._key, self._order, self._taken = key, None if uneven else self._known.get(key), []
@@ -134,7 +136,7 @@ class AgreedOrder:
     def until(self, entry: int) -> Iterator[int]:
         """Yield the entries that all ranks run now, up to `entry`, which this rank needs.
 
-        Raises OrderError if the rest of the list lacks it and the list is settled.
+        Raises OrderError if `entry` is missing from the rest of a settled list.
         """
         left = self._left()
         before = left[: left.index(entry)] if entry in left else left
@@ -143,8 +145,8 @@ class AgreedOrder:
         if entry in left:
             yield from self._take([*before, entry])
             return
-        # All ranks reach the end of the list before they ask: none waits in an entry for a rank
-        # that already asks.
+        # All ranks reach the end of the list before they ask. Otherwise a rank could wait in an
+        # entry for a rank that is already asking.
         if not self._may_ask:
             raise self._out_of_order(entry)
         yield from self._take(left)
@@ -154,12 +156,12 @@ class AgreedOrder:
             yield from self._take([taken])
 
     def rest(self, *, expected: Sequence[int] = (), failed: bool = False) -> Iterator[int]:
-        """Yield the entries that the other ranks still need; the pass ends.
+        """Yield the entries that other ranks still need, and finish the pass.
 
-        `expected` lists, in order, entries that a later pass of this kind may need although this
-        one did not. `failed`: this rank's pass raised.
+        `expected` lists, in order, entries that this pass did not need but a later pass of this
+        kind may need. `failed` is True if this rank's pass raised an exception.
         """
-        left, wish = self._left(), -1  # a settled pass asks nothing
+        left, wish = self._left(), -1  # a settled pass does not ask
         if not self._staying.issuperset(left):
             self._goes_as_listed = False
         yield from self._take(left)
@@ -173,19 +175,19 @@ class AgreedOrder:
         self._order, self._taken = None, []
 
     def _remember(self, agreed: int, expected: Sequence[int]) -> None:
-        """Update the list of this kind. `agreed` is the last agreement of the pass, or -1."""
+        """Update the list of this kind. `agreed` is the last agreed value of the pass, or -1."""
         if self._order is None:
             # The smallest wish is returned, so this holds if the pass succeeded on any rank.
             if agreed < self._end + 2:
                 seen, full = self._taken, list(expected)
-                if self._descending:  # merge in the order of a forward
+                if self._descending:  # merge in the order of a forward pass
                     completed = with_unseen(seen[::-1], full[::-1])[::-1]
                 else:
                     completed = with_unseen(seen, full)
                 self._known[self._key] = _KnownOrder(completed)
         elif agreed >= 0:
-            # A pass with units of several members is never settled: the forward of another engine
-            # decides which of its units the backward needs.
+            # A pass with units of several members is never settled, because the forward pass of
+            # another engine decides which of its units the backward pass needs.
             owners = {self._owners[entry] for entry in self._taken}
             is_of_one = sum(not owner.exchanges for owner in owners) <= 1
             as_listed = agreed == self._end + 1 and is_of_one
@@ -193,9 +195,9 @@ class AgreedOrder:
             self._known[self._key] = self._with_new(self._order)
 
     def _with_new(self, order: _KnownOrder) -> _KnownOrder:
-        """Return `order` with the missing entries of this pass.
+        """Return `order` with this pass's missing entries inserted.
 
-        Each is inserted before the first entry that ranks would choose later.
+        Each is inserted before the first entry that follows it in the order of preference.
         """
         missing = [entry for entry in dict.fromkeys(self._taken) if entry not in order.last]
         if not missing:
@@ -207,15 +209,15 @@ class AgreedOrder:
         return _KnownOrder(entries)
 
     def _left(self) -> list[int]:
-        """Return the rest of this pass's list."""
+        """Return the entries of this pass's list that have not run yet."""
         return [] if self._order is None else self._order.entries[len(self._taken) :]
 
     def _take(self, entries: Iterable[int]) -> Iterator[int]:
         for entry in entries:
             self._taken.append(entry)
             owner = self._owners[entry]
-            # Only evenly run forwards move a member: they are the same on all ranks, and a backward
-            # wants the order of the forwards before it.
+            # Only forward passes that all ranks run move a member. A backward pass does not,
+            # because it needs the order of the forward passes before it.
             if not self._descending and not self._uneven and owner is not self._by_use[-1]:
                 self._by_use.remove(owner)
                 self._by_use.append(owner)
@@ -223,7 +225,7 @@ class AgreedOrder:
 
     @property
     def _choice(self) -> list[int]:
-        """All entries, in the order of preference when ranks want different ones."""
+        """Return all entries, in the order of preference when ranks want different ones."""
         if self._choices is None:
             order = self._members if self._uneven else self._by_use
             units = [n for each in order if not each.exchanges for n in each.numbers]
@@ -234,19 +236,19 @@ class AgreedOrder:
 
     @property
     def _may_ask(self) -> bool:
-        """Whether ranks ask each other when the list has ended."""
+        """Return whether ranks ask each other at the end of the list."""
         return self._order is None or self._alone or self._order.kept < SETTLED
 
     def serve(self) -> Iterator[int]:
-        """Yield the entries that other ranks want in uneven passes, until no rank wants any."""
+        """Yield the entries that other ranks need in uneven passes, until no rank needs any."""
         self.open(None, uneven=True)
         while (wish := self._agree(self._end)) < self._end:
             yield self._choice[wish]
 
     def over(self) -> int | None:
-        """Return the entry before the current one if this pass cannot need it again.
+        """Return the entry before the current one if this pass cannot need it again, else None.
 
-        All ranks return it at the same entry.
+        All ranks return the same result at the same entry.
         """
         if len(self._taken) < 2:
             return None
@@ -257,7 +259,7 @@ class AgreedOrder:
         return entry if self._order.last.get(entry) == len(before) else None
 
     def next(self) -> int | None:
-        """Return the next entry of the list, if there is one."""
+        """Return the next entry of the list, or None at its end."""
         left = self._left()
         return left[0] if left else None
 
@@ -274,7 +276,7 @@ class AgreedOrder:
 
 
 def with_unseen(seen: Sequence[int], full: Sequence[int]) -> list[int]:
-    """Return `seen` with the missing units of `full`, each after its predecessor in `full`."""
+    """Return `seen` with the missing units of `full`, each after its predecessor there."""
     merged = list(seen)
     before: int | None = None
     for unit in full:

@@ -1,18 +1,18 @@
-"""Memory that other processes of this host can map.
+"""Allocates memory that other processes on this host can map.
 
-A segment is an anonymous file in memory (memfd) that is mapped whole. It has no name in any file
-system, only the host's memory limits it, and the kernel frees it when the last process that maps
-it has ended, even by a kill. When a tensor in it is collected, its pages return to the system, and
-its range is free for another tensor.
+A segment is an anonymous in-memory file (memfd) that is mapped completely. It has no name in any
+file system, and its size is limited only by the host's memory. The kernel frees it when the last
+process that maps it exits, even if that process is killed. When a tensor in a segment is
+garbage-collected, its pages return to the system and its range can be reused.
 
-A forked child must see the values at the moment of the fork, and its writes must not reach its
+A forked child must see the values at the time of the fork, and its writes must not reach its
 parent. A shared mapping provides neither, so there are two kinds of segments:
 
     forkable   tensors that user code sees: parameters. Before a fork they become private mappings
                of their file, which parent and child copy page by page as they write. The next step
-               calls `share_again`, which gives the parent a new file for the other ranks to read.
-               The old file is gone when the last child that maps it ends.
-    others     buffers of the engine, which a child never uses: zeros in the child.
+               calls `share_again`, which gives the parent a new file that other ranks can read.
+               The old file is freed when the last child that maps it exits.
+    others     buffers of the engine, which a child never uses. They read as zeros in the child.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ from shardwise.errors import LaunchError
 from shardwise.layout.extents import Extents
 
 SMALLEST = 1 << 26
-"""Bytes of the first segment. Pages that are never written take no memory."""
+"""Size of the first segment in bytes. Pages that are never written use no memory."""
 
 LARGEST = 1 << 30
-"""Largest size in bytes of a shared segment. Large ones are few, and each needs descriptors."""
+"""Maximum size of a shared segment in bytes. Few large segments need few file descriptors."""
 
 MAP_FIXED = 0x10
-"""mmap(2): replace the mapping at exactly this address. Python's mmap module does not have it."""
+"""mmap(2): replace the mapping at exactly this address. Missing from Python's mmap module."""
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-"""mmap(2): reserve no memory for pages that are never written. Python 3.13 has it."""
+"""mmap(2): reserve no memory for pages that are never written. In Python's mmap module since 3.13.
+"""
 
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 PROT_NONE = 0
-"""mmap(2): no access at all. Python's mmap module does not have it."""
+"""mmap(2): no access at all. Missing from Python's mmap module."""
 
-# mmap(2) of the C library, because Python's module cannot map at a given address. Loaded here, and
-# not at the first call, because that may be in a forked child of a process with threads.
+# The C library's mmap(2), because Python's mmap module cannot map at a given address. It is loaded
+# at import time, because the first call may happen in a forked child of a process with threads.
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = [
     ctypes.c_void_p,
@@ -65,14 +66,14 @@ _mmap.restype = ctypes.c_size_t
 _living: WeakSet[Arena] = WeakSet()
 
 _mapped: WeakSet[mmap.mmap] = WeakSet()
-"""Memory of other ranks that this process maps."""
+"""Segments of other ranks that this process maps."""
 
 _forking = threading.RLock()
 """Held while a process forks, and while segments change between shared and private."""
 
 
 class Segment:
-    """A piece of this process's shared memory; it lives as long as any tensor in it."""
+    """A piece of this process's shared memory. It exists as long as any tensor in it."""
 
     def __init__(self, number: int, fd: int, memory: mmap.mmap, *, forkable: bool) -> None:
         self.number = number
@@ -81,20 +82,25 @@ class Segment:
         self.start = _address(memory)
         self.is_forkable = forkable
         self.is_private = False
-        """Whether there was a fork since the last `share_again`: other ranks do not see writes."""
+        """True if the process forked since the last `share_again`.
+
+        Other ranks do not see writes then.
+        """
         self._memory = ref(memory)
         self._owner = os.getpid()
         self.is_full = False
-        """Whether no further tensor may be allocated in it."""
+        """True if no further tensor may be allocated in this segment."""
         self.is_read = False
-        """Whether other ranks may still read memory that this rank frees."""
+        """True if other ranks may still read memory that this rank frees."""
         self._extents = Extents()
-        # Tensors may be collected at any time, even while `take` allocates: a deque needs no lock.
+        # Tensors may be garbage-collected at any time, even while `take` allocates. A deque needs
+        # no lock.
         self._returned: deque[tuple[int, int, bool]] = deque()
-        """Ranges (start, length) to take back, and whether the file may still have values there."""
+        """Freed ranges (start, length), and whether the file may still hold values in that range.
+        """
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor of `numel` zeros, None if the segment is full or has ended."""
+        """Return a tensor of `numel` zeros, or None if the segment is full or already unmapped."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
@@ -109,8 +115,8 @@ class Segment:
         return tensor_at(piece, 0, numel, dtype)
 
     def _take_back(self, start: int, length: int) -> None:
-        """Free the pages of a range whose tensor was collected, so that they read as zeros."""
-        # A forked child collects its tensors too, but the range is still in use by the parent.
+        """Free the pages of a collected tensor, so that they read as zeros."""
+        # A forked child collects its tensors too, but the parent still uses the range.
         memory = self._memory()
         if memory is None or self.is_read or os.getpid() != self._owner:
             return
@@ -121,8 +127,8 @@ class Segment:
             except PermissionError:  # a fork in another thread has just made it private
                 in_file = True
         if in_file:
-            # Forked children still use the file, or `share` is copying values to a new one. So only
-            # this process drops its pages.
+            # Forked children still use the file, or `share` is copying values to a new one. So drop
+            # only this process's pages.
             memory.madvise(mmap.MADV_DONTNEED, start, length)
         self._returned.append((start, length, in_file))
 
@@ -136,16 +142,16 @@ class Segment:
     def make_private(self) -> bool:
         """Hide all later writes of this process from forked children and from other ranks.
 
-        Returns False if the host refuses that: the segment is shared then. The kernel replaces the
-        mapping in one step, so a write of another thread is never lost.
+        Returns False if the host does not allow it. In that case the segment stays shared. The
+        kernel replaces the mapping atomically, so no write of another thread is lost.
         """
-        memory = self._memory()  # held, so that no other thread ends the mapping meanwhile
+        memory = self._memory()  # held, so the mapping stays valid
         if memory is None or not self.is_forkable or self.is_private:
             return True
         try:
             _map_over(self.start, self.size, mmap.MAP_PRIVATE | MAP_NORESERVE, self.fd)
         except OSError:  # with vm.overcommit_memory=2 a private mapping counts in full
-            # Kernels before 6.12 end the old mapping before they refuse the new one.
+            # Kernels before 6.12 remove the old mapping before they reject the new one.
             _map_over(self.start, self.size, mmap.MAP_SHARED, self.fd)
             return False
         self.is_private = True
@@ -154,11 +160,11 @@ class Segment:
     def share(self, number: int) -> None:
         """Move a private segment to a new file, which other ranks can map as segment `number`.
 
-        No-op if the segment is shared, or its descriptor was closed. No thread may write meanwhile.
-        Raises LaunchError when the host refuses the memory.
+        No-op if the segment is shared or its descriptor is closed. No thread may write to it during
+        the call. Raises LaunchError if the host cannot provide the memory.
         """
-        # A new file, because forked children still map the old one: writing the values back there
-        # would change them under the children.
+        # Use a new file, because forked children still map the old one and would see values that
+        # are written to it.
         memory = self._memory()
         if memory is None or not self.is_private or self.fd < 0:
             return
@@ -177,10 +183,11 @@ class Segment:
         self.number, self.fd, self.is_private = number, fd, False
 
     def leave_in_child(self) -> bool:
-        """In a forked child: release the file.
+        """Release the file in a forked child.
 
-        A private segment stays. One that is not forkable becomes zeros. Returns False if the
-        segment could not be made private: its memory can no longer be accessed.
+        A private segment remains, and a segment that is not forkable becomes zeros. Returns False
+        if a forkable segment could not be made private before the fork: its memory can no longer be
+        accessed.
         """
         memory, lost = self._memory(), self.is_forkable and not self.is_private
         if memory is not None and not self.is_private:
@@ -192,13 +199,13 @@ class Segment:
 
     @property
     def in_use(self) -> int:
-        """Bytes that tensors occupy, or occupied until their memory was collected."""
+        """Number of occupied bytes, including tensors whose memory is not yet reclaimed."""
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor. Tensors in the segment stay; forkable ones become private.
+        """Close the descriptor. Tensors in the segment remain, and forkable ones become private.
 
-        If the host refuses private memory, the descriptor stays open, and the next fork tries
+        If the host does not allow private memory, the descriptor stays open and the next fork tries
         again.
         """
         if self.fd >= 0 and self.make_private():
@@ -207,28 +214,28 @@ class Segment:
 
 
 class Arena:
-    """The shared memory of this process: segments with tensors in them."""
+    """The shared memory of this process, as a set of segments that hold tensors."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        # A segment ends when the last tensor in it is collected, in any thread. So every access to
-        # this dict is a single operation, which the GIL makes atomic, or works on a copy.
+        # A segment ends when its last tensor is collected, which can happen in any thread. So every
+        # access to this dict is a single operation, which the GIL makes atomic, or works on a copy.
         self._segments: dict[int, Segment] = {}
         _living.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
         """Return a zeroed flat tensor of `numel` elements.
 
-        `forkable`: a forked child sees a copy of its values instead of zeros. Raises LaunchError if
-        the host refuses the memory.
+        If `forkable` is true, a forked child sees a copy of its values instead of zeros. Raises
+        LaunchError if the host cannot provide the memory.
         """
-        with _forking:  # a fork in another thread would make a new segment private at once
+        with _forking:  # a fork in another thread would make a new segment private immediately
             segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
             for segment in segments:
                 if (taken := segment.take(numel, dtype)) is not None:
                     return taken
             # Segments grow with the arena, because each needs a descriptor in every rank. Pages
-            # that are never written take no memory.
+            # that are never written use no memory.
             total = sum(segment.in_use for segment in segments)
             size = max(numel * dtype.itemsize, SMALLEST, min(total, LARGEST))
             segment, _held = self._open(size, forkable=forkable)
@@ -237,16 +244,16 @@ class Arena:
         return taken
 
     def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in its own segment, because others may use it longer than this rank."""
+        """Allocate a tensor in a separate segment, because other ranks may use it longer."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
 
     def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
-        """Return the segment of `tensor` and its offset in bytes; None for private memory.
+        """Return the segment of `tensor` and its offset in bytes, or None for private memory.
 
-        `written`: other ranks must also see later writes. Returns None for forkable memory then,
-        because a fork in another thread would hide them.
+        If `written` is true, other ranks must also see later writes. The result is then None for
+        forkable memory, because a fork in another thread would hide them.
         """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
@@ -256,31 +263,34 @@ class Arena:
         return None
 
     def holds(self, number: int) -> bool:
-        """Return whether segment `number` still has a tensor."""
+        """Return whether segment `number` still contains a tensor."""
         return number in self._segments
 
     def leave_to_others(self) -> None:
-        """Keep all current content until the segments end, because others may still read it."""
+        """Preserve all contents until the segments end, for ranks that may still read them."""
         for segment in list(self._segments.values()):
             segment.is_read = segment.is_full = True
 
     def close(self) -> None:
-        """Close the descriptors: nobody new can map this memory. Tensors in it stay."""
+        """Close the descriptors, so that no further process can map this memory.
+
+        Its tensors remain.
+        """
         with _forking:
             for segment in list(self._segments.values()):
                 segment.close()
 
     def make_private(self) -> None:
-        """See `Segment.make_private`."""
+        """Make all segments private; see `Segment.make_private`."""
         for segment in list(self._segments.values()):
             segment.make_private()
 
     def share_again(self) -> None:
-        """See `Segment.share`."""
+        """Share all private segments again; see `Segment.share`."""
         for before, segment in list(self._segments.items()):
             if segment.is_private:
                 # Another thread may end the segment at any time. That removes the segment's current
-                # number, so the new number must be listed before the segment has it.
+                # number, so the new number must be registered before it is assigned to the segment.
                 number = next(self._numbers)
                 self._segments[number] = segment
                 try:
@@ -289,12 +299,15 @@ class Arena:
                     self._segments.pop(before if segment.number == number else number, None)
 
     def leave_in_child(self) -> bool:
-        """In a forked child: release everything that other processes see. See `Segment`."""
+        """Release everything that other processes see, in a forked child. See `Segment`."""
         kept = [segment.leave_in_child() for segment in list(self._segments.values())]
         return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
-        """Return a new segment and its memory, which the caller holds until a tensor holds it."""
+        """Open a new segment.
+
+        The caller must hold the returned memory until a tensor references it.
+        """
         number, size = next(self._numbers), _pages(size)
         fd = _open_file(number, size)
         try:
@@ -308,13 +321,13 @@ class Arena:
 
 
 class MappedSegments:
-    """The segments of the other ranks, mapped when their descriptors arrive."""
+    """The segments of other ranks, which are mapped when their descriptors arrive."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], mmap.mmap] = {}
 
     def learn(self, rank: int, number: int, fd: int) -> None:
-        """Map segment `number` of `rank` from its descriptor `fd`, which is closed."""
+        """Map segment `number` of `rank` from its descriptor `fd`, and close `fd`."""
         try:
             memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
             _mapped.add(memory)
@@ -322,22 +335,22 @@ class MappedSegments:
             os.close(fd)
 
     def forget(self, rank: int, number: int) -> None:
-        """Drop a segment that its owner no longer uses; tensors in it stay valid."""
+        """Drop a segment that its owner no longer uses. Tensors in it stay valid."""
         self._open.pop((rank, number), None)
 
     def view(self, rank: int, number: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a tensor over `rank`'s segment `number`, from byte `offset` on."""
+        """Return a tensor over `rank`'s segment `number`, starting at byte `offset`."""
         return tensor_at(self._open[rank, number], offset, numel, dtype)
 
     def close(self) -> None:
-        """Unmap all segments; tensors in them stay valid."""
+        """Unmap all segments. Tensors in them stay valid."""
         self._open.clear()
 
 
 def tensor_at(
     memory: mmap.mmap | memoryview, offset: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return a tensor over `memory` from byte `offset` on; it keeps `memory` alive."""
+    """Return a tensor over `memory`, starting at byte `offset`. It keeps `memory` alive."""
     if not numel:
         return torch.empty(0, dtype=dtype)
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
@@ -359,8 +372,8 @@ def _refusal(size: int, error: OSError) -> LaunchError:
 
 
 def _end_segment(arena: ref[Arena], segment: Segment) -> None:
-    # A function with a weak reference, and not a method of the arena: the finalizer lives as long
-    # as any tensor in the segment, and would keep the arena alive that long.
+    # This is a function with a weak reference and not a method of the arena, because the finalizer
+    # exists as long as any tensor in the segment and would keep the arena alive.
     segment.close()
     alive = arena()
     if alive is not None:
@@ -368,14 +381,14 @@ def _end_segment(arena: ref[Arena], segment: Segment) -> None:
 
 
 def _pages(size: int) -> int:
-    """Round `size` up to whole pages, so that a freed tensor frees all of its pages."""
+    """Round `size` up to full pages, so that freeing a tensor frees all of its pages."""
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def share_again() -> None:
     """Share all forkable segments again that a fork has made private.
 
-    Parameters call this before an update. After a fork and before this call, transports copy such
+    Parameters call this before an update. Between a fork and this call, transports copy such
     tensors to shared memory whenever they send them, which is slower.
     """
     with _forking:
@@ -384,7 +397,7 @@ def share_again() -> None:
 
 
 def _open_file(number: int, size: int) -> int:
-    """Return the descriptor of a new file of `size` zeros in memory."""
+    """Create an in-memory file of `size` zero bytes and return its descriptor."""
     try:
         fd = os.memfd_create(f"shardwise-{number}")
     except OSError as error:
@@ -398,9 +411,12 @@ def _open_file(number: int, size: int) -> int:
 
 
 def _map_file(fd: int, size: int) -> mmap.mmap:
-    """Map `size` bytes of a file, shared. Raises OSError."""
-    # Python's mmap would keep a duplicate of `fd` until the mapping ends, and with it a file that a
-    # fork has replaced by another one. So it gets no descriptor, and the file is mapped over it.
+    """Map the first `size` bytes of a file as shared memory.
+
+    Raises OSError if the kernel rejects it.
+    """
+    # Python's mmap would hold a duplicate of `fd` until the mapping ends, and so keep a file alive
+    # that was replaced after a fork. So create an anonymous mapping and map the file over it.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     memory = mmap.mmap(-1, size, flags=flags)
     _map_over(_address(memory), size, mmap.MAP_SHARED, fd)
@@ -412,7 +428,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def _map_over(start: int, size: int, flags: int, fd: int = -1, access: int = READ_WRITE) -> None:
-    """Replace the mapping of the `size` bytes at `start`. Raises OSError."""
+    """Replace the mapping of `size` bytes at `start`. Raises OSError if the kernel rejects it."""
     if _mmap(start, size, access, flags | MAP_FIXED, fd, 0) != start:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -424,7 +440,8 @@ def _wipe(start: int, size: int, access: int = READ_WRITE) -> None:
 
 
 def _before_fork() -> None:
-    # Parent and child release it after the fork: no thread may open or share a segment meanwhile.
+    # Parent and child release the lock after the fork. No thread may open or share a segment
+    # meanwhile.
     _forking.acquire()
     for arena in list(_living):
         arena.make_private()
@@ -434,7 +451,7 @@ def _in_forked_child() -> None:
     try:
         kept = [arena.leave_in_child() for arena in list(_living)]
         if not all(kept):
-            os.write(2, _no_parameters().encode())  # sys.stderr's lock may be another thread's
+            os.write(2, _no_parameters().encode())  # another thread may hold the lock of sys.stderr
         for memory in list(_mapped):
             _wipe(_address(memory), len(memory))
     finally:

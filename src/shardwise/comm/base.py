@@ -1,12 +1,12 @@
-"""The interface of all transports: collectives over flat buffers, and their handles.
+"""Interface of all transports: collectives over flat buffers, and their handles.
 
-A new transport is a subclass of `Collectives` and a row of `TRANSPORTS` in connect.py, which
+To add a transport, subclass `Collectives` and add an entry to `TRANSPORTS` in connect.py, which
 chooses the transport of a process.
 
-    must define     all_reduce  reduce_scatter  all_gather  broadcast    start, return a Handle
-                    split                                                makes smaller groups
+    must define     all_reduce  reduce_scatter  all_gather  broadcast    launch, return a Handle
+                    split                                                creates smaller groups
                     close
-    has a default   all_to_all  gather_rows  barrier  second_group       slower than your own
+    has a default   all_to_all  gather_rows  barrier  second_group       override for speed
                     allocate  common                                     the transport's own memory
                     *_pieces  reduce_scatter_onto                        save a pass over memory
     flags           sends_pieces  sums_onto  looks  in_one_order         what callers should know
@@ -15,14 +15,15 @@ Rules that callers rely on:
 
 - Every rank makes the same calls in the same order, from one thread, and buffers are contiguous.
 - A call may return before its result has arrived; `Handle.wait` blocks until it has. Callers may
-  wait for handles in any order, so a wait must not stop the rank's other calls.
-- Sums do not depend on the order of arrival: use `sum_in_rank_order`, which also knows the tree of
-  the exact mode.
-- A wait for a rank that has ended raises PeerLost, and a wait beyond the timeout CollectiveError.
-  Both name the ranks.
+  wait for handles in any order, so a wait must not block the rank's other calls.
+- Sums do not depend on the order of arrival. Use `sum_in_rank_order`, which also implements the
+  reduction tree of the exact mode.
+- Waiting for a rank that has exited raises PeerLost, and waiting beyond the timeout raises
+  CollectiveError. Both errors name the ranks.
 
 `Solo`, the group of one rank, is the shortest example; host_staged.py wraps another transport.
-`tests/distributed/test_collectives.py` tests every verb: add the new name to its `TRANSPORTS`.
+`tests/distributed/test_collectives.py` tests every collective: add the new name to its
+`TRANSPORTS`.
 """
 
 from __future__ import annotations
@@ -51,18 +52,19 @@ Cuts = Sequence[int]
 Counts = Sequence[Sequence[int]]
 
 _PICKLE = "object {} of rank {}"
-"""Purpose that seals a pickle: the number of the call and the rank."""
+"""Purpose string that authenticates a pickle: the number of the call, and the rank."""
 
 
 class Handle:
-    """A collective in flight. Without arguments, a collective that is already done.
+    """Handle of a collective in flight. Without arguments, the collective is already complete.
 
     `wait()` returns when the result may be read. `reusable()` returns when the buffer may be
-    written again, because no other rank reads it any more. Calling either twice is harmless.
+    overwritten, because no other rank reads it any more. Both may be called repeatedly.
 
     Args:
         finish: Blocks until the result has arrived. Called once.
-        advance: Starts the second half of a collective that has two. Called once, before `finish`.
+        advance: Starts the second half of a collective that has two halves. Called once, before
+            `finish`.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Handle:
         self._noted: Launched | None = None
 
     def noted(self, launched: Launched | None) -> Handle:
-        """Record the end of this call in the timeline, unless it is already done. Returns self."""
+        """Record the end of this call in the timeline, unless already complete. Returns self."""
         if self._finish is not None or self._advance is not None:
             self._noted = launched
         return self
@@ -83,17 +85,18 @@ class Handle:
 
         Blocks until the messages have arrived if the transport cannot poll (see `looks`).
         """
-        # Cleared first: an error in `advance` must not make the next wait send everything again.
+        # Clear it first, so that after an error in `advance` the next wait does not send everything
+        # again.
         advance, self._advance = self._advance, None
         if advance is not None:
             advance()
 
     def is_there(self) -> bool:
-        """Return True if `wait` is known to return at once; False if it might block."""
+        """Return True if `wait` would return immediately, or False if it might block."""
         return self._finish is None and self._advance is None
 
     def wait(self) -> None:
-        """Block until the result is in the buffer. Raises PeerLost if another rank is gone."""
+        """Block until the result is in the buffer. Raises PeerLost if another rank has exited."""
         self.advance()
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -111,26 +114,32 @@ class Collectives(ABC):
 
     name: str
     copies: int = 1
-    """Number of groups that hold the same intervals: the hosts, with `--shard-within host`."""
+    """Number of groups that hold the same intervals.
+
+    With `--shard-within host`, the number of hosts.
+    """
 
     sends_pieces = False
-    """Whether `*_pieces` send the tensors directly, without a copy into the buffer."""
+    """True if the `*_pieces` methods send the tensors directly, without a copy into the buffer."""
 
     sums_onto = False
-    """Whether `reduce_scatter_onto` avoids a copy of this rank's own values."""
+    """True if `reduce_scatter_onto` avoids copying this rank's own values."""
 
     looks = False
-    """Whether `Handle.advance` polls. If False, it blocks until the other ranks have sent."""
+    """True if `Handle.advance` polls. If False, it blocks until the other ranks have sent."""
 
     has_changing_ranks = False
-    """Whether ranks may leave the group and return."""
+    """True if ranks may leave the group and return."""
 
     in_one_order = False
-    """Whether ranks must also call `Handle.advance` in one order, because it makes further calls
-    that the transport matches by their order (as NCCL does)."""
+    """True if ranks must also call `Handle.advance` in the same order.
+
+    This is the case if `advance` makes further calls that the transport matches by their order, as
+    NCCL does.
+    """
 
     _gathered = 0
-    """Number of calls of `gather_objects`."""
+    """Number of calls to `gather_objects`."""
 
     @property
     def places(self) -> Sequence[int]:
@@ -139,33 +148,36 @@ class Collectives(ABC):
 
     @property
     def knows_tree(self) -> bool:
-        """Whether this group can sum in the tree of the exact mode."""
+        """True if this group can sum in the reduction tree of the exact mode."""
         return True
 
     def __init__(self, rank: int, size: int, status_server: StatusServer | None = None) -> None:
-        """Make a group of `size` ranks; `status_server` is shared by all groups of a process."""
+        """Initialise a group of `size` ranks. All groups of a process share `status_server`."""
         self.rank = rank
         self.size = size
         self.status_server = status_server or StatusServer(rank, size)
 
     @property
     def is_outside(self) -> bool:
-        """Whether the other ranks currently train without this one."""
+        """True if the other ranks currently train without this one."""
         return False
 
     def watch_members(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever ranks have left or rejoined the group. A fixed one never does."""
+        """Call `changed` whenever ranks leave or rejoin the group.
+
+        No-op for a group of fixed ranks.
+        """
         return
 
     @property
     def leads(self) -> bool:
-        """Whether this rank speaks for the group."""
+        """True if this rank prints messages for the group."""
         return self.rank == 0
 
     def steadily(self, work: Callable[[], T]) -> T:
-        """Return the result of `work`, which makes several collectives of the same ranks.
+        """Return the result of `work`, which runs several collectives on the same ranks.
 
-        If ranks leave meanwhile, all others run `work` again.
+        If ranks leave during `work`, all remaining ranks run it again.
         """
         return work()
 
@@ -174,7 +186,8 @@ class Collectives(ABC):
     ) -> Tensor:
         """Allocate a zeroed flat buffer in memory that this transport sends without a copy.
 
-        `forkable`: user code sees the tensor, so a forked child must find a copy of its values.
+        If `forkable` is true, user code sees the tensor, and a forked child must find a copy of its
+        values.
         """
         del forkable  # a forked child always sees a copy of torch's own memory
         return torch.zeros(numel, dtype=dtype, device=device)
@@ -182,14 +195,14 @@ class Collectives(ABC):
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Allocate one zeroed flat buffer that all ranks of the group map. Collective.
 
-        All ranks see what one rank writes. Returns None if the ranks share no memory.
+        Every rank sees the writes of all others. Returns None if the ranks share no memory.
         """
         del numel, dtype, device
         return None
 
     @abstractmethod
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        """Sum `buffer` over the ranks in place, to the same bits on every rank.
+        """Sum `buffer` across ranks in place. The result is bit-identical on every rank.
 
         Args:
             buffer: Flat and contiguous, of the same length and dtype on every rank.
@@ -200,15 +213,16 @@ class Collectives(ABC):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        """Sum `buffer` over the ranks and keep this rank's interval of the sum.
+        """Sum `buffer` across ranks and store this rank's interval of the sum.
 
         Args:
-            buffer: Flat and contiguous. Only this rank's interval may change, and only if there is
-                no `into`.
+            buffer: Flat and contiguous. Only this rank's interval may change, and only if `into` is
+                None.
             cuts: size + 1 ascending offsets; rank r owns `buffer[cuts[r] : cuts[r + 1]]`, which may
                 be empty.
             how: Accumulation dtype, order and scale of the sum.
-            into: Tensor of the interval's length that receives the sum. Default: the interval.
+            into: Tensor of the interval's length that receives the sum. Default: the interval
+                itself.
         """
 
     def all_reduce_pieces(
@@ -216,8 +230,8 @@ class Collectives(ABC):
     ) -> Handle:
         """Run `all_reduce` on the concatenation of flat `pieces`, with the same cuts on all ranks.
 
-        The sum goes to `buffer`, which has the total length. Pieces may be views of `buffer`. The
-        caller must not change them before it has waited for the handle.
+        The sum is written to `buffer`, which has the total length. Pieces may be views of `buffer`.
+        The caller must not change them before it has waited for the handle.
         """
         # Transports with `sends_pieces` override this and save the pass over memory.
         join_pieces(pieces, buffer)
@@ -239,31 +253,32 @@ class Collectives(ABC):
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        """Run `reduce_scatter` into `own`, which holds this rank's values of the interval it owns.
+        """Run `reduce_scatter` into `own`, which already holds this rank's values of its interval.
 
-        The content of that interval in `buffer` is ignored.
+        The contents of that interval in `buffer` are ignored.
         """
         interval(buffer, cuts, self.rank).copy_(own)
         return self.reduce_scatter(buffer, cuts, how, into=own)
 
     @abstractmethod
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Copy each rank's own interval of `buffer` to the same interval on all ranks."""
+        """Copy each rank's interval of `buffer` to the same interval on all ranks."""
 
     @abstractmethod
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        """Copy `buffer` of rank `source` to every rank."""
+        """Copy `buffer` from rank `source` to every rank."""
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
         """Send each rank its part of `sent`, and receive this rank's parts into `received`.
 
         Args:
-            sent: Flat, (sum(counts[rank]),): the parts in order of the receiving ranks.
-            counts: (size, size), equal on all ranks: `counts[a][b]` elements go from rank a to b.
-            received: Flat, (sum over a of counts[a][rank],), in order of the sending ranks.
+            sent: Flat, (sum(counts[rank]),). The parts are in the order of the receiving ranks.
+            counts: (size, size), identical on all ranks. Rank a sends `counts[a][b]` elements to
+                rank b.
+            received: Flat, (sum over a of counts[a][rank],), in the order of the sending ranks.
         """
-        # By broadcasts, so every rank receives everything: correct on any transport, but slow.
-        # Transports that can send to single ranks override this.
+        # Implemented with broadcasts, so every rank receives everything. This works on any
+        # transport, but it is slow. Transports that can send to single ranks override it.
         for source in range(self.size):
             whole = sent if source == self.rank else sent.new_empty(sum(counts[source]))
             self.broadcast(whole, source).reusable()
@@ -272,43 +287,45 @@ class Collectives(ABC):
         return Handle()
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """Stack one small vector of each rank: (k,) on every rank becomes (size, k). Blocks."""
+        """Stack a small vector from every rank: (k,) on each rank becomes (size, k). Blocks."""
         return gathered_rows(self, row, self.all_gather)
 
     def barrier(self) -> None:
         """Block until every rank has called this."""
-        # With `read`, because on an accelerator the call alone does not block the host.
+        # Use `read`, because on an accelerator the collective does not block the host.
         self.read(self.gather_rows(torch.zeros(1, device=self.small_device)))
 
     def second_group(self) -> Collectives:
         """Return a group of the same ranks with separate channels. Collective.
 
-        The order of its calls relative to the calls of this group may differ between ranks
-        (collectives inside forward and backward).
+        The order of its calls relative to this group's calls may differ between ranks. It is used
+        for collectives in forward and backward passes.
         """
         return self.split([range(self.size)])
 
     @abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Return the group among `groups` that contains this rank, `Solo` if none does. Collective.
+        """Return the group in `groups` that contains this rank, or `Solo` if none does. Collective.
 
-        `groups` are disjoint lists of ranks, the same on all ranks. Raises UsageError otherwise
-        (`check_groups`). The new group counts its ranks from 0, in ascending order.
+        `groups` are disjoint lists of ranks, identical on all ranks. `check_groups` raises
+        UsageError if they are not valid. Ranks in the new group are numbered from 0, in ascending
+        order.
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return the list of every rank's `value` (picklable), in rank order. Blocks.
+        """Return every rank's `value` (picklable), in rank order. Blocks.
 
-        Raises CollectiveError if a rank of another run sent one: a pickle can run code.
+        Raises CollectiveError if a value was sent by a rank of a different run, because unpickling
+        can run code.
         """
-        # The number of the call is part of the purpose, so nobody can replay an earlier message.
+        # The number of the call is part of the purpose, so an earlier message cannot be replayed.
         self._gathered += 1
         purpose = _PICKLE.format(self._gathered, self.rank)
         data = authentication.sealed(self.status_server.secret, purpose, pickle.dumps(value))
         return [pickle.loads(self._unsealed(r, d)) for r, d in enumerate(self._gather_bytes(data))]
 
     def gather_plain(self, value: Any) -> list[Any]:
-        """Return every rank's JSON `value`. Needs no secret: JSON can run no code."""
+        """Return every rank's JSON `value`. Needs no secret, because JSON cannot run code."""
         return [json.loads(data) for data in self._gather_bytes(json.dumps(value).encode())]
 
     def _unsealed(self, rank: int, data: bytes) -> bytes:
@@ -322,8 +339,8 @@ class Collectives(ABC):
             ) from None
 
     def _gather_bytes(self, mine: bytes) -> list[bytes]:
-        # Lengths first, because receivers must allocate. They are float64 because every transport
-        # gathers rows of floats. They are exact up to 2**53 bytes.
+        # Exchange the lengths first, because receivers must allocate. They are float64, because
+        # every transport can gather rows of floats, and exact up to 2**53 bytes.
         data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         device = self.small_device
         lengths = self.gather_rows(torch.tensor([data.numel()], dtype=torch.float64, device=device))
@@ -338,15 +355,15 @@ class Collectives(ABC):
     def read(self, rows: Tensor) -> Tensor:
         """Copy `rows`, the result of a collective, to the CPU. Blocks.
 
-        A hang report names this wait. On an accelerator the collective itself does not block the
-        host, so this waits for everything that was queued on the current stream before. That
-        stream must have made `rows`, or have waited for it.
+        Hang reports show this wait. On an accelerator the collective itself does not block the
+        host, so this waits for all work that is queued on the current stream. That stream must have
+        computed `rows`, or have waited for it.
         """
         return rows.cpu()
 
     @property
     def small_device(self) -> torch.device:
-        """Device of the small vectors that `gather_rows` takes."""
+        """Device of the small vectors that are passed to `gather_rows`."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -360,13 +377,13 @@ def column(counts: Counts, rank: int) -> list[int]:
 
 
 def slice_of(lengths: Sequence[int], place: int) -> slice:
-    """Return the slice of part number `place` in a buffer of consecutive parts."""
+    """Return the slice of part `place` in a buffer of consecutive parts."""
     start = sum(lengths[:place])
     return slice(start, start + lengths[place])
 
 
 class Solo(Collectives):
-    """A group of one rank: every collective is already done."""
+    """A group of one rank, in which every collective completes immediately."""
 
     name = "none"
     sums_onto = True
@@ -384,7 +401,8 @@ class Solo(Collectives):
     def reduce_scatter(
         self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
     ) -> Handle:
-        # One rank owns the whole buffer. Its scale still counts: the engine scales in the sum.
+        # The only rank owns the full buffer. The scale still applies, because the engine scales in
+        # the sum.
         how.scaled(buffer if into is None else into.copy_(buffer))
         return Handle()
 
@@ -418,14 +436,14 @@ class Solo(Collectives):
 
 
 def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
-    """Return the view of `buffer` that `rank` owns."""
+    """Return the interval of `buffer` that `rank` owns, as a view."""
     return buffer[cuts[rank] : cuts[rank + 1]]
 
 
 def gathered_rows(
     group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
 ) -> Tensor:
-    """Gather one vector of each rank with the all-gather `gather`: (k,) becomes (size, k)."""
+    """Gather one vector from each rank with the all-gather `gather`: (k,) becomes (size, k)."""
     rows = row.new_empty((group.size, row.numel()))
     rows[group.rank] = row
     gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
@@ -447,10 +465,10 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 
 @dataclass(frozen=True)
 class GroupRanks:
-    """The ranks of the run that form a group, in the order of their places in it.
+    """The ranks of the run that form a group, in the order of their group ranks.
 
-    `size` is the number of ranks of the run. `first` is the rank that torch knows as 0, if torch
-    knows a part of the run only.
+    `size` is the number of ranks in the run. `first` is the run rank that is rank 0 in torch's
+    process group, if that group contains only part of the run.
     """
 
     ranks: tuple[int, ...]
@@ -459,33 +477,33 @@ class GroupRanks:
 
     @classmethod
     def whole(cls, size: int) -> GroupRanks:
-        """Return the group of all ranks of a run."""
+        """Return the group that contains all ranks of a run."""
         return cls(tuple(range(size)), size)
 
     def part(self, places: Sequence[int]) -> GroupRanks:
-        """Return the group of the ranks at some of these places."""
+        """Return the subgroup of the ranks with these group ranks."""
         return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.first)
 
     @property
     def of_torch(self) -> list[int]:
-        """The numbers by which torch knows these ranks."""
+        """Numbers of these ranks in torch's default process group."""
         return [rank - self.first for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
-        """Return the beginning of a message about the rank at a place: "Rank 3 of 4"."""
+        """Return the beginning of a message about one rank, such as "Rank 3 of 4"."""
         return f"Rank {self.ranks[place]} of {self.size}"
 
     def named(self, places: Iterable[int]) -> str:
-        """List places in words: "rank 2", or "ranks 0, 2"."""
+        """Format the ranks with these group ranks as "rank 2" or "ranks 0, 2"."""
         return named(self.ranks[place] for place in places)
 
 
 def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy `pieces` into `buffer`, except those that are already there."""
+    """Copy `pieces` into `buffer`, except pieces that are already stored there."""
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]
-        # Compare addresses: small gradients are accumulated in the buffer itself.
+        # Compare addresses, because small gradients are accumulated in the buffer itself.
         if piece.data_ptr() != place.data_ptr():
             place.copy_(piece)
         start += piece.numel()

@@ -1,4 +1,4 @@
-"""The choice of this process's transport, and the connection to the other ranks."""
+"""Chooses this process's transport and connects it to the other ranks."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ OnMeeting = Callable[[Identity, Store], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """The arguments of a transport: the ranks of a group, and this rank's place among them.
+    """Arguments for creating a transport.
 
-    `group_ranks` are these ranks' numbers in the run. `timeout` bounds every wait, in seconds.
+    `group_ranks` maps this group's ranks to ranks in the run. `timeout` limits every wait, in
+    seconds.
     """
 
     identity: Identity
@@ -48,10 +49,10 @@ class Members:
 
 
 class Transport(NamedTuple):
-    """A row of `TRANSPORTS`.
+    """One entry of `TRANSPORTS`.
 
-    `backend` is the backend of torch's default process group, which exists when `make` is called.
-    `make` is collective.
+    `backend` is the backend of torch's default process group, which must be initialised before
+    `make` is called. All ranks must call `make`.
     """
 
     backend: str
@@ -60,10 +61,10 @@ class Transport(NamedTuple):
 
 LOOPBACK = "127.0.0.1"
 OUTSIDE = "192.0.2.1"
-"""An address that no host has (RFC 5737). The route to it is the default route of the network."""
+"""An address that no host has (RFC 5737). Packets to it take the network's default route."""
 
 _rendezvous: Rendezvous | None = None
-"""The rendezvous of this run, kept open until all groups are closed."""
+"""This run's rendezvous, which stays open until all groups are closed."""
 
 
 def connect(
@@ -75,23 +76,24 @@ def connect(
     on_meeting: OnMeeting | None = None,
     of_run: GroupRanks | None = None,
 ) -> Collectives:
-    """Join the group that `identity` describes, over the transport that `TRANSPORTS` lists.
+    """Join the group that `identity` describes, with the transport selected from `TRANSPORTS`.
 
     Args:
         identity: This rank, the number of ranks, and the launcher.
         device: Device whose tensors the transport sends.
-        timeout: Bound of every wait in seconds.
+        timeout: Limit for every wait in seconds.
         transport: Value of `--transport`. With gloo, ranks on GPUs send through host memory, so
-            that several can share a GPU.
-        rendezvous: Place where ranks meet if the launcher gave them no address.
+            several of them can share a GPU.
+        rendezvous: Where ranks meet if the launcher gave them no address.
         on_meeting: Called with the store when the ranks have met. Not called under torchrun, whose
             agent owns the store.
-        of_run: The numbers of these ranks in the run, if there are other ranks; `identity` counts
-            from 0.
+        of_run: Numbers of these ranks in the run, if the run has further ranks. `identity` numbers
+            them from 0.
 
     Raises:
-        LaunchError: If the others cannot be reached, or shared memory is required and unavailable.
-        ConfigError: If the transport is not for `device`.
+        LaunchError: If the other ranks cannot be reached, or if shared memory is required but
+            unavailable.
+        ConfigError: If the transport does not support `device`.
     """
     row = TRANSPORTS.get((transport, device.type))
     if row is None:
@@ -143,7 +145,8 @@ def _gloo(members: Members) -> Gloo:
 
 
 def _shared_memory(members: Members, *, required: bool = True) -> Collectives:
-    # Ranks need a transport to agree on shared memory, and hosts to send between them: Gloo.
+    # Ranks need a transport to agree on shared memory, and hosts need one to send to each other:
+    # Gloo.
     group = _gloo(members)
     return group if group.size == 1 else share_memory(group, members.timeout, required=required)
 
@@ -153,24 +156,25 @@ TRANSPORTS = {
     ("auto", "cuda"): Transport("nccl", _nccl),
     ("shared", "cpu"): Transport("gloo", _shared_memory),
     ("gloo", "cpu"): Transport("gloo", _gloo),
-    # Ranks may share a GPU, which NCCL refuses.
+    # NCCL does not support several ranks on one GPU.
     ("gloo", "cuda"): Transport("gloo", lambda members: HostStaged(_gloo(members), members.device)),
 }
-"""Transport for each value of `--transport` (config/settings.py lists them) and type of device."""
+"""Transport for each value of `--transport` (see config/settings.py) and device type."""
 
 
 def _introduce(identity: Identity, group: Collectives) -> None:
     """Start the status server, and exchange the addresses of all ranks' servers. Collective."""
     if group.size == 1:
         return
-    # Process ids are unique in one PID namespace only: two containers of a host may share ids.
+    # Process ids are unique only within a PID namespace. Two containers on a host may use the same
+    # ids.
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
     mine = group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
-    # The first messages over a new transport: if it does not work, it fails here and not in
-    # training.
+    # These are the first messages over a new transport. If it does not work, it fails here and not
+    # during training.
     every = group.gather_plain(asdict(mine))
     group.status_server.start([RankAddress(**each) for each in every])
 
@@ -185,13 +189,13 @@ def address_of(identity: Identity) -> str:
         found = network.address_of_interface(named) if named else network.address_towards(towards)
         # A host's name may resolve to its own loopback, which no other host can reach.
         return network.address_towards(OUTSIDE) if ip_address(found).is_loopback else found
-    except (LaunchError, ValueError):  # no route: all "hosts" are on one machine
+    except (LaunchError, ValueError):  # no route: all "hosts" are the same machine
         return LOOPBACK
 
 
 def disconnect() -> None:
     """Close the store through which the ranks met."""
-    # Call this after closing all groups: torch's groups look up addresses in the store.
+    # Call this after closing all groups, because torch's groups look up addresses in the store.
     global _rendezvous
     met, _rendezvous = _rendezvous, None
     if met is not None:
@@ -201,15 +205,17 @@ def disconnect() -> None:
 def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
     """Return `identity` with its local rank and size, for launchers that do not set them.
 
-    The ranks meet, as for `connect`, which then uses the same store, and exchange the names of
-    their hosts. Ranks of a host are numbered in ascending order of rank. Collective.
+    Collective.
+
+    The ranks meet in the store that `connect` uses later, and exchange their host names. Local
+    ranks follow the order of the ranks.
     """
-    # Most launchers set these variables, and then ranks need not meet before `connect`.
+    # Most launchers set these variables. In that case ranks need not meet before `connect`.
     if identity.is_placed or identity.size == 1:
         return replace(identity, is_placed=True)
     try:
-        # Over the store, because no transport exists yet: a transport needs the device, and the
-        # choice of the device needs the local rank.
+        # Use the store, because no transport exists yet: a transport needs the device, and the
+        # device depends on the local rank.
         store = _meet_others(identity, timeout, rendezvous).store
         host = host_key() or gethostname()
         names = _exchange_texts(identity, store, "host", host)
@@ -228,8 +234,9 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 def check_all(identity: Identity, refusal: str) -> None:
     """Check that every rank that met in `place` can take part. Collective.
 
-    `refusal` is the reason why this rank cannot, such as a missing device, or "" if it can. Raises
-    LaunchError if another rank cannot take part, because this one would wait for it forever.
+    `refusal` is the reason why this rank cannot take part, such as a missing device, or "" if it
+    can. Raises LaunchError if another rank cannot take part, because this one would wait for it
+    forever.
     """
     if _rendezvous is None:
         return
@@ -238,14 +245,14 @@ def check_all(identity: Identity, refusal: str) -> None:
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
     for rank, text in enumerate(refusals):
-        if text and not refusal:  # the caller raises its own
+        if text and not refusal:  # the caller raises its own error
             raise LaunchError(f"Rank {rank} cannot take part: {text}").blaming([rank])
 
 
 def _exchange_texts(identity: Identity, store: Store, key: str, text: str) -> list[str]:
-    """Return every rank's `text` under `key`, through rank 0."""
-    # Through rank 0: if every rank read every text, the store would serve size * size requests.
-    # `get` blocks until the key exists, so no barrier is needed.
+    """Return every rank's `text` for `key`, exchanged through rank 0."""
+    # Rank 0 collects the texts. If every rank read every text, the store would serve size * size
+    # requests. `get` blocks until the key exists, so no barrier is needed.
     store.set(f"{key}/{identity.rank}", text)
     if identity.rank == 0:
         texts = [store.get(f"{key}/{rank}").decode() for rank in range(identity.size)]
@@ -275,12 +282,12 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> bytes:
-    """Make torch's default process group, unless the script has, and return the run's secret."""
+    """Return the run's secret. Initialise torch's default process group if the script has not."""
     is_torchs = identity.launcher == "torchrun"
     if dist.is_initialized():
         met = _meet_others(identity, timeout, rendezvous)
         made: str = dist.get_backend()
-        if made == "undefined":  # the group has one backend per type of device
+        if made == "undefined":  # the group has one backend per device type
             pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
             made = dict(pairs).get("cuda" if backend == "nccl" else "cpu", made)
         if made != backend:
@@ -305,7 +312,7 @@ def _join(
         listeners.shut()
     except (RuntimeError, ValueError) as error:
         raise _cannot_join(identity, error) from error
-    # A run without a secret works, but anyone who reaches its port can join: say so once.
+    # A run without a secret works, but anyone who can reach its port can join. Warn once.
     if met.is_open and identity.rank == 0:
         print(f"shardwise: {_open_words(identity)}", file=sys.stderr, flush=True)
     return met.secret
@@ -321,7 +328,7 @@ def _cannot_join(identity: Identity, error: Exception) -> LaunchError:
 
 
 def _open_words(identity: Identity) -> str:
-    """Return the warning about a run whose ranks share no secret."""
+    """Return the warning for a run whose ranks share no secret."""
     return (
         f"this run is open: anyone who reaches rank 0 at {address_of(identity)} while it starts "
         "can join it and run code as this user. Give all ranks a secret: set "
@@ -333,10 +340,11 @@ def _open_words(identity: Identity) -> str:
 def for_thread(group: Collectives, timeout: float) -> Collectives:
     """Return a group of the same ranks for another thread of each process. Collective.
 
-    `group` has all ranks of the run; `timeout` in seconds bounds every wait.
+    `group` must contain all ranks of the run. `timeout` limits every wait, in seconds.
     """
-    # A `second_group` has separate channels. But with shared memory, a thread that waits advances
-    # the calls of all groups of its process. So another thread needs its own sockets and arena.
+    # A `second_group` has separate channels. But with shared memory, a waiting thread advances the
+    # calls of all groups in its process. So another thread needs separate sockets and a separate
+    # arena.
     if isinstance(group, HostStaged):
         return HostStaged(for_thread(group.inner, timeout), group.device)
     if isinstance(group, SharedMemory | Hierarchical):

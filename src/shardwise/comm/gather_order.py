@@ -1,11 +1,11 @@
-"""The gather order: one order, on all ranks, of the collectives inside forwards and backwards.
+"""Runs the collectives of forward and backward passes in the same order on all ranks.
 
 A rank may skip a collective that others need. Two ranks deadlock if each waits for the other in a
-different collective. This could happen across engines: a backward may run through sharded units of
-several engines (the loss of one model passes through another), models call other models, and
-BatchNorm over all ranks exchanges statistics between two units. So each process has a single list
-of entries (agreed_order.py) and runs one pass at a time. A forward or backward that begins inside
-another is part of that pass.
+different collective. This can also happen across engines. A backward pass may run through sharded
+units of several engines (if the loss of one model depends on another model), models may call other
+models, and synchronised BatchNorm exchanges statistics between two units. So each process has a
+single list of entries (agreed_order.py) and runs one pass at a time. A forward or backward pass
+that begins inside another pass is part of that pass.
 
     backward of engine A's loss     A opens ─ B's units ─ B's BatchNorm ─ A's units ─ A closes
 """
@@ -27,34 +27,35 @@ class Member(Protocol):
     """A member of the order: the units of an engine, or its modules that exchange statistics."""
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Run entry `number` with all ranks; `wanted` says whether this rank needs it itself."""
+        """Run entry `number` on all ranks. `wanted` is True if this rank needs the entry itself."""
 
     def start_ahead(self, number: int) -> None:
-        """Start the parts of entry `number`, the next one, that need not wait for its turn."""
+        """Start the parts of entry `number`, the next entry, that need not wait for their turn."""
 
     def is_past(self, number: int) -> None:
-        """Note that the current backward does not need entry `number` again."""
+        """Handle that the current backward pass will not need entry `number` again."""
 
     def end_dead_pass(self) -> None:
-        """End the pass that this member has opened, if it has failed unnoticed."""
+        """End the pass that this member opened, if that pass failed without being closed."""
 
     def check(self) -> None:
-        """Raise, on all ranks, if entries since the last call were out of order."""
+        """Raise on all ranks if any entry since the last call was out of order."""
 
     def mode(self) -> Hashable:
-        """Return a value that distinguishes passes with the same key; it is equal on all ranks."""
+        """Return a value that distinguishes passes with the same key, identical on all ranks."""
 
     def set_aside(self) -> Callable[[], None]:
         """Save the state that this rank's uneven passes will change.
 
-        Returns a function that restores it.
+        Returns a function that restores the state.
         """
 
 
 class GatherOrder:
-    """The order of the entries of all engines in this process.
+    """Runs the entries of all engines in this process in the common order.
 
-    `group` gives the ranks, over channels that carry nothing else.
+    `group` returns the group of ranks that agree on the order. Its channels must not carry anything
+    else.
     """
 
     def __init__(self, size: int, group: Callable[[], Collectives]) -> None:
@@ -68,11 +69,11 @@ class GatherOrder:
         self._descending = False
         self._uneven = 0
         self.passes = 0
-        """How many have begun."""
+        """Number of passes that have begun."""
 
     @property
     def group(self) -> Collectives:
-        """Group with channels for this order only. Collective at first use."""
+        """Group whose channels are reserved for this order. Collective at first use."""
         return self._group()
 
     def _agree(self, wanted: int) -> int:
@@ -91,10 +92,10 @@ class GatherOrder:
         staying: Sequence[int] = (),
         exchanges: bool = False,
     ) -> int:
-        """Give `member` an entry for each of `names`; see AgreedOrder.join.
+        """Add an entry for each of `names` to `member`. See `AgreedOrder.join`.
 
-        Returns the number of its first entry. Pass that number to `leave`, and that number plus the
-        place of a name to `reach`.
+        Returns the number of the first entry. Pass it to `leave`; pass it plus a name's index in
+        `names` to `reach`.
         """
         first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
@@ -103,7 +104,7 @@ class GatherOrder:
         return first
 
     def leave(self, first: int) -> None:
-        """Remove a member."""
+        """Remove the member whose first entry has the number `first`."""
         self._members.pop(first, None)
         self._modes.pop(first, None)
         self._order.leave(first)
@@ -112,44 +113,46 @@ class GatherOrder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a pass is running."""
+        """True while a pass is running."""
         return self._opener is not None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks may run different numbers of forwards."""
+        """True if ranks may run different numbers of forward passes."""
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass that has failed unnoticed, in a backward that the user's code called."""
+        """End a pass left open by a failed backward pass that user code started."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 
     def open(self, opener: Member, kind: Hashable, *, descending: bool) -> None:
-        """Begin a pass of `opener`, unless one is open; `kind` is equal on all ranks.
+        """Begin a pass of `opener`, unless a pass is already running.
 
-        `descending`: units are needed from the last to the first, as in a backward.
+        All ranks must pass the same `kind`.
+
+        If `descending` is true, units are needed from last to first, as in a backward pass.
         """
-        # A forward inside of another pass is a part of that: two passes at a time would have no
-        # common order.
+        # A forward pass inside another pass is part of it, because two concurrent passes would have
+        # no common order.
         if self._opener is not None:
             return
         self._opener = opener
         self.passes += 1
-        # A wish is a place in the order of preference, which must be the same on all ranks even if
-        # one is in a forward and another in a backward.
+        # A wish is an index into the order of preference, which must be the same on all ranks even
+        # if one is in a forward pass and another in a backward pass.
         self._descending = descending and not self.is_uneven
-        # Members are collected at different moments on the ranks, so the modes of those that are
-        # gone stay in the key.
+        # Ranks collect dead members at different times, so the key still contains the modes of
+        # members that no longer exist.
         self._modes |= {first: member.mode() for first, member in self._members.items()}
         key = kind, tuple(self._modes.values())
         self._order.open(key, descending=self._descending, uneven=self.is_uneven)
 
     def close(self, opener: Member, expected: Sequence[int], *, failed: bool) -> None:
-        """End the pass if `opener` began it: run the entries that other ranks still need.
+        """End the pass if `opener` began it, after running the entries that other ranks still need.
 
-        `failed`: the pass raised. `expected` lists entries that a later pass of this kind may need
-        although this one did not.
+        `failed` is True if the pass raised an exception. `expected` lists entries that this pass
+        did not need but a later pass of this kind may need.
         """
         if self._opener is not opener:
             return
@@ -161,16 +164,16 @@ class GatherOrder:
             self._opener = None
 
     def drop(self, opener: Member) -> None:
-        """End the pass of `opener` without running what other ranks need."""
+        """End the pass of `opener` without running the entries that other ranks need."""
         if self._opener is opener:
             self._opener = None
 
     def abandon(self) -> None:
-        """End the current pass at this entry, on all ranks."""
+        """End the current pass at this entry. All ranks must call this."""
         self._opener = None
 
     def reach(self, entry: int) -> None:
-        """Run all entries up to number `entry`, which this rank needs."""
+        """Run all entries up to `entry`, which this rank needs."""
         for each in self._order.until(entry):
             self._run(each, wanted=each == entry)
 
@@ -180,20 +183,20 @@ class GatherOrder:
             member.is_past(over - self._firsts[over])
         if (member := self._member_of(entry)) is not None:
             member.run_entry(entry - first, wanted=wanted)
-        # After every entry, even on a rank that only catches up: all ranks must start gathers and
-        # sums of gradients in one order, because NCCL may deadlock otherwise.
+        # Do this after every entry, even on a rank that only catches up. All ranks must start
+        # gathers and gradient sums in the same order, because NCCL may deadlock otherwise.
         following = self._order.next()
         if following is not None and (member := self._member_of(following)) is not None:
             member.start_ahead(following - self._firsts[following])
 
     def _member_of(self, entry: int) -> Member | None:
-        """Return the member of an entry; None if it has been collected."""
+        """Return the member that owns an entry, or None if it has been garbage-collected."""
         return self._members.get(self._firsts[entry])
 
     def check(self) -> None:
-        """Raise, on all ranks, if entries since the last call were out of order."""
-        # On an accelerator the check reads device memory, for which the host must wait. A step
-        # calls this when the host has waited anyway.
+        """Raise on all ranks if any entry since the last call was out of order."""
+        # On an accelerator, the check copies from device memory, which blocks the host. A step
+        # calls it when the host has just waited anyway.
         for member in list(self._members.values()):
             member.check()
 
@@ -201,10 +204,10 @@ class GatherOrder:
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
-        """Allow each rank its own number of forwards inside the block.
+        """Allow each rank to run its own number of forward passes inside the block.
 
-        A rank that leaves the block runs the entries that others need until all have left. Blocks
-        may be nested.
+        A rank that leaves the block runs the entries that others need until all ranks have left.
+        Blocks may be nested.
         """
         restorers = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1

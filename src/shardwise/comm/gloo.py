@@ -1,4 +1,4 @@
-"""The transport of CPU ranks over Gloo: collectives made of its point-to-point messages."""
+"""Transport for CPU ranks: collectives built from Gloo's point-to-point messages."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
 LONG = 1 << 22
-"""Largest message of a sum in bytes: a piece is summed while the next one arrives."""
+"""Maximum size of a message in a sum, in bytes. A piece is summed while the next one arrives."""
 
 
 class Gloo(Collectives):
-    """CPU ranks over Gloo, by its point-to-point messages.
+    """CPU ranks that communicate with Gloo's point-to-point messages.
 
-    Gloo's own reduce-scatter is an all-reduce inside, and its all-gather copies more than it sends.
-    So both are direct exchanges here: each rank sends every other rank its interval, and sums the
-    received values in rank order. With 64 MB on 2 ranks, a reduce-scatter takes 26 ms instead of
-    100, and an all-gather 19 ms instead of 77. `benchmarks/collectives.py` measures it on your
-    machine.
+    Gloo's own reduce-scatter is implemented as an all-reduce, and its all-gather copies more data
+    than it sends. Here both are direct exchanges: each rank sends every other rank its interval,
+    and sums the received values in rank order. With 64 MB on 2 ranks, a reduce-scatter takes 26 ms
+    instead of 100, and an all-gather 19 ms instead of 77. `benchmarks/collectives.py` measures
+    both.
     """
 
     name = "gloo"
@@ -55,10 +55,10 @@ class Gloo(Collectives):
         timeout: timedelta | None = None,
         status_server: StatusServer | None = None,
     ) -> None:
-        """Make the transport of a torch process group; None is the default group.
+        """Create the transport of a torch process group; None means the default group.
 
-        `group_ranks` are the numbers of these ranks in the run, if there are other ranks.
-        `timeout` bounds the waits of groups that `split` makes.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `timeout` limits the waits of groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
         self._timeout = timeout
@@ -76,10 +76,10 @@ class Gloo(Collectives):
     ) -> Handle:
         first = self.messages.number()
         cuts = even_cuts(buffer.numel(), self.size)
-        if buffer.nbytes <= SMALL:  # one round instead of two: latency counts, not bytes
+        if buffer.nbytes <= SMALL:  # one round instead of two, because latency dominates
             join_pieces(pieces, buffer)
             return self._exchange_all(first, buffer, how)
-        # Numbered now: the second half starts at different moments on the ranks.
+        # Take the number now, because the second half starts at different times on different ranks.
         second = self.messages.number()
         own = interval(buffer, cuts, self.rank)
         scatter = self._reduce_scatter(first, pieces, cuts, own, how)
@@ -89,9 +89,9 @@ class Gloo(Collectives):
             scatter.wait()
             second_half.append(self._all_gather(second, buffer, cuts, here=True))
 
-        # Other ranks need this rank's sum, possibly before it waits for this call itself. So the
-        # progress thread sums and sends it. It does not wait for the second half to arrive, which
-        # would delay the sum of the next call.
+        # Other ranks need this rank's sum, possibly before this rank waits for the call. So the
+        # progress thread computes and sends it. The thread does not wait for the second half to
+        # arrive, because that would delay the sum of the next call.
         pending = self.messages.progress_thread.follow(sum_and_send)
 
         def finish() -> None:
@@ -101,7 +101,7 @@ class Gloo(Collectives):
         return Handle(finish)
 
     def _exchange_all(self, call: int, buffer: Tensor, how: Sum) -> Handle:
-        """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
+        """All-reduce a small buffer in one exchange: every rank sends its values to all others."""
         mine = buffer.clone()  # the sum overwrites `buffer`, which Gloo may still be sending
         rows = {rank: torch.empty_like(buffer) for rank in self.messages.others}
         receives = {rank: [row] for rank, row in rows.items()}
@@ -138,7 +138,7 @@ class Gloo(Collectives):
         """Send each rank the pieces of its interval, and sum the pieces of this rank's interval.
 
         Pieces have the same cuts on all ranks, so each rank sends as many messages as this rank has
-        pieces in its own interval.
+        pieces in its interval.
         """
         others = self.messages.others
         longest = LONG // pieces[0].itemsize
@@ -155,16 +155,18 @@ class Gloo(Collectives):
         received = self.messages.start("reduce-scatter", call, sends, rows)
 
         def sum_if_complete(number: int) -> None:
-            """Sum a piece once all ranks have sent it, while it is still in the CPU's cache."""
+            """Sum a piece once all ranks have sent it, while it is still in the CPU cache."""
             if number % len(others) == 0:
                 out, *terms = next(parts)
                 sum_in_rank_order(terms, out, how)
 
         def finish() -> None:
             received(sum_if_complete)
-            for out, *terms in parts:  # an empty interval, or a group of one: no message arrives
+            for out, *terms in parts:  # empty interval or group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
-            self.give_back(scratch)  # only now: Gloo receives into it until the last message
+            self.give_back(
+                scratch
+            )  # only now, because Gloo receives into it until the last message
 
         return Handle(advance=finish)
 
@@ -194,13 +196,14 @@ class Gloo(Collectives):
 
     def gather_rows(self, row: Tensor) -> Tensor:
         def gather(buffer: Tensor, cuts: Cuts) -> Handle:
-            # Small rows in this thread: handing them to the send thread takes longer.
+            # Send small rows from this thread, because handing them to the send thread takes
+            # longer.
             here = row.nbytes <= SMALL
             return self._all_gather(self.messages.number(), buffer, cuts, here=here)
 
         return gathered_rows(self, row, gather)
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:
@@ -215,7 +218,7 @@ class Gloo(Collectives):
     # -- scratch memory -------------------------------------------------------------------
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return scratch memory that is kept between calls, to avoid page faults."""
+        """Return scratch memory, reusing memory from earlier calls to avoid page faults."""
         spare = self._spare.setdefault(dtype, [])
         for index, tensor in enumerate(spare):
             if tensor.numel() >= numel:
@@ -223,6 +226,6 @@ class Gloo(Collectives):
         return torch.empty(numel, dtype=dtype)
 
     def give_back(self, scratch: Tensor) -> None:
-        """Keep scratch memory from `borrow` for later calls."""
+        """Return scratch memory from `borrow` to the pool for reuse."""
         whole = scratch if scratch._base is None else scratch._base
         self._spare[scratch.dtype].append(whole)

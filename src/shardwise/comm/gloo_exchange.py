@@ -1,6 +1,6 @@
-"""The messages of calls over Gloo, and the reason if a message does not arrive.
+"""Exchanges the messages of calls over Gloo, and finds out why a message does not arrive.
 
-start      starts receives, then sends; large ones in a separate thread (the send thread)
+start      starts the receives, then the sends; large ones in a separate thread (the send thread)
 wait       waits for the messages in the order in which they were started
 compare    asks a rank whose message is missing which call it is in (see watch/watchdog.py)
 """
@@ -26,30 +26,30 @@ from shardwise.errors import CollectiveError, PeerLost
 from shardwise.watch.status_server import StatusServer
 
 PROBE = 1
-"""Tag of messages that no rank receives; no call has it."""
+"""Tag of messages that no rank receives. No call uses it."""
 
 REMEMBERED = 64
-"""Number of calls whose sent messages a rank remembers."""
+"""Number of calls for which a rank remembers the messages it sent."""
 
 SMALL = 1 << 14
-"""Largest total of a call's messages in bytes that is started without the send thread."""
+"""Largest total size, in bytes, of messages that are started without the send thread."""
 
 
 class Arrivals(Protocol):
     """Waits for all messages of a call.
 
     After each message, it calls `then` with the number of messages that have arrived: first the
-    first message of every rank, then the second ones. Hang reports do not count the time in `then`
-    as waiting.
+    first message from every rank, then the second ones. Hang reports do not count the time spent in
+    `then` as waiting.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
 
 
 class GlooExchange:
-    """The messages of rank `rank` in one group, over Gloo's point-to-point verbs.
+    """The messages of rank `rank` in one group, over Gloo's point-to-point operations.
 
-    `group` is torch's process group that carries them. `timeout` only appears in error messages.
+    `group` is the torch process group that sends them. `timeout` only appears in error messages.
     Errors name the rank whose message is missing.
     """
 
@@ -67,12 +67,12 @@ class GlooExchange:
         self._timeout = timeout
         self._status_server = status_server
         self._calls = 0
-        # The messages of failed calls stay here. Dropping a torch work before its message arrived
-        # would shift the messages of later calls on that channel.
+        # The messages of failed calls stay here. Dropping a torch work object before its message
+        # has arrived would shift the messages of later calls on that channel.
         self._unwaited: dict[int, list[tuple[int, dist.Work]]] = {}
         self.progress_thread = ProgressThread(status_server.waits)
         self._send_thread = ProgressThread(status_server.waits, name="shardwise-send")
-        # Ends the threads and sockets of a group that is collected without `close`.
+        # Stops the threads and closes the sockets of a group that is collected without `close`.
         self._end = weakref.finalize(self, _end, group, self._send_thread, self.progress_thread)
         self._end.atexit = False
         self._sent: dict[int, dict[int, gloo_messages.Content]] = {}
@@ -82,11 +82,11 @@ class GlooExchange:
 
     @property
     def others(self) -> list[int]:
-        """The places of the other ranks."""
+        """The group ranks of the other ranks."""
         return [place for place in range(len(self._group_ranks.ranks)) if place != self._rank]
 
     def number(self) -> int:
-        """Count a call, and return its number, which is the same on all ranks."""
+        """Increment the call counter and return it. It is the same on all ranks."""
         self._calls += 1
         return self._calls
 
@@ -99,45 +99,49 @@ class GlooExchange:
         *,
         here: bool = False,
     ) -> Arrivals:
-        """Start the messages to and from every other rank. Empty ones are not sent.
+        """Start the messages to and from every other rank. Empty messages are not sent.
 
-        Returns a function that waits for all of them. Raises CollectiveError if the group is
-        closed. `here`: start them in this thread, even if they are large.
+        Returns a function that waits for all of them. If `here` is true, even large messages are
+        started in this thread. Raises CollectiveError if the group is closed.
         """
-        # Before any message is sent: a forked child would send over its parent's sockets.
+        # Check before any message is sent, because a forked child would send over its parent's
+        # sockets.
         self._status_server.refuse_after_failure()
         self._send_thread.refuse_if_dismissed()
-        # Another rank may ask for this when its wait is too long (`_compare`).
+        # Another rank may ask for this if its wait takes too long (`_compare`).
         self._sent[call] = gloo_messages.contents(what, sends)
         awaited = gloo_messages.contents(what, receives)
-        # Several may be old: some calls send nothing, and calls may start out of order.
+        # Several calls may be old, because some calls send nothing and calls may start out of
+        # order.
         for old in list(self._sent):
             if old <= call - REMEMBERED:
                 self._sent.pop(old, None)
         works: list[tuple[int, dist.Work]] = []
         self._unwaited[call] = works
         start = partial(self._start, what, call, works, sends, receives)
-        # Gloo writes to the socket in the calling thread until the socket is full, and locks out
-        # that thread while bytes from the same rank arrive. That would stop a backward, so the send
-        # thread starts large messages.
+        # Gloo writes to the socket in the calling thread until the socket is full, and blocks that
+        # thread while data from the same rank is being received. That would stall a backward pass,
+        # so the send thread starts large messages.
         if here or gloo_messages.nbytes(sends) + gloo_messages.nbytes(receives) <= SMALL:
             start()
             begun = None
         else:
             begun = self._send_thread.follow(start)
-        # Without the tensors: hang reports hold this function and must not keep their memory.
+        # Do not pass the tensors: hang reports hold this function and must not keep their memory
+        # alive.
         return partial(self._wait, what, call, begun, awaited)
 
     def follow(self, call: str, pending: PendingWork) -> None:
-        """Wait for work of the progress thread. Hang reports list the ranks it waits for."""
+        """Wait for work of the progress thread. Hang reports list the ranks that it waits for."""
         with self._status_server.waits.noted(call, pending.missing):
             pending.wait()
 
     def close(self) -> None:
-        """End the threads and leave torch's group."""
-        # The send thread first: it may hold tensors of calls that end with the group.
+        """Stop the threads and leave torch's group."""
+        # The send thread first, because it may hold tensors of calls that end with the group.
         self._send_thread.close()
-        # Destroying torch's group ends the waits of the progress thread, which would block `close`.
+        # Destroying torch's group ends the progress thread's waits, which would otherwise block
+        # `close`.
         self._end()
         self.progress_thread.close()
 
@@ -149,11 +153,11 @@ class GlooExchange:
         sends: gloo_messages.Messages,
         receives: gloo_messages.Messages,
     ) -> None:
-        """Start all messages and append them to `works`."""
+        """Start all messages and append their work objects to `works`."""
         rank = self._rank
         try:
-            # Receives first, on all ranks: Gloo then writes arriving bytes to their destination
-            # directly, without a buffer.
+            # Post receives first, on all ranks. Gloo then writes arriving data directly to its
+            # destination, without a buffer.
             for peer, start, tensors in (
                 ("group_src", dist.irecv, receives),
                 ("group_dst", dist.isend, sends),
@@ -177,7 +181,7 @@ class GlooExchange:
     ) -> None:
         self._status_server.refuse_after_failure()
         if begun is not None:
-            begun.wait()  # for the send thread, not for another rank
+            begun.wait()  # waits for the send thread, not for another rank
         works, first = self._unwaited[call], 0
         if then is not None:
             to_come = sum(len(lengths) for _, lengths, _ in awaited.values())
@@ -196,9 +200,10 @@ class GlooExchange:
         call: int,
         awaited: dict[int, gloo_messages.Content],
     ) -> None:
-        """Wait for some of the messages of a call.
+        """Wait for some messages of a call.
 
-        Hang reports list all their places as missing at first, then the one that is waited for.
+        Hang reports first list all of their senders as missing, then only the one that is waited
+        for.
         """
         now = sorted({place for place, _ in works})
         call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
@@ -218,7 +223,7 @@ class GlooExchange:
     def _failed(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
         """Announce the failure to the other ranks, and return the error to raise.
 
-        If another rank aborted before, that rank's error is returned.
+        If another rank has already aborted, that rank's error is returned.
         """
         speaker = self._group_ranks.speaker(self._rank)
         if (theirs := self._status_server.error_of_another(speaker)) is not None:
@@ -234,9 +239,9 @@ class GlooExchange:
         return found
 
     def _unreachable(self) -> list[int]:
-        """Return the places to which messages can no longer be sent.
+        """Return the group ranks to which messages can no longer be sent.
 
-        They include the rank that ended first, even if this rank noticed the end of another first.
+        They include the rank that exited first, even if this rank noticed another exit before it.
         """
         found = []
         for rank in self.others:
@@ -258,7 +263,7 @@ class GlooExchange:
     def _compare(
         self, call: int, contents: dict[int, gloo_messages.Content], now: list[int]
     ) -> None:
-        """End a wait for a message if its sender is in another collective."""
+        """Stop waiting for a message if its sender is in a different collective."""
         if not now or (place := now[0]) not in contents or self._difference is not None:
             return
         server, awaited = self._status_server, gloo_messages.as_json(contents[place])
@@ -276,12 +281,12 @@ class GlooExchange:
             size = self._group_ranks.size
             self._difference = mismatch_error(server, call, here, there, size)
             server.announce_abort(self._difference)
-        # This runs in the watchdog's thread. The training thread sleeps inside Gloo, and only a
-        # message with the awaited tag and length wakes it: ask the other rank to send one.
+        # This runs in the watchdog thread. The training thread is blocked inside Gloo, and only a
+        # message with the expected tag and length wakes it. So ask the other rank to send one.
         server.ask_to_let_go(rank, self._channel, self._rank, [call, awaited])
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return the description of the messages to a place in a call.
+        """Return the description of the messages sent to rank `to` in a call.
 
         Returns None if this rank has not reached that call.
         """
@@ -289,14 +294,14 @@ class GlooExchange:
         return None if sent is None else gloo_messages.as_json(sent.get(to, gloo_messages.NOTHING))
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send the message that a place waits for, filled with zeros, to end its wait."""
+        """Unblock rank `to` by sending the message that it waits for, filled with zeros."""
         call, (what, lengths, dtype) = awaited
         for length in lengths:
             filler = torch.zeros(length, dtype=getattr(torch, dtype))
             tag = gloo_messages.tag(what, call, filler)
             try:
                 work = dist.isend(real_view(filler), group=self._group, tag=tag, group_dst=to)
-            except RuntimeError:  # that rank has ended
+            except RuntimeError:  # that rank has exited
                 return
             assert work is not None
             self._unwaited.setdefault(-1, []).append((to, work))
@@ -305,5 +310,5 @@ class GlooExchange:
 def _end(group: dist.ProcessGroup | None, *threads: ProgressThread) -> None:
     for thread in threads:
         thread.dismiss()
-    with suppress(ValueError, AssertionError):  # destroyed with the default group already
+    with suppress(ValueError, AssertionError):  # already destroyed with the default group
         dist.destroy_process_group(group)

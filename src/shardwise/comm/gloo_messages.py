@@ -1,4 +1,4 @@
-"""Descriptions of the messages of one call over Gloo: their pieces, contents and tags."""
+"""Describes the messages of one call over Gloo: their pieces, contents and tags."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import torch
 from torch import Tensor
 
 Messages = Mapping[int, Sequence[Tensor]]
-"""Tensors to send to each other rank, or to receive from it, in order."""
+"""Tensors to send to, or receive from, each other rank, in order."""
 
 Content = tuple[str, tuple[int, ...], torch.dtype | None]
-"""Description of the messages from one rank to another in a call: the name of the collective, the
-number of elements in each message, the dtype."""
+"""Description of the messages from one rank to another in a call.
+
+It contains the name of the collective, the number of elements in each message, and the dtype.
+"""
 
 NOTHING: Content = ("nothing", (), None)
 
 
 def tag(what: str, call: int, tensor: Tensor) -> int:
     """Return the tag of a message: its call, and a hash of its collective, length and dtype."""
-    # A rank in another collective, or with another length, sends a tag that nobody receives. The
-    # wait then ends with an error, and its bytes never go into the wrong buffer. Gloo delivers
-    # messages of one tag in order of sending, so pieces of equal length need no number.
+    # A rank that is in a different collective, or uses a different length, sends a tag that nobody
+    # receives. The wait then ends with an error, and the data never reaches the wrong buffer. Gloo
+    # delivers messages with the same tag in the order of sending, so pieces of equal length need no
+    # number.
     kind = zlib.crc32(f"{what} {tensor.numel()} {tensor.dtype}".encode())
     return (call % 2**16) << 14 | kind % 2**14
 
@@ -40,24 +43,24 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
 def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
     """Yield each message with its rank: the first message of every rank, then the second ones."""
     # In this order a piece can be summed as soon as all ranks have sent it, while later pieces are
-    # still on the wire.
+    # still in transit.
     for several in zip_longest(*messages.values()):
         yield from ((r, t) for r, t in zip(messages, several, strict=True) if t is not None)
 
 
 def nbytes(messages: Messages) -> int:
-    """Return the bytes of all messages."""
+    """Return the total size of all messages in bytes."""
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 
 def as_json(content: Content) -> list[Any]:
-    """Return a description as JSON, for another process."""
+    """Convert a description to JSON-compatible values, for another process."""
     what, lengths, dtype = content
     return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
 
 
 def in_words(content: list[Any]) -> str:
-    """Return a description in words, for an error message."""
+    """Format a description for an error message."""
     what, lengths, dtype = content
     return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
 
@@ -68,7 +71,7 @@ def in_words(content: list[Any]) -> str:
 def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
     """Return the views of `pieces` that cover [first, end) of their concatenation.
 
-    Returns at least one view, which may be empty, because callers need the dtype.
+    The list contains at least one view, which may be empty, because callers need the dtype.
     """
     found, start = [], 0
     for piece in pieces:
@@ -80,7 +83,7 @@ def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tenso
 
 
 def without_long_pieces(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
-    """Cut `pieces` so that each has at most `longest` elements."""
+    """Split `pieces` so that each has at most `longest` elements."""
     return [
         part
         for piece in pieces
@@ -89,6 +92,6 @@ def without_long_pieces(pieces: Sequence[Tensor], longest: int) -> list[Tensor]:
 
 
 def rows_of_pieces(flat: Tensor, count: int, lengths: Sequence[int]) -> list[Sequence[Tensor]]:
-    """Cut `flat` into `count` rows, and each row into pieces of these `lengths`."""
+    """Split `flat` into `count` rows, and each row into pieces of the given `lengths`."""
     each = sum(lengths)
     return [torch.split(flat[i * each : (i + 1) * each], list(lengths)) for i in range(count)]

@@ -1,7 +1,7 @@
-"""The transport of CPU ranks on several hosts: shared memory inside each, Gloo between them.
+"""Transport for CPU ranks on several hosts: shared memory within a host, Gloo between hosts.
 
-A rank's *peers* are the ranks at the same place on the other hosts. Each rank sums the values of
-its host for its peers and itself, and sends only these sums, to their owners:
+A rank's *peers* are the ranks with the same index on the other hosts. Each rank sums its host's
+values for its peers and itself, and sends only these sums to their owners:
 
     host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
                   ▲        ▲           all-gather       peers ─▶ copy inside
@@ -9,9 +9,9 @@ its host for its peers and itself, and sends only these sums, to their owners:
     host 1     rank 2 | rank 3
 
 So each of H hosts sends (H - 1) / H of a buffer in a reduce-scatter or an all-gather, and twice
-that in an all-reduce, for any number of ranks per host. 16-bit floats that are summed in fp32 are
-sent as fp32, so that they are rounded once. Sums have a fixed order: by rank within a host, then
-by host.
+that in an all-reduce, regardless of the number of ranks per host. 16-bit floats that are summed in
+fp32 are also sent as fp32, so that they are rounded only once. Sums have a fixed order: by rank
+within a host, then by host.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import node_sizes
 
 Hosts = Sequence[Sequence[int]]
-"""The ranks of each host, in ascending order; the same number on each host."""
+"""The ranks of each host, in ascending order. Every host has the same number of ranks."""
 
 PartialSteps = Generator[int | PendingWork, Messages, Messages]
-"""Some of the steps of a call. It returns the messages about its first stage."""
+"""Some steps of a call. The generator returns the messages of the call's first stage."""
 
 
 class Hierarchical(MappedMemory):
-    """CPU ranks of several hosts, with the same number (at least two) on each.
+    """CPU ranks on several hosts, with the same number of ranks (at least two) on each.
 
     `inside` is the group of this host's ranks, `between` the group of this rank and its peers, and
     `under` the group of all ranks over Gloo.
@@ -61,18 +61,18 @@ class Hierarchical(MappedMemory):
         self._between = between
         self._hosts = hosts
         self._under = under
-        # It wakes this rank through the poll object of shared memory, so that one wait sees the
-        # messages within the host and those between hosts.
+        # It wakes this rank through the poll object of shared memory, so that a single wait
+        # receives both the messages within the host and those between hosts.
         self._progress_thread = ProgressThread(between.status_server.waits, inside.poll)
         self._children: list[Hierarchical] = []
         self._parent: ref[Hierarchical] | None = None
-        # For each place on a host, the ranks at that place, in the order of `between`.
+        # For each index on a host, the ranks with that index, in the order of `between`.
         self._columns = [sorted(column) for column in zip(*hosts, strict=True)]
         self._peers = self._columns[inside.rank]
 
     @property
     def knows_tree(self) -> bool:
-        """Whether the ranks of each host are one node of the tree."""
+        """True if the ranks of each host form one node of the reduction tree."""
         each = len(self._hosts[0])
         in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
         return in_a_row and each in node_sizes(self.size)
@@ -84,16 +84,16 @@ class Hierarchical(MappedMemory):
 
     @property
     def under(self) -> Collectives:
-        """The group of the same ranks over Gloo."""
+        """The Gloo group that contains the same ranks."""
         return self._under
 
-    # -- the verbs ------------------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer, cuts = real_buffer(buffer, even_cuts(buffer.numel(), self.size))
         begin = self._inside.opening("all-reduce", buffer)
-        # Numbered here and not in the steps: those run when messages arrive, in an order that may
-        # differ between hosts.
+        # Take the numbers here and not in the steps, because steps run when messages arrive, in an
+        # order that may differ between hosts.
         calls = self._between.messages.number(), self._between.messages.number()
         return self._inside.start(begin, self._all_reduce(begin, calls, buffer, cuts, how))
 
@@ -108,8 +108,8 @@ class Hierarchical(MappedMemory):
         call = self._between.messages.number()
 
         def steps() -> Steps:
-            # First wait for the ranks of this host, then for the peers, each of which has waited
-            # for the ranks of its host.
+            # First wait for the ranks of this host, then for the peers. Each peer has waited for
+            # the ranks of its host.
             self._inside.post(begin)
             yield READY
             messages = {peer: torch.empty(1) for peer in self._others}
@@ -132,7 +132,7 @@ class Hierarchical(MappedMemory):
         call = self._between.messages.number()
         return self._inside.start(begin, self._all_gather(begin, call, buffer, cuts))
 
-    # -- how they go ----------------------------------------------------------------------
+    # -- steps of the calls ---------------------------------------------------------------
 
     def _reduce_scatter(
         self,
@@ -160,8 +160,8 @@ class Hierarchical(MappedMemory):
         public = self._inside.buffers.publish(begin, buffer, written=True)
         own = interval(buffer, cuts, self.rank)
         messages = yield from self._sum(begin, calls[0], own, buffer, cuts, own, how)
-        # The peers' intervals may be overwritten now: no rank of this host reads them before
-        # HALFWAY.
+        # The peers' intervals may be overwritten now, because no rank of this host reads them
+        # before HALFWAY.
         yield self._fetch(calls[1], buffer, cuts)
         self._copy_peers(buffer, public, cuts)
         self._inside.announce(begin, HALFWAY)
@@ -186,13 +186,13 @@ class Hierarchical(MappedMemory):
         *,
         last: bool = False,
     ) -> PartialSteps:
-        """Sum this rank's interval over all ranks; `own` has this rank's values of it.
+        """Sum this rank's interval across all ranks. `own` contains this rank's values of it.
 
-        `last`: after this, the call reads no more buffers of this host's ranks.
+        `last` is True if the call reads no buffers of this host's ranks after this sum.
         """
         messages = yield READY
         dtype = how.wide(buffer.dtype)
-        # 16-bit floats stay in fp32 between hosts too, so that the result is rounded once.
+        # Send 16-bit floats as fp32 between hosts too, so that the result is rounded only once.
         sums = []
         for rank in self._peers:
             part = own if rank == self.rank else interval(buffer, cuts, rank)
@@ -200,8 +200,8 @@ class Hierarchical(MappedMemory):
             rows = self._inside.buffers.rows(messages, part, cuts[rank])
             sum_in_rank_order(rows, sums[-1], how.partial)
         if last:
-            # Announce it before the messages between hosts: the ranks of this host can reuse their
-            # buffers while those messages are sent.
+            # Announce it before the messages between hosts, so that the ranks of this host can
+            # reuse their buffers while those messages are sent.
             self._inside.announce(begin, DONE)
         me = self._between.rank
         rows = [
@@ -216,8 +216,8 @@ class Hierarchical(MappedMemory):
         return messages
 
     def _all_gather(self, begin: MeshMessage, call: int, buffer: Tensor, cuts: Cuts) -> Steps:
-        # First between hosts, then inside: so each interval crosses the network once per host, and
-        # not once per rank.
+        # Gather between hosts first, then within the host. Each interval then crosses the network
+        # once per host instead of once per rank.
         yield self._fetch(call, buffer, cuts)
         columns = [sum(cuts[rank + 1] - cuts[rank] for rank in column) for column in self._columns]
         if max(columns) * buffer.itemsize <= INLINE:
@@ -236,7 +236,7 @@ class Hierarchical(MappedMemory):
         self._inside.buffers.take_back(public, buffer)
 
     def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
-        """Finish a small all-gather: the message inside a host carries the peers' intervals."""
+        """Finish a small all-gather, with the peers' intervals in the messages within the host."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
         messages = yield READY
@@ -248,7 +248,7 @@ class Hierarchical(MappedMemory):
                 first += part.numel()
 
     def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
-        """Send from the source to its peers, and from each of them to the ranks of its host."""
+        """Send from the source to its peers, and from each peer to the ranks of its host."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
@@ -275,7 +275,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def _others(self) -> list[int]:
-        """Places of this rank's peers, without itself."""
+        """Group ranks of the peers in `between`, without this rank."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
     def _send_between(
@@ -285,7 +285,7 @@ class Hierarchical(MappedMemory):
         return self._progress_thread.follow(self._between.messages.start(what, call, *several))
 
     def _fetch(self, call: int, buffer: Tensor, cuts: Cuts) -> PendingWork:
-        """Send this rank's interval to its peers, and receive theirs."""
+        """Send this rank's interval to its peers, and receive their intervals."""
         own = interval(buffer, cuts, self.rank)
         receives = {place: interval(buffer, cuts, self._peers[place]) for place in self._others}
         return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
@@ -296,7 +296,7 @@ class Hierarchical(MappedMemory):
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
@@ -305,8 +305,8 @@ class Hierarchical(MappedMemory):
         host = next(ranks for ranks in self._hosts if self.rank in ranks)
         by_place = [[p for p, rank in enumerate(host) if rank in group] for group in groups]
         here = self._inside.split([places for places in by_place if places])
-        # torch makes groups collectively: all ranks make all groups of Gloo in this order, even
-        # those that they are not in. Each rank is in at most one of them.
+        # torch creates groups collectively. All ranks create all Gloo groups in this order, even
+        # groups that they are not in. Each rank is in at most one of them.
         spanning = [group for group in groups if _is_even(self._spread(group))]
         apart = [
             group for group in groups if len(self._spread(group)) > 1 and group not in spanning
@@ -327,12 +327,12 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of `group` on each host, without the hosts on which it has no ranks."""
+        """Return the ranks of `group` on each host, without hosts that have none of them."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 
     def close(self) -> None:
-        # Children first: they use the arena and the sockets of this group's process.
+        # Close children first, because they use this process's arena and sockets.
         for child in list(self._children):
             child.close()
         self._between.close()
@@ -345,6 +345,6 @@ class Hierarchical(MappedMemory):
 
 
 def _is_even(hosts: Hosts) -> bool:
-    """Return whether ranks on these hosts can be a `Hierarchical` group."""
+    """Return whether ranks on these hosts can form a `Hierarchical` group."""
     counts = {len(ranks) for ranks in hosts}
     return len(hosts) > 1 and len(counts) == 1 and counts != {1}

@@ -1,12 +1,12 @@
-"""The transport of ranks that share a GPU: a transport of CPU tensors, through host memory.
+"""Transport for ranks that share a GPU. It sends tensors through host memory.
 
 Every collective copies to the host, runs there, and copies back:
 
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the current stream
 
-A launch waits for the device, so collectives do not overlap with backward. Use it for tests and
-experiments with several ranks per accelerator, not for speed.
+A launch waits for the device, so collectives do not overlap with the backward pass. Use it for
+tests and experiments with several ranks per accelerator, not for speed.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from shardwise.comm.ordered_sums import PLAIN, Sum
 
 
 class HostStaged(Collectives):
-    """Sends the tensors of `device` over the transport `inner`, through host memory.
+    """Sends tensors on `device` over the CPU transport `inner`, through host memory.
 
-    Other tensors go to `inner` unchanged. Small vectors, for `gather_rows`, are on the CPU.
+    Tensors on other devices go to `inner` unchanged. The small vectors of `gather_rows` are on the
+    CPU.
     """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
@@ -57,7 +58,8 @@ class HostStaged(Collectives):
         handle = self.inner.all_gather(host, cuts)
         first, end = cuts[self.rank], cuts[self.rank + 1]
 
-        # Without the own interval: its values are right already, and the device may be reading it.
+        # Skip this rank's interval: its values are already correct, and the device may be reading
+        # it.
         def copy_back() -> None:
             _up(host[:first], buffer[:first])
             _up(host[end:], buffer[end:])
@@ -103,7 +105,7 @@ class HostStaged(Collectives):
 
 
 def _then(handle: Handle, copy_back: Callable[[], None]) -> Handle:
-    """Return a handle that runs `copy_back` when `handle` is done."""
+    """Return a handle that runs `copy_back` after `handle` completes."""
 
     def finish() -> None:
         handle.wait()
@@ -113,6 +115,7 @@ def _then(handle: Handle, copy_back: Callable[[], None]) -> Handle:
 
 
 def _up(host: Tensor, device: Tensor) -> None:
-    """Copy to the device on the current stream."""
-    # The caller may free `host` at once: torch reuses pinned memory only after the copy.
+    """Copy `host` to `device` on the current stream."""
+    # The caller may free `host` immediately, because torch reuses pinned memory only after the
+    # copy.
     device.copy_(host, non_blocking=True)

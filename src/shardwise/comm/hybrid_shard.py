@@ -1,9 +1,9 @@
-"""The transport for states that are sharded inside a host and replicated between hosts.
+"""Transport for states that are sharded within a host and replicated across hosts.
 
-Each rank of a host has one interval of the state, and every host has the whole state. So only sums
-leave a host: each rank sends its interval to the ranks at its place on the other hosts, as in
-ZeRO++ (https://arxiv.org/abs/2306.10209) and FSDP's hybrid sharding. 16-bit sums are rounded
-twice, inside and between:
+Each rank holds one interval of the state, and every host holds the full state. So only sums leave a
+host: each rank all-reduces its interval with the ranks of the same index on the other hosts, as in
+ZeRO++ (https://arxiv.org/abs/2306.10209) and FSDP's hybrid sharding. 16-bit sums are rounded twice,
+within a host and between hosts:
 
     host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
                 ▲        ▲
@@ -25,9 +25,9 @@ from shardwise.errors import ConfigError
 
 
 class HybridShard(Collectives):
-    """The ranks of this host, with sums over all hosts.
+    """The ranks of this host, with sums across all hosts.
 
-    `rank` and `size` count this host's ranks. `copies` is the number of hosts.
+    `rank` and `size` refer to this host's ranks. `copies` is the number of hosts.
     """
 
     def __init__(self, inside: Collectives, between: Collectives) -> None:
@@ -69,7 +69,7 @@ class HybridShard(Collectives):
     def _then_between(
         self, first: Handle, free: Callable[[], None], own: Tensor, how: Sum
     ) -> Handle:
-        """Sum `own` between hosts after `first` and `free`: then no rank here reads `own`."""
+        """Sum `own` between hosts after `first` and `free`, when no rank here reads `own`."""
         second: list[Handle] = []
 
         def advance() -> None:
@@ -77,9 +77,9 @@ class HybridShard(Collectives):
             free()
             second.append(self._between.all_reduce(own, how))
             if self._between.in_one_order:
-                # An all-reduce may be two calls. Ranks wait for their buckets at different moments.
-                # If the second call were made at that moment, it could be before the next bucket's
-                # first call on one rank, and after it on another.
+                # An all-reduce may consist of two calls, and ranks wait for their buckets at
+                # different times. If the second call were made during the wait, it could precede
+                # the next bucket's first call on one rank and follow it on another.
                 second[0].advance()
 
         def finish() -> None:
@@ -116,7 +116,7 @@ class HybridShard(Collectives):
 
 
 def shard_within_hosts(group: Collectives) -> Collectives:
-    """Return the ranks of this host as a `HybridShard`; `group` if all ranks share one. Collective.
+    """Return the ranks of this host as a `HybridShard`, or `group` on a single host. Collective.
 
     Raises ConfigError if hosts have different numbers of ranks.
     """

@@ -1,4 +1,4 @@
-"""Detection of ranks whose calls do not match: another collective, another size or another dtype.
+"""Detects ranks whose calls do not match: different collectives, sizes or dtypes.
 
 Ranks that share memory compare the opening messages of a call (shared_work.py). Over Gloo, the
 watchdog of a waiting rank asks the other rank which messages it has sent (gloo_exchange.py).
@@ -24,18 +24,18 @@ KINDS = (
     "exchange of rows",
     "common memory",
 )
-"""The collectives over shared memory. Opening messages carry their index."""
+"""Names of the collectives over shared memory. Opening messages contain the index."""
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""Torch's dtypes. Opening messages carry their index."""
+"""Torch's dtypes. Opening messages contain the index."""
 
 
 def mismatch(mine: MeshMessage, theirs: MeshMessage) -> tuple[str, str] | None:
-    """Return both opening messages of a call in words, None if they describe the same call."""
+    """Return both opening messages in words, or None if they describe the same call."""
     if _claims(mine) == _claims(theirs):
         return None
     my_words, their_words = _in_words(mine), _in_words(theirs)
-    if my_words == their_words:  # only `check` differs, a hash of the cuts or the source
+    if my_words == their_words:  # only `check`, a hash of the cuts or the source, differs
         their_words += ", cut otherwise or from another source"
     return my_words, their_words
 
@@ -43,10 +43,10 @@ def mismatch(mine: MeshMessage, theirs: MeshMessage) -> tuple[str, str] | None:
 def mismatch_error(
     status_server: StatusServer, call: int, here: str, there: str, size: int
 ) -> CollectiveError:
-    """Return the error of call number `call` in a group of `size` ranks.
+    """Return the error for call number `call` in a group of `size` ranks.
 
-    `here` and `there` name the two collectives and their ranks. The error also has the present
-    lines of the user's program on the ranks that answer.
+    `here` and `there` name the two collectives and their ranks. The message also shows the line
+    that each responding rank is currently executing.
     """
     return CollectiveError(
         f"Call {call} is {here} and {there}, of {size}. "

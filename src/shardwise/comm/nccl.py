@@ -1,4 +1,4 @@
-"""The transport of CUDA ranks over NCCL."""
+"""Transport for CUDA ranks over NCCL."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from shardwise.comm.torch_backend import explain, real_view, split_group
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.watch.status_server import StatusServer
 
-# torch 2.13 renamed these two, and warns of the old names.
+# torch 2.13 renamed these two functions, and warns about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE = 1 << 16
-"""Number of elements at which an all-reduce of 16-bit floats switches from one call in fp32 to two
-calls in 16 bits. That sends half the bytes, for the latency of one more message."""
+"""Number of elements from which a 16-bit all-reduce uses two calls in 16 bits.
+
+Smaller buffers use one call in fp32. Two calls send half as many bytes, but add the latency of one
+message.
+"""
 
 NOTED = "a collective over NCCL, or the GPU's work before it"
-"""Name in hang reports of a wait for the result of a collective."""
+"""Name in hang reports for a wait for the result of a collective."""
 
 
 class Nccl(Collectives):
-    """CUDA ranks over NCCL, by its own collectives.
+    """CUDA ranks that use NCCL's collectives.
 
-    `wait()` makes the current stream wait for NCCL's; the host continues.
+    `wait()` makes the current stream wait for NCCL's stream; the host does not block.
     """
 
     name = "nccl"
@@ -48,10 +51,10 @@ class Nccl(Collectives):
         group_ranks: GroupRanks | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Make the transport of a torch process group; None is the default group.
+        """Create the transport of a torch process group; None means the default group.
 
-        `group_ranks` are the numbers of these ranks in the run, if there are other ranks.
-        `timeout` bounds the waits of groups that `split` makes.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `timeout` limits the waits of groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
         self._device = device
@@ -59,11 +62,11 @@ class Nccl(Collectives):
         self._group_ranks = group_ranks or GroupRanks.whole(size)
         self._timeout = timeout
         self._streams: dict[str, torch.cuda.Stream] = {}
-        """The streams of this rank's own sums, and of the gathers that send them."""
+        """Streams for this rank's own sums, and for the gathers that send them."""
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        # This rank itself computes tree sums and fp32 sums of 16-bit floats: NCCL sums in its own
-        # order, and would round after every addition.
+        # This rank computes tree sums and fp32 sums of 16-bit floats itself, because NCCL chooses
+        # its own order and would round after every addition.
         wide = how.wide(buffer.dtype)
         if how.in_tree or (wide != buffer.dtype and buffer.numel() >= LARGE):
             return self._own_all_reduce(buffer, how)
@@ -84,7 +87,7 @@ class Nccl(Collectives):
         target = interval(buffer, cuts, self.rank) if into is None else into
         if how.in_tree or how.wide(buffer.dtype) != buffer.dtype:
             return self._own_reduce_scatter(buffer, cuts, target, how)
-        # With one tensor torch copies nothing; with a list of parts it may.
+        # torch copies nothing for a single tensor, but may copy for a list of parts.
         if _is_even(cuts):
             sums, sent = real_view(target), real_view(buffer)
             work = _scatter(sums, sent, group=self._group, async_op=True)
@@ -94,10 +97,10 @@ class Nccl(Collectives):
         return self._handle(work, lambda: how.scaled(target))
 
     def _own_reduce_scatter(self, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> _Summing:
-        """Send each rank its interval of every rank's buffer. It sums them, parallel to backward.
+        """Exchange intervals and sum them on this rank, in parallel with the backward pass.
 
-        The order of NCCL's own sums depends on its algorithm. This way the order is fixed, and
-        16-bit floats that are summed in fp32 are sent in 16 bits.
+        The order of NCCL's own sums depends on its algorithm. Here the order is fixed, and 16-bit
+        floats that are summed in fp32 are sent in 16 bits.
         """
         sent, out = real_view(buffer), real_view(target)
         pairs = sent.numel() // max(buffer.numel(), 1)
@@ -107,13 +110,13 @@ class Nccl(Collectives):
         work = dist.all_to_all_single(rows, sent, received, lengths, self._group, async_op=True)
         stream = self._stream_for("sums")
         with torch.cuda.stream(stream):
-            # Wait on this stream, so that later work of the current stream (usually backward) does
+            # Wait on this stream, so that later work on the current stream (usually backward) does
             # not wait for the messages.
             self._wait(work)
             terms, wide = rows.view(self.size, -1), how.wide(rows.dtype)  # (ranks, elements)
             if how.in_tree:
                 sum_in_tree(list(terms), out, wide, how.scale)
-            else:  # in one kernel
+            else:  # in a single kernel
                 out.copy_(how.scaled(terms.sum(0, dtype=wide)))
             event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
@@ -131,8 +134,8 @@ class Nccl(Collectives):
         gathers: list[Handle] = []
 
         def advance() -> None:
-            # A third stream, which waits for this sum only. The current stream is in the middle of
-            # backward, and the stream of sums may already wait for the messages of the next sum.
+            # Use a third stream, which waits only for this sum. The current stream is in the middle
+            # of backward, and the stream of sums may already wait for the messages of the next sum.
             with torch.cuda.stream(self._stream_for("gathers")):
                 scatter.await_()
                 gathers.append(self.all_gather(buffer, cuts))
@@ -168,9 +171,9 @@ class Nccl(Collectives):
         return rows
 
     def read(self, rows: Tensor) -> Tensor:
-        # The host only knows that it waits: for the other ranks, or for earlier work of this
-        # rank's own device. An event could not tell these apart, because that work itself waits
-        # for earlier collectives.
+        # The host cannot tell whether it waits for the other ranks or for earlier work of its own
+        # device. An event could not distinguish these, because that work itself waits for earlier
+        # collectives.
         others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
         with self.status_server.waits.noted(NOTED, lambda: others):
             return rows.cpu()
@@ -190,7 +193,7 @@ class Nccl(Collectives):
 
         part = split_group(self, self._group_ranks, groups, "nccl", make, self._timeout)
         # NCCL connects a group at its first collective, and the host waits for that. Connect now,
-        # while all ranks make this call in one order, and not in the middle of a step.
+        # while all ranks make this call in the same order, and not in the middle of a step.
         part.barrier()
         return part
 
@@ -221,7 +224,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """Handle of an NCCL call, which knows without waiting whether the device is done."""
+    """Handle of an NCCL call, which can query whether the device has finished without waiting."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)
@@ -232,11 +235,11 @@ class _Working(Handle):
 
 
 class _SumUnderWay:
-    """A sum of `rows` on `stream`, which ends at `event`."""
+    """A pending sum of `rows` on `stream`. `event` marks its completion."""
 
-    # Holds the rows until a wait. If they were freed at once, the allocator would need
-    # `record_stream`, and would reuse their memory only when the device has reached that point. The
-    # further the host runs ahead, the more memory the sums of a backward would take.
+    # Hold the rows until a wait. If they were freed immediately, the allocator would need
+    # `record_stream`, and would reuse their memory only when the device reaches that point. The
+    # further the host runs ahead, the more memory the sums of a backward pass would use.
 
     def __init__(self, event: Any, rows: Tensor, stream: torch.cuda.Stream) -> None:
         self.event = event
@@ -248,22 +251,22 @@ class _SumUnderWay:
         torch.cuda.current_stream().wait_event(self.event)
 
     def end(self) -> None:
-        """Wait, and free the rows."""
+        """Wait for the sum, and free the rows."""
         self.await_()
         rows, self._rows = self._rows, None
         if rows is not None:
             _used_here(rows)
 
     def __del__(self) -> None:
-        if self._rows is not None:  # without a wait, the stream may still read them
+        if self._rows is not None:  # nobody waited, so the stream may still read them
             self._rows.record_stream(self._stream)
 
 
 class _Summing(Handle):
     """Handle of a sum on a separate stream."""
 
-    # Not one class with the sum: `finish` would refer to the handle itself, and such a cycle would
-    # keep the rows until the garbage collector runs.
+    # The sum is a separate class, because otherwise `finish` would refer to the handle itself, and
+    # such a reference cycle would keep the rows alive until the garbage collector runs.
 
     def __init__(self, under_way: _SumUnderWay) -> None:
         super().__init__(under_way.end)
@@ -279,8 +282,9 @@ class _Summing(Handle):
 
 def _used_here(made: Tensor) -> None:
     """Tell the allocator that the current stream uses `made`."""
-    # A sum may be waited for on another stream than the one it was allocated on. Freed there, its
-    # memory would be reused while this stream still reads it. On the same stream this is a no-op.
+    # A sum may be waited for on a different stream from the one it was allocated on. Without this
+    # call, its memory could be reused while this stream still reads it. On the same stream this is
+    # a no-op.
     made.record_stream(torch.cuda.current_stream())
 
 

@@ -1,4 +1,4 @@
-"""Sums of all ranks' rows in one fixed order, so that every run computes the same bits."""
+"""Sums all ranks' rows in a fixed order, so that every run gives bit-identical results."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 from shardwise.layout import sum_tree
 
 CHUNK = 1 << 18
-"""Elements summed at a time: a piece of every rank's row stays in the cache."""
+"""Number of elements summed at a time, so that a piece of every rank's row stays in the cache."""
 
 NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class Sum:
-    """The accumulation dtype, order and scale of a sum over ranks.
+    """The accumulation dtype, order and scale of a sum across ranks.
 
     Attributes:
         exact: Sum 16-bit floats in fp32, and round once.
-        in_tree: Sum in the tree of sum_tree.py, which is the same on every transport. Otherwise
-            sum from the left, in rank order.
-        scale: Factor of the sum, applied before it is rounded. It must be 1 for integers.
+        in_tree: Sum in the reduction tree of sum_tree.py, which is the same on every transport.
+            Otherwise sum from the left, in rank order.
+        scale: Factor that is applied to the sum before it is rounded. It must be 1 for integers.
     """
 
     exact: bool = True
@@ -32,12 +32,12 @@ class Sum:
     scale: float = 1.0
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype that accumulates values of `dtype`."""
+        """Return the dtype in which values of `dtype` are accumulated."""
         return torch.float32 if self.exact and dtype in NARROW else dtype
 
     @property
     def partial(self) -> Sum:
-        """The same sum over some of the ranks, which is a term of another sum: not yet scaled."""
+        """The same sum over a subset of the ranks, unscaled because it is a term of another sum."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ PLAIN = Sum()
 
 
 def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
-    """Compute out = rows[0] + rows[1] + ... as `how` defines. `out` may be one of the rows."""
-    # By chunks: each element of every row is read from memory once, and partial sums stay in the
+    """Compute out = rows[0] + rows[1] + ... as `how` specifies. `out` may be one of the rows."""
+    # Process chunks, so that each element is read from memory once and partial sums stay in the
     # cache.
     wide = how.wide(rows[0].dtype)
     between = len(rows) > 2 or (len(rows) > 1 and wide != rows[0].dtype)
@@ -67,14 +67,14 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
 def sum_in_tree(
     rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> None:
-    """Set `out` to the sum of the rows, in the tree of `sum_tree` and in `dtype`, times `scale`."""
+    """Set `out` to the sum of `rows`, in the tree of `sum_tree` and in `dtype`, times `scale`."""
     total = sum_tree.fold([row.to(dtype) for row in rows], torch.add)
     out.copy_(total if scale == 1.0 else total * scale)
 
 
 def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
     """Sum `rows` into `out`, with intermediate sums in `total`."""
-    # `out` may be one of the rows, so it is written last.
+    # `out` may be one of the rows, so write it last.
     if len(rows) == 1:
         how.scaled(out.copy_(rows[0]))
         return

@@ -1,9 +1,10 @@
-"""A thread that waits for Gloo's messages, or starts them, so that no rank blocks others.
+"""Provides threads that start Gloo's messages or wait for them, so that no rank blocks others.
 
-Gloo moves bytes in its own threads, but reports their arrival only to a thread that waits. If the
-training thread waited, it would not serve the other ranks meanwhile, and ranks could deadlock. So
-this thread waits, continues the call, and signals an eventfd that wakes the training thread.
-Starting a message takes time too: a second such thread, the send thread, starts them.
+Gloo transfers data in its own threads, but reports arrivals only to a thread that waits. If the
+training thread waited, it could not serve the other ranks meanwhile, and ranks could deadlock. So
+the progress thread waits, continues the call, and signals an eventfd that wakes the training
+thread. Starting a message takes time too, so a second thread of this kind, the send thread, does
+that.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ PATIENCE = 2.0
 
 
 class PendingWork:
-    """Work of the thread. Once `is_over`, it is done unless there is an `error`.
+    """A piece of work for the thread.
+
+    Once `is_over`, it has completed, or failed if `error` is set.
 
     `missing` returns the ranks that the thread currently waits for.
     """
@@ -37,19 +40,19 @@ class PendingWork:
         return self._over.is_set()
 
     def end(self, error: Exception | None) -> None:
-        """Mark the work as over."""
+        """Mark the work as finished, with its exception if it failed."""
         self.error = error
         self._over.set()
 
     def wait(self) -> None:
-        """Block until the work is over. Raises its error."""
+        """Block until the work is finished. Re-raises its exception."""
         self._over.wait()
         if self.error is not None:
             raise self.error
 
 
 class ProgressThread:
-    """Runs pieces of work one after another, and wakes the thread that waits on `poll`, if any."""
+    """Runs pieces of work in sequence, and wakes the thread that waits on `poll`, if any."""
 
     def __init__(
         self, waits: Waits, poll: MeshPoll | None = None, name: str = "shardwise-progress"
@@ -67,9 +70,10 @@ class ProgressThread:
         self._lock = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
-        """Queue `wait`; the returned work is over when `wait` has returned or raised.
+        """Queue `wait`. The returned work completes once `wait` returns or raises.
 
-        Raises CollectiveError if the thread has ended or is about to: the call would wait forever.
+        Raises CollectiveError if the thread has stopped or is stopping, because the call would
+        hang.
         """
 
         def missing() -> Collection[int]:
@@ -77,18 +81,18 @@ class ProgressThread:
             return wait.missing() if wait else ()
 
         pending = PendingWork(missing)
-        # Without the lock, work could be queued behind the end and never be done.
+        # Without the lock, work could be queued after the stop marker and never run.
         with self._lock:
             self.refuse_if_dismissed()
             if self._thread is None:
-                # A daemon thread, so that a process can end although a rank never sends.
+                # A daemon thread, so that the process can exit even if a rank never sends.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
             self._begun.put((pending, wait))
         return pending
 
     def refuse_if_dismissed(self) -> None:
-        """Raise CollectiveError if the thread accepts no more work."""
+        """Raise CollectiveError if the thread no longer accepts work."""
         if self._dismissed:
             raise CollectiveError(
                 "This rank has closed this group of ranks, as at the end of a run. It can no "
@@ -96,20 +100,21 @@ class ProgressThread:
             )
 
     def dismiss(self) -> None:
-        """End the thread after the queued work."""
+        """Stop the thread after the queued work."""
         with self._lock:
             self._dismissed = True
             self._begun.put(None)
 
     def close(self) -> None:
-        """End the thread. The caller has cancelled pending work, or it will end soon."""
+        """Stop the thread. Pending work must be cancelled or about to finish."""
         self.dismiss()
         if self._thread is not None:
             self._thread.join(PATIENCE)
         if self._poll is not None:
             self._poll.leave(self._bell)
             self._poll = None
-            # Keep the descriptor if the thread still runs: it would signal another file later.
+            # If the thread still runs, keep the descriptor open: its number could be reused, and
+            # the thread would signal a different file.
             if self._thread is None or not self._thread.is_alive():
                 os.close(self._bell)
 
@@ -119,7 +124,10 @@ class ProgressThread:
                 pass
 
     def _do_next(self) -> bool:
-        """Do the next work, and keep no reference to it. Returns False after the last."""
+        """Run the next piece of work without keeping a reference to it.
+
+        Returns False after the last.
+        """
         begun = self._begun.get()
         if begun is None:
             return False
@@ -127,9 +135,9 @@ class ProgressThread:
         error = None
         try:
             wait()
-        except Exception as raised:  # `PendingWork.wait` raises it again
+        except Exception as raised:  # `PendingWork.wait` re-raises it
             error = raised
-        del begun, wait  # before `end`: they hold tensors that the rank may want freed
+        del begun, wait  # before `end`, because they hold tensors that the rank may want freed
         pending.end(error)
         if self._poll is not None:
             os.eventfd_write(self._bell, 1)

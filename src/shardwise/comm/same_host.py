@@ -1,6 +1,6 @@
-"""Detection of ranks on one host, and the setup of shared memory between them.
+"""Detects which ranks are on the same host, and sets up shared memory between them.
 
-Ranks decide together, over a group that they already have.
+Ranks decide together, over a group that already exists.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 
 
 def share_memory(group: Collectives, timeout: float, *, required: bool) -> Collectives:
-    """Return the ranks of `group` over shared memory in each host, else `group` itself.
+    """Return the ranks of `group` over shared memory within each host, or `group` itself.
 
-    All ranks make the same decision. If hosts have different numbers of ranks, the name of `group`
-    says so. If a host refuses sockets or memory, rank 0 prints one line. With `required`, raises
-    LaunchError instead. Collective.
+    Collective.
+
+    All ranks make the same decision. `group` is returned if hosts have different numbers of ranks,
+    which its name then shows, or if a host does not allow sockets or memory, which rank 0 reports
+    in one line. If `required` is true, both raise LaunchError instead.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -66,12 +68,12 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def host_key() -> str | None:
-    """Return a key that is equal on ranks that can share memory and sockets.
+    """Return a key that is identical on ranks that can share memory and sockets.
 
-    Returns None if this rank can share them with no other rank.
+    Returns None if this rank cannot share them with any other rank.
     """
-    # The host name alone is not enough: cloned machines have the same name. And two containers of
-    # one host may have separate network namespaces, and so no abstract sockets in common.
+    # The host name is not sufficient, because cloned machines have the same name. And two
+    # containers on a host may have separate network namespaces, and so no common abstract sockets.
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -83,7 +85,7 @@ def host_key() -> str | None:
 
 
 def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Return the error message for users who require shared memory that ranks cannot have."""
+    """Return the error message for users who require shared memory where it is unavailable."""
     if None in keys:
         return (
             "--transport shared needs Linux and a readable /proc on every host, and rank "
@@ -105,7 +107,7 @@ def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]])
 def _set_up(
     group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
 ) -> SharedMemory | Hierarchical | str:
-    """Return the transport, or the reason why it failed. All ranks return the same kind."""
+    """Return the transport, or the reason for a failure. Either all ranks succeed or none does."""
     token = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
     name, arena = f"{token}-{mine[0]}", Arena()
@@ -113,13 +115,13 @@ def _set_up(
 
     def prepare() -> socket.socket:
         try:
-            arena.allocate_alone(1, torch.uint8)  # if the system refuses memfds, fail here
+            arena.allocate_alone(1, torch.uint8)  # fail here if the system does not allow memfds
         except LaunchError as error:
             raise (error.__cause__ or error) from None
         return listen(name, *place)
 
-    # Two phases, with an agreement after each: no rank may connect before all listen, and no rank
-    # may use shared memory if another could not set it up.
+    # Two phases, with an agreement after each: no rank may connect before all ranks listen, and no
+    # rank may use shared memory if another rank could not set it up.
     listener, fault = _attempt_on_all_ranks(group, prepare)
     if listener is None:
         return fault

@@ -1,7 +1,7 @@
-"""Buffers in memory that all ranks of a host can read.
+"""Publishes buffers in memory that all ranks of a host can read.
 
 Other ranks read a tensor in the arena in place. A tensor in private memory is first copied to a
-place in the arena, which is kept for later calls. Messages carry small tensors themselves.
+buffer in the arena, which is reused in later calls. Small tensors are sent inside the messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.comm.socket_mesh import MeshMessage
 from shardwise.comm.torch_backend import real_view
 
 POOLED = 1 << 25
-"""Largest copy of private memory in bytes that is kept for later calls."""
+"""Maximum size in bytes of a copy buffer that is kept for later calls."""
 
 
 class SharedBuffers:
@@ -31,7 +31,7 @@ class SharedBuffers:
         self._spare: list[Tensor] = []
 
     def place_for(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` if all ranks can read it, else memory of its length that they can."""
+        """Return `tensor` if all ranks can read it, else readable memory of the same length."""
         if not tensor.numel() or self.arena.locate(tensor) is not None:
             return tensor
         return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
@@ -39,10 +39,13 @@ class SharedBuffers:
     def publish(
         self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
     ) -> Tensor:
-        """Announce `tensor`, or a readable copy of it, to all ranks. Returns the one they read.
+        """Publish `tensor`, or a readable copy of it, to all ranks.
 
-        The caller must not change it until all ranks are done with the call that `begin` opens.
-        `written`: this rank writes to it during the call, and the others read these writes.
+        Returns the tensor that they read.
+
+        The caller must not change it until all ranks have finished the call that `begin` opens. If
+        `written` is true, this rank modifies it during the call and the others must see the
+        changes.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
@@ -54,30 +57,31 @@ class SharedBuffers:
             place = self.arena.locate(public)
             assert place is not None  # not forkable, so no fork makes it private
         segment, offset = place
-        # The first message about a segment carries its descriptor, so that the others can map it.
+        # The first message about a segment includes its descriptor, so that the other ranks can map
+        # it.
         fd = -1 if segment.number in self._announced else segment.fd
         self._announced.add(segment.number)
         self._work.post(begin._replace(segment=segment.number, offset=offset, fd=fd))
         return public
 
     def take_back(self, public: Tensor, tensor: Tensor) -> None:
-        """Keep the copy `public` of `tensor` for later calls, after all ranks have read it."""
-        # Sorted by size, so that `_borrow` finds the smallest one that is large enough.
+        """Put `public`, the copy of `tensor`, back into the pool after all ranks have read it."""
+        # Sort by size, so that `_borrow` finds the smallest buffer that is large enough.
         whole = public._base
         if public is not tensor and whole is not None and whole.numel() <= POOLED:
             self._spare.append(whole)
             self._spare.sort(key=Tensor.numel)
 
     def announce_freed(self) -> None:
-        """Announce the segments that this rank no longer uses, so that others unmap them."""
+        """Announce the segments that this rank no longer uses, so that other ranks unmap them."""
         for number in [n for n in self._announced if not self.arena.holds(n)]:
             self._announced.remove(number)
             self._work.post(MeshMessage(0, ENDED, segment=number))
 
     def read(self, rank: int, message: MeshMessage, first: int, like: Tensor) -> Tensor:
-        """Return the values that `rank` announces in `message`, from element `first` on.
+        """Return the values that `rank` published in `message`, starting at element `first`.
 
-        They have the length and dtype of `like`.
+        The result has the length and dtype of `like`.
         """
         if not like.numel():
             return torch.empty(0, dtype=like.dtype)
@@ -95,24 +99,24 @@ class SharedBuffers:
         ]
 
     def close(self) -> None:
-        """Free the places kept for later calls."""
+        """Free the buffers that are kept for later calls."""
         self._spare.clear()
 
     def _borrow(self, size: int) -> Tensor:
-        """Return `size` bytes of shared memory or more, kept between calls to avoid page faults."""
+        """Return `size` or more bytes of shared memory, reused to avoid page faults."""
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)
-        # In a separate segment, which is freed after the call. Inside the arena, such a large
-        # range would stay reserved.
+        # Use a separate segment, which is freed after the call. Inside the arena, such a large
+        # range would remain reserved.
         if size > POOLED:
             return self.arena.allocate_alone(size, torch.uint8)
-        # Round up to a power of two, so that tensors of similar size use the same places.
+        # Round up to a power of two, so that tensors of similar size use the same buffers.
         return self.arena.allocate(1 << (size - 1).bit_length(), torch.uint8)
 
 
 def real_buffer(buffer: Tensor, cuts: Cuts) -> tuple[Tensor, Cuts]:
-    """View complex numbers as pairs of reals, with the matching cuts."""
+    """View complex numbers as pairs of reals, and adapt the cuts accordingly."""
     return real_view(buffer), [2 * cut for cut in cuts] if buffer.is_complex() else cuts
 
 

@@ -1,13 +1,13 @@
-"""The transport of CPU ranks on one host, through memory that all of them map.
+"""Transport for CPU ranks on one host, through memory that all of them map.
 
 Ranks only send small messages that announce the stages of a call (shared_work.py). Each rank reads
-directly from the others' buffers (shared_buffers.py).
+directly from the other ranks' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A result may be read when this rank is done. A buffer may be written again when all ranks are done.
+A result may be read when this rank is done. A buffer may be overwritten when all ranks are done.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from shardwise.layout.bucket_layout import even_cuts
 
 
 class MappedMemory(Collectives):
-    """Base of transports whose ranks map the memory of the other ranks of their host."""
+    """Base of transports whose ranks map the memory of the other ranks on their host."""
 
     sums_onto = True
     looks = True
@@ -82,19 +82,19 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Start a reduce-scatter into `target`; `own` has this rank's values of its interval."""
+        """Launch a reduce-scatter into `target`. `own` holds this rank's values of its interval."""
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Start an all-gather that error messages call `kind`."""
+        """Launch an all-gather, which error messages call `kind`."""
 
 
 class SharedMemory(MappedMemory):
-    """CPU ranks of one host, over shared memory.
+    """CPU ranks of one host that communicate through shared memory.
 
-    `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` are
-    the numbers of these ranks in the run, if there are other ranks. `buffers` are the tensors that
-    these ranks publish to each other.
+    `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` maps
+    this group's ranks to ranks in the run, if the run has further ranks. `buffers` are the tensors
+    that these ranks publish to each other.
     """
 
     name = "shared memory"
@@ -130,7 +130,7 @@ class SharedMemory(MappedMemory):
 
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cpu", device
-        # The steps append the tensor to a list, because a call's generator returns nothing.
+        # The steps append the tensor to a list, because a call's generator cannot return a value.
         made: list[Tensor] = []
         like = torch.empty(numel, dtype=dtype, device="meta")
         begin = self.opening("common memory", like)
@@ -139,15 +139,15 @@ class SharedMemory(MappedMemory):
 
     @property
     def under(self) -> Collectives | None:
-        """The group that agreed on this transport. None if `split` made this group."""
+        """The group that agreed on this transport, or None if `split` created this group."""
         return self._under
 
-    # -- the verbs ------------------------------------------------------------------------
+    # -- collectives ----------------------------------------------------------------------
 
     def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
         buffer = real_view(buffer)
         begin = self.opening("all-reduce", buffer)
-        # A small buffer goes into the message itself: one round instead of two.
+        # A small buffer is sent inside the message, which saves a round.
         plan = self._exchange if buffer.nbytes <= INLINE else self._all_reduce
         return self._work.start(begin, plan(begin, buffer, how))
 
@@ -181,10 +181,10 @@ class SharedMemory(MappedMemory):
         begin = self.opening(kind, buffer, hash(tuple(cuts)))
         return self._work.start(begin, self._all_gather(begin, buffer, cuts))
 
-    # -- how they go ----------------------------------------------------------------------
+    # -- steps of the calls ---------------------------------------------------------------
 
     def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
-        """Small all-reduce in one exchange: every rank sends its values to all and sums all."""
+        """All-reduce a small buffer in one exchange: every rank sends its values to all others."""
         self._work.post(begin._replace(payload=as_bytes(buffer)))
         messages = yield READY
         rows = self.buffers.rows(messages, buffer, 0)
@@ -198,8 +198,8 @@ class SharedMemory(MappedMemory):
         rows = self.buffers.rows(messages, own, cuts[self.rank])
         sum_in_rank_order(rows, own, how)
         self._work.announce(begin, HALFWAY)
-        # A rank that is halfway has read its interval of this buffer, and its own interval holds
-        # the sum. So the copies below read finished sums, and overwrite values that nobody needs.
+        # A rank that is halfway has read its interval of this buffer, and its own interval contains
+        # the sum. So the copies below read finished sums and overwrite values that no rank needs.
         yield HALFWAY
         for rank, message in messages.items():
             part = interval(buffer, cuts, rank)
@@ -224,7 +224,7 @@ class SharedMemory(MappedMemory):
 
     def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
         own = interval(buffer, cuts, self.rank)
-        # Decide by the largest interval, which all ranks know: they must decide the same.
+        # Use the largest interval, because all ranks know its size and must make the same decision.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
         messages = yield READY
@@ -253,7 +253,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Copy from the source, which waits until all have read, as its user may then write."""
+        """Copy from the source, which waits for all reads because its buffer may then change."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)
@@ -278,7 +278,7 @@ class SharedMemory(MappedMemory):
         if self.rank != 0:
             made.append(self.buffers.read(0, messages[0], 0, like))
 
-    # -- for calls of a larger group ------------------------------------------------------
+    # -- used by calls of a larger group --------------------------------------------------
 
     @property
     def poll(self) -> MeshPoll:
@@ -286,15 +286,15 @@ class SharedMemory(MappedMemory):
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
-        """Start a call with the opening message `begin`."""
+        """Start the call that the message `begin` opens."""
         return self._work.start(begin, steps)
 
     def post(self, message: MeshMessage) -> None:
-        """Send a message to all others."""
+        """Send a message to all other ranks."""
         self._work.post(message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Announce to all others, or to `only` one, that this rank reached `stage` of a call."""
+        """Tell all other ranks (or only rank `only`) that this one reached `stage` of a call."""
         self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
@@ -305,22 +305,22 @@ class SharedMemory(MappedMemory):
         self.buffers.announce_freed()
         return first_message(self._calls, kind, buffer, check)
 
-    # -- other groups ---------------------------------------------------------------------
+    # -- subgroups ------------------------------------------------------------------------
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         check_groups(groups, self.size)
-        # A new random name for the sockets of every split: abstract names are visible to the whole
-        # host, so other runs and other splits must not have the same.
+        # Use a new random name for the sockets of every split. Abstract names are visible on the
+        # entire host, so other runs and other splits must use different names.
         name = self.gather_plain(secrets.token_hex(8))[0]
         mine = sorted(next((group for group in groups if self.rank in group), [self.rank]))
         place, size = mine.index(self.rank), len(mine)
         if size == 1:
-            self.barrier()  # the barrier that the other ranks enter below
+            self.barrier()  # matches the barrier that the other ranks enter below
             return Solo()
         try:
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
-                self.barrier()  # now all ranks listen
+                self.barrier()  # all ranks listen after this
                 known = self.status_server.secret
                 sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
         except OSError as error:

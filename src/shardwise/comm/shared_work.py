@@ -1,9 +1,9 @@
-"""The calls in flight between ranks that share memory, and the detection of missing ranks.
+"""Runs the calls in flight between ranks that share memory, and detects missing ranks.
 
 A call is a generator of steps. It sends messages to the other ranks, yields the stage that all of
 them must reach, and continues with their messages. A wait for one call advances every call of this
-process, also in other groups. So ranks may wait for their calls in any order, and no two ranks
-can deadlock in different calls.
+process, including calls in other groups. So ranks may wait for their calls in any order, and two
+ranks cannot deadlock in different calls.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from shardwise.watch.status_server import StatusServer
 READY, HALFWAY, DONE, ENDED, FAILED, OVER = range(6)
 """Stages of a call, which ranks announce to each other.
 
-READY: the buffer may be read. HALFWAY: half of the work is done. DONE: this rank needs the others'
-buffers no more. ENDED: a segment is no longer used. FAILED: a rank aborts. OVER is local: all
-ranks are done."""
+READY: the buffer may be read. HALFWAY: half of the work is done. DONE: this rank no longer needs
+the others' buffers. ENDED: a segment is no longer used. FAILED: a rank aborts. OVER is local: all
+ranks are done.
+"""
 
 SPIN = 50e-6
 """Seconds of polling before sleeping, if there is a core for every rank."""
@@ -43,7 +44,7 @@ Steps = Generator[int | PendingWork, Messages, None]
 
 
 class SharedWork(Handle):
-    """The handle of one call of this rank, which began with the message `opening`."""
+    """Handle of one call of this rank, which was opened by the message `opening`."""
 
     def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class SharedWork(Handle):
         self.pending: PendingWork | None = None
 
     def reach(self, step: int | PendingWork) -> None:
-        """Record the next wait of the call: for a stage of this host's ranks, or between hosts."""
+        """Set the call's next wait: a stage of this host's ranks, or work between hosts."""
         self.pending = step if isinstance(step, PendingWork) else None
         if not isinstance(step, PendingWork):
             self.stage = step
@@ -94,7 +95,7 @@ class ProcessWork:
         self.status_server = status_server
         self.poll = MeshPoll()
         self.error: CollectiveError | None = None
-        """Error of the first rank of this host that aborted in any group; it may be this rank."""
+        """First error on this host in any group, from another rank or this one."""
         self._work: dict[SocketMesh, GroupWork] = {}
 
     def join(self, mesh: SocketMesh, work: GroupWork) -> None:
@@ -114,7 +115,7 @@ class ProcessWork:
 
 
 class GroupWork:
-    """The calls of this rank in one group, and the messages of the others about their calls."""
+    """The calls of this rank in one group, and the other ranks' messages about their calls."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class GroupWork:
         self._size = size
         self._timeout = timeout
         self._group_ranks = group_ranks
-        # With fewer cores than ranks, polling would take the core from the rank it waits for.
+        # With fewer cores than ranks, polling would take the core away from the rank it waits for.
         self._spin = SPIN if len(os.sched_getaffinity(0)) >= size else 0.0
         self._alive: dict[int, SharedWork] = {}
         self._inbox: dict[tuple[int, int], Messages] = {}
@@ -140,38 +141,38 @@ class GroupWork:
         self.segments = MappedSegments()
 
     def start(self, opening: MeshMessage, steps: Steps) -> SharedWork:
-        """Begin a call: run its `steps` to the first wait."""
+        """Start a call by running its `steps` up to the first wait."""
         self._refuse_after_failure()
         call = self._alive[opening.call] = SharedWork(self, opening, steps)
         try:
             call.reach(next(steps))
         except CollectiveError as error:
             raise self._cut_off(call, error) from error
-        # Faster ranks may have opened this call already; later messages are compared on arrival.
+        # Faster ranks may already have opened this call. Later messages are compared on arrival.
         for rank, message in self._inbox.get((opening.call, READY), {}).items():
             self._compare(call, rank, message)
         self.progress()
         return call
 
     def post(self, message: MeshMessage) -> None:
-        """Send a message to all others."""
+        """Send a message to all other ranks."""
         for rank in self._mesh.peers:
             self._mesh.send(rank, message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all others, or `only` one, that this rank has reached `stage` of a call."""
+        """Tell all other ranks (or only rank `only`) that this one reached `stage` of a call."""
         message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
 
     def progress(self, patience: float = 0.0) -> None:
-        """Advance every call of this process as far as the messages that have arrived allow."""
+        """Advance every call of this process as far as the received messages allow."""
         self._refuse_after_failure()
         self._process_work.progress(patience)
 
     def move(self) -> None:
-        """Advance every call of this group as far as the messages that have arrived allow."""
-        # A copy: calls that end leave the dict.
+        """Advance every call of this group as far as the received messages allow."""
+        # Iterate over a copy, because finished calls are removed from the dict.
         for call in list(self._alive.values()):
             self._move(call)
 
@@ -189,8 +190,8 @@ class GroupWork:
                 self._sleep(call, stage)
 
     def _poll_briefly(self, call: SharedWork, stage: int) -> bool:
-        """Poll for a short time, and return whether the call has reached `stage`."""
-        # An answer often arrives within microseconds, and then polling is cheaper than a sleep.
+        """Poll briefly, and return whether the call has reached `stage`."""
+        # A reply often arrives within microseconds, and then polling is cheaper than sleeping.
         until = time.monotonic() + self._spin
         while True:
             self.progress()
@@ -203,12 +204,13 @@ class GroupWork:
         start = time.monotonic()
         while call.stage < stage:
             if self._process_work.error is not None:
-                self._failure = self._process_work.error  # announced already: do not send it again
+                self._failure = self._process_work.error  # already announced: do not send it again
                 raise self._failure
             if call.pending is not None:
                 self.progress(self._timeout)  # messages between hosts have their own timeout
                 continue
-            # Only peers whose message is missing: a rank may end after its last message.
+            # Check only peers whose message is missing, because a rank may exit after its last
+            # message.
             missing = self._missing(call)
             if lost := missing & self._mesh.gone:
                 raise self._lost(call, lost)
@@ -218,13 +220,13 @@ class GroupWork:
             self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
-        """Return whether all ranks are known to have read all buffers of this one."""
+        """Return whether all ranks are known to have read all buffers of this rank."""
         if self._failure is None and self._process_work.error is None:
             self._process_work.progress()
         return not self._alive
 
     def close(self) -> None:
-        """Forget all calls, unmap the others' memory, close the sockets."""
+        """Discard all calls, unmap the other ranks' memory, and close the sockets."""
         self._alive.clear()
         self._inbox.clear()
         self.segments.close()
@@ -232,21 +234,21 @@ class GroupWork:
         self._mesh.close()
 
     def receive(self, rank: int, message: MeshMessage) -> None:
-        """Process a message of `rank`."""
+        """Process a message from `rank`."""
         if message.fd >= 0:
             self.segments.learn(rank, message.segment, message.fd)
         if message.stage == ENDED:
             self.segments.forget(rank, message.segment)
             return
         if message.stage == FAILED:
-            # Keep the first error: later ones are usually its consequences.
+            # Keep the first error, because later errors are usually its consequences.
             if self._process_work.error is None:
                 self._process_work.error = (PeerLost if message.kind else CollectiveError)(
                     f"{self._group_ranks.speaker(self._rank)} aborted because {self._name(rank)} "
                     f"failed: {message.payload.decode(errors='replace')}"
                 )
             return
-        # This rank may not have begun the call: its messages wait in the inbox.
+        # This rank may not have started the call yet. Until it does, messages wait in the inbox.
         self._inbox.setdefault((message.call, message.stage), {})[rank] = message
         call = self._alive.get(message.call)
         if message.stage == READY and call is not None:
@@ -283,7 +285,7 @@ class GroupWork:
         return set(self._mesh.peers) - self._arrived(call).keys()
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
-        """Raise CollectiveError if a rank is in another collective at this call."""
+        """Raise CollectiveError if a rank's message shows a different collective in this call."""
         said = mismatch(call.opening, message)
         if said is None:
             return
@@ -305,7 +307,7 @@ class GroupWork:
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
-        """Return the timeout error of this rank, or the error of a rank that aborted before."""
+        """Return this rank's timeout error, or the error of a rank that has already aborted."""
         ranks = [self._group_ranks.ranks[place] for place in missing]
         speaker = self._group_ranks.speaker(self._rank)
         error = timeout_error(
@@ -315,7 +317,8 @@ class GroupWork:
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
         """Return the error to raise for a failure between hosts."""
-        # A lost host is often the consequence of a rank that ended on this host: blame that rank.
+        # A lost host is often the consequence of a rank that exited on this host, so blame that
+        # rank.
         if isinstance(error, PeerLost) and self._mesh.gone:
             return self._lost(call, self._mesh.gone)
         if isinstance(error, CollectiveError):
@@ -339,7 +342,7 @@ class GroupWork:
 
 
 def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
-    """Return the message that opens a call. `check` is a number that must be equal on all ranks."""
+    """Return the message that opens a call. All ranks must pass the same number `check`."""
     return MeshMessage(
         call,
         READY,

@@ -1,8 +1,8 @@
-"""Small messages between the ranks of one host, over a Unix socket for each pair.
+"""Sends small messages between the ranks of a host, over a Unix socket for each pair of ranks.
 
-Messages of one peer arrive whole and in order. If a peer ends, even by a kill, its socket reports
-that at once. A rank that has received a message can read everything that the sender wrote to
-shared memory before it: the two system calls order the memory accesses.
+Messages from a peer arrive complete and in order. If a peer exits or is killed, its socket reports
+it immediately. A rank that has received a message can read everything that the sender wrote to
+shared memory before it, because the two system calls order the memory accesses.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from weakref import WeakSet
 from shardwise.net import authentication
 
 INLINE = 1 << 15
-"""Largest payload of a message in bytes. A message must fit into a socket's buffer."""
+"""Maximum payload of a message in bytes. A message must fit into a socket's buffer."""
 
 GREETING = 5.0
-"""Seconds within which a new connection must say which rank it is."""
+"""Seconds within which a new connection must identify its rank."""
 
 _HEADER = struct.Struct("<QBBBxIQQI")
 _HELLO = struct.Struct(f"<{authentication.MAC}sI")
 _CREDENTIALS = struct.Struct("3i")
-"""Process, user and group at the other end of a socket (SO_PEERCRED)."""
+"""Process, user and group ids at the other end of a socket (SO_PEERCRED)."""
 _ROOM = _HEADER.size + INLINE
 _ONE_FD = socket.CMSG_SPACE(struct.calcsize("i"))
 
@@ -39,10 +39,11 @@ _living: WeakSet[SocketMesh] = WeakSet()
 
 
 class MeshMessage(NamedTuple):
-    """A message from one rank to another: its `stage` in call number `call`.
+    """A message from one rank to another about the `stage` that it reached in call number `call`.
 
-    `kind`, `dtype`, `numel` and `check` describe the collective. Its buffer is at `offset` bytes in
-    `segment`, or the buffer is the `payload`. `fd` is a descriptor that the message carries.
+    `kind`, `dtype`, `numel` and `check` describe the collective. Its buffer starts `offset` bytes
+    into `segment`, or is sent as the `payload`. `fd` is a file descriptor that is sent along, or
+    -1.
     """
 
     call: int
@@ -58,7 +59,7 @@ class MeshMessage(NamedTuple):
 
 
 class MeshPoll:
-    """Waits for messages of all meshes of this process together."""
+    """Waits for messages from all meshes of this process at once."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -74,30 +75,31 @@ class MeshPoll:
             mesh, rank = self._owners[fd]
             if events & select.POLLOUT:
                 mesh.flush(rank)
-            # POLLHUP and POLLERR count as readable: `read` finds the end after the last messages.
+            # Treat POLLHUP and POLLERR as readable: `read` finds the end of the stream after the
+            # last messages.
             if events & ~select.POLLOUT:
                 for message in mesh.read(rank):
                     yield mesh, rank, message
 
     def follow(self, mesh: SocketMesh, rank: int, fd: int, *, room: bool = False) -> None:
-        """Watch a socket for messages. With `room`, also for free space in its send buffer."""
+        """Poll a socket for messages and, if `room` is true, for free space in its send buffer."""
         self._owners[fd] = mesh, rank
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
     def add_bell(self, bell: int) -> None:
-        """Watch an eventfd, which wakes `look`."""
+        """Poll an eventfd, which wakes `look`."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
     def leave(self, fd: int) -> None:
-        """Stop watching a socket or an eventfd."""
+        """Stop polling a socket or an eventfd."""
         if self._owners.pop(fd, None) is not None or fd in self._bells:
             self._bells.discard(fd)
             self._poll.unregister(fd)
 
 
 class SocketMesh:
-    """Sockets from this rank to all others of its host. `gone` are the peers that have ended."""
+    """Sockets from this rank to all others on its host. `gone` lists the peers that exited."""
 
     def __init__(self, peers: dict[int, socket.socket], poll: MeshPoll) -> None:
         self._sockets = peers
@@ -113,25 +115,25 @@ class SocketMesh:
 
     @property
     def peers(self) -> list[int]:
-        """Ranks at the other ends."""
+        """Ranks that this rank has a socket to."""
         return list(self._sockets)
 
     def send(self, rank: int, message: MeshMessage) -> None:
-        """Send a message, now or when there is room. It is dropped if the peer has ended."""
-        # Through the queue even if it is empty: messages must not overtake earlier ones.
+        """Send a message, or queue it until the socket has room. Dropped if the peer has exited."""
+        # Use the queue even if it is empty, so that messages cannot overtake earlier ones.
         queue = self._unsent[rank]
         queue.append(message)
         if len(queue) == 1:
             self.flush(rank)
 
     def close(self) -> None:
-        """Close every socket. The peers see this as the end of this rank."""
+        """Close every socket. The peers treat this as the exit of this rank."""
         for peer in self._sockets.values():
             self.poll.leave(peer.fileno())
             peer.close()
 
     def read(self, rank: int) -> Iterator[MeshMessage]:
-        """Yield the messages of `rank` that have arrived."""
+        """Yield the messages from `rank` that have arrived."""
         peer = self._sockets[rank]
         while True:
             try:
@@ -141,8 +143,8 @@ class SocketMesh:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                # The peer ended before it read all of this rank's messages. The kernel reports
-                # that once; after that, the peer's own last messages can still be read.
+                # The peer exited before it read all of this rank's messages. The kernel reports
+                # that once; after that, the peer's last messages can still be read.
                 continue
             if not length:
                 self.poll.leave(peer.fileno())
@@ -170,10 +172,10 @@ class SocketMesh:
             except BlockingIOError:
                 break
             except (BrokenPipeError, ConnectionResetError):
-                pass  # `read` reports the end, after the last messages of that peer
+                pass  # `read` reports the exit, after the last messages of that peer
             queue.popleft()
-        # Ask poll for POLLOUT only while something is unsent: a writable socket would wake every
-        # poll at once.
+        # Request POLLOUT only while something is unsent, because a writable socket would wake every
+        # poll immediately.
         blocked = bool(queue)
         if blocked != (rank in self._blocked) and rank not in self.gone:
             self._blocked ^= {rank}
@@ -181,12 +183,12 @@ class SocketMesh:
 
 
 def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
-    """Return the socket that higher ranks connect to. All ranks listen before any connects."""
-    # SEQPACKET keeps the borders of messages, as a stream would not.
+    """Return a socket for higher ranks to connect to. All ranks must listen before any connects."""
+    # SEQPACKET preserves message boundaries, unlike a stream.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         listener.settimeout(timeout)
-        listener.bind(_address(name, rank))  # abstract: no file that could be left behind
+        listener.bind(_address(name, rank))  # abstract name: leaves no file behind
         listener.listen(size)
     except BaseException:
         listener.close()
@@ -199,10 +201,10 @@ def connect(
 ) -> dict[int, socket.socket]:
     """Connect to every lower rank, accept every higher one, and return the sockets by rank.
 
-    Other users of the host can see the names of the sockets. So a peer must belong to this user,
-    as the kernel reports it, and must know `secret`. Raises OSError.
+    Other users of the host can see the names of the sockets. So a peer must belong to this user, as
+    the kernel reports it, and must know `secret`. Raises OSError if a connection fails.
     """
-    # One direction per pair: if both ends connected, a pair would have two sockets.
+    # Connect in one direction only: if both ends connected, a pair would have two sockets.
     sockets: dict[int, socket.socket] = {}
     proof, until = authentication.mac(secret, b"mesh", name.encode()), time.monotonic() + timeout
     try:
@@ -229,13 +231,13 @@ def connect(
 
 
 def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
-    """Return the rank that has connected; None if it is not of this run."""
+    """Return the rank that has connected, or None if it does not belong to this run."""
     if not _is_ours(peer):
         return None
     peer.settimeout(GREETING)
     try:
         hello = peer.recv(_HELLO.size + 1)
-    except OSError:  # it has closed the socket, or sends nothing
+    except OSError:  # the peer has closed the socket or sends nothing
         return None
     if len(hello) != _HELLO.size:
         return None
@@ -244,14 +246,14 @@ def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Return whether a process of this user is at the other end."""
+    """Return whether the process at the other end belongs to this user."""
     sockets = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(sockets)[1]) == os.geteuid()
 
 
 def _reach(peer: socket.socket, address: str, until: float) -> None:
-    """Connect to a listener. While its queue is full, try again until the time `until`."""
-    # If the queue is full, the kernel returns EAGAIN at once and ignores the socket's timeout.
+    """Connect to a listener. While its queue is full, retry until the monotonic time `until`."""
+    # If the queue is full, the kernel returns EAGAIN immediately and ignores the socket's timeout.
     pause = 0.001
     while True:
         try:
@@ -270,8 +272,8 @@ def _address(name: str, rank: int) -> str:
 
 
 def _in_forked_child() -> None:
-    # A forked DataLoader worker must not hold the sockets open: if this rank were killed, the
-    # others would not see the end of its sockets.
+    # A forked DataLoader worker must not hold the sockets open. Otherwise, if this rank were
+    # killed, the others would not notice.
     for mesh in list(_living):
         with suppress(OSError):
             mesh.close()

@@ -22,20 +22,20 @@ from shardwise.watch.wait_graph import describe_wait
 
 
 def real_view(buffer: Tensor) -> Tensor:
-    """View complex numbers as pairs of reals, because the backends know no complex sums."""
+    """View complex numbers as pairs of reals, because the backends cannot sum complex numbers."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 _highest = 0
-"""The highest number so far in the name of a group of this process."""
+"""Highest number used so far in the name of a process group of this process."""
 
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Make torch use a new name for the next group of ranks of `group`. Collective."""
-    # torch names such a group by its ranks and by this rank's present number of groups. That number
-    # may differ between ranks. It also repeats after groups are closed, and then the store would
-    # return the old addresses of the ranks. So all ranks agree on a higher number, and add
+    """Make torch use a new name for the next process group of these ranks. Collective."""
+    # torch names such a group by its ranks and by the current number of groups on this rank. That
+    # number may differ between ranks. It also repeats after groups are closed, and then the store
+    # would return the ranks' old addresses. So all ranks agree on a higher number, and add
     # placeholder groups up to it.
     global _highest
     names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
@@ -58,10 +58,11 @@ def split_group(
     make: Callable[[Sequence[int], dist.ProcessGroup], Collectives],
     timeout: timedelta | None = None,
 ) -> Collectives:
-    """Return the group among `groups` that contains this rank, `Solo` if none does. Collective.
+    """Return the group in `groups` that contains this rank, or `Solo` if none does. Collective.
 
-    `make` returns the transport for the group's members (places in `group_ranks`, in ascending
-    order) and torch's group. Without a `timeout`, torch's default of half an hour bounds a wait.
+    `make` creates the transport from the group's members (indices into `group_ranks`, in ascending
+    order) and torch's group. If `timeout` is None, waits are limited by torch's default of 30
+    minutes.
     """
     rank = group.rank
     check_groups(groups, len(group_ranks.ranks))
@@ -69,18 +70,18 @@ def split_group(
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
     if len(group_ranks.ranks) < dist.get_world_size():
-        # torch knows more ranks than this group has, and those do not make this call. So only the
-        # members make their group.
+        # torch's default group has more ranks than this group, and those do not make this call. So
+        # only the members create their group.
         with _fresh_name(group):
             if len(mine) > 1:
                 ranks = group_ranks.part(mine).of_torch
                 made = dist.new_group(ranks, use_local_synchronization=True, **options)
     else:
-        for members in groups:  # torch requires that every rank makes every group
+        for members in groups:  # torch requires that every rank creates every group
             if len(members) > 1:
                 found = dist.new_group(list(members), **options)
                 made = found if rank in members else made
-    # Every member is connected now: an open listener would only accept strangers.
+    # Every member is connected now, so an open listener would only accept strangers.
     listeners.shut()
     if len(mine) == 1:
         return Solo()
@@ -94,11 +95,11 @@ _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refuse
 def explain(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
-    """Turn an error of the backend into the error that the user reads.
+    """Turn a backend error into the error that the user sees.
 
-    `speaker` is this rank ("Rank 0 of 2"), `other` the rank that it waited for, if known.
+    `speaker` is this rank ("Rank 0 of 2"). `other` is the rank that it waited for, if known.
     """
-    # Backends raise RuntimeError for everything, so only the text tells the kinds apart.
+    # Backends raise RuntimeError for everything, so only the text distinguishes the cases.
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     first = re.sub(r"^\[.*?\] ", "", first).split(". ")[0].rstrip(".")
     if any(sign in str(error).lower() for sign in _GONE):
@@ -127,11 +128,11 @@ def timeout_error(
     missing: Collection[int],
     timeout: float = 0.0,
 ) -> CollectiveError:
-    """Return the error of a rank that waited too long for the ranks `missing`.
+    """Return the error for a rank that waited too long for the ranks `missing`.
 
-    It names the ranks that block those (watch/wait_graph.py).
+    It names the ranks that block them (watch/wait_graph.py).
     """
-    # If a rank aborted meanwhile, its error is the cause, and this timeout only a consequence.
+    # If a rank aborted meanwhile, its error is the cause and this timeout only a consequence.
     blocking = status_server.blocking_ranks(missing)
     if (passed := status_server.error_of_another(speaker, blocking.abort)) is not None:
         return passed
@@ -143,8 +144,8 @@ def timeout_error(
 
 
 def _in_forked_child() -> None:
-    # The destructors of torch's groups wait for threads that only the parent has, and crash. So
-    # the child never destroys a group: it holds a reference to each.
+    # The destructors of torch's groups wait for threads that exist only in the parent, and crash.
+    # So the child holds a reference to each group and never destroys it.
     if dist.is_initialized():
         for group in dist.distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -1,4 +1,8 @@
-"""The data loader: one order of samples for any number of ranks, cut into a share per rank."""
+"""The data loader.
+
+It gives each rank its share of every global batch, in an order that does not depend on the number
+of ranks.
+"""
 
 from shardwise.data.loader import Loader
 from shardwise.data.steps import LoaderStep

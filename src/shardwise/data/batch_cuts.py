@@ -1,10 +1,10 @@
-"""Cuts of a total batch into the micro-batches of each rank: shares, or exact-mode micro-shards.
+"""Splits a global batch into each rank's micro-batches: shares, or micro-shards of the exact mode.
 
-A total batch of 8 rows on 2 ranks:
+A global batch of 8 rows on 2 ranks:
 
     shares          rank 0:  0 1 , 2 3      each rank has contiguous rows
                     rank 1:  4 5 , 6 7
-    micro-shards    rank 0:  0 1 , 4 5      in each turn, all ranks together have contiguous rows
+    micro-shards    rank 0:  0 1 , 4 5      each micro-batch is contiguous across ranks
                     rank 1:  2 3 , 6 7
 """
 
@@ -25,16 +25,18 @@ T = TypeVar("T")
 
 
 class BatchCut(ABC):
-    """The cut of every total batch for one rank."""
+    """Splits every global batch for one rank."""
 
     @abstractmethod
     def count(self, rows: int) -> int:
-        """Return the number of micro-batches in a total batch of `rows`: at least 1, and the same
-        on all ranks."""
+        """Return the number of micro-batches in a global batch of `rows` rows.
+
+        The number is at least 1, and the same on all ranks.
+        """
 
     @abstractmethod
     def parts(self, rows: int) -> list[Rows]:
-        """Return the rows of each micro-batch of this rank. An empty one needs a stand-in."""
+        """Return the rows of each of this rank's micro-batches. An empty one needs a stand-in."""
 
     @abstractmethod
     def all_have(self, rows: int) -> list[bool]:
@@ -42,15 +44,15 @@ class BatchCut(ABC):
 
     @abstractmethod
     def total_rows(self, rows: int) -> list[int]:
-        """Return for each micro-batch the number of rows that all ranks have in it together."""
+        """Return the number of rows on all ranks together, for each micro-batch."""
 
     @abstractmethod
     def own_part_rows(self, rows: int) -> list[Rows]:
-        """Cut `rows` that belong to this rank alone into as many micro-batches as a full step."""
+        """Split `rows` that only this rank reads into as many micro-batches as a full step has."""
 
     @abstractmethod
     def stand_in(self, rows: Sequence[T]) -> list[T]:
-        """Return the rows to run in place of an empty micro-batch."""
+        """Return the rows to use in place of an empty micro-batch."""
 
     @abstractmethod
     def number(self, request: int) -> int:
@@ -59,9 +61,9 @@ class BatchCut(ABC):
 
 @dataclass(frozen=True)
 class ShareCut(BatchCut):
-    """Contiguous shares, in micro-batches of `micro_batch_size` rows.
+    """Contiguous shares, split into micro-batches of `micro_batch_size` rows.
 
-    `full` is the size of a total batch, None if a batch sampler decides it.
+    `full` is the size of a global batch, or None if a batch sampler decides it.
     """
 
     size: int
@@ -94,7 +96,7 @@ class ShareCut(BatchCut):
 
 @dataclass(frozen=True)
 class MicroShardCut(BatchCut):
-    """Micro-shards of the exact mode: one per turn on each rank."""
+    """Micro-shards of the exact mode. Each rank runs one per turn."""
 
     shards: MicroShards
 
@@ -102,8 +104,8 @@ class MicroShardCut(BatchCut):
         return self.shards.turns
 
     def parts(self, rows: int) -> list[Rows]:
-        # The cuts depend on the number of micro-shards and never on the world size: the leaves of
-        # the sum tree must be the same at every world size.
+        # The cuts depend on the number of micro-shards and never on the world size, because the
+        # leaves of the sum tree must be the same at every world size.
         cuts = even_cuts(rows, self.shards.count)
         numbers = [self.shards.number(turn) for turn in range(self.shards.turns)]
         return [(cuts[number], cuts[number + 1]) for number in numbers]

@@ -1,4 +1,4 @@
-"""The total batches of each epoch of a map-style dataset, the same on all ranks."""
+"""Determines the global batches of each epoch of a map-style dataset, identically on all ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from shardwise.world.world import World
 T = TypeVar("T")
 
 FEW = 64
-"""Leading elements of a row that ranks compare to find out whether their datasets are equal."""
+"""Number of leading elements per row that ranks compare to detect different datasets.
+"""
 
 
 class BatchSchedule(ABC):
-    """The total batches of a map-style dataset.
+    """The global batches of a map-style dataset.
 
-    `epoch_length` is the number of samples in every epoch, None if epochs may differ. `steps` is
-    the number of steps, None if it is unknown before the epoch begins.
+    `epoch_length` is the number of samples in every epoch, or None if epochs may differ. `steps` is
+    the number of steps per epoch, or None if it is unknown before the epoch begins.
     """
 
     epoch_length: int | None = None
@@ -36,7 +37,7 @@ class BatchSchedule(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        """Yield the total batches of `epoch`, from its sample `offset` on."""
+        """Yield the global batches of `epoch`, starting at its sample `offset`."""
 
 
 class InOrder(BatchSchedule):
@@ -53,8 +54,8 @@ class InOrder(BatchSchedule):
         self._length, self._seed, self._shuffle = length, seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        # Here and not in __init__: making a Loader is not collective, and a script may make one on
-        # some ranks only. A pass over it is collective anyway.
+        # Check here and not in __init__, because creating a Loader is not collective and a script
+        # may do it on some ranks only. Iterating over a Loader is collective anyway.
         if not self._checked:
             _check_same_dataset(self._world, self._dataset)
             self._checked = True
@@ -65,7 +66,7 @@ class InOrder(BatchSchedule):
 
 
 class FromSampler(BatchSchedule):
-    """The order of a user's sampler, drawn in blocks and checked to be the same on all ranks."""
+    """The order of a user's sampler, read in blocks and checked to be identical on all ranks."""
 
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, *, world: World, drop_last: bool
@@ -81,7 +82,7 @@ class FromSampler(BatchSchedule):
             self._sampler, self._world, epoch, plain=_as_index, each=lambda index: 1
         )
         agreed = _check_blocks(blocks, self._world, "sampler", epoch)
-        # Skip to `offset` after drawing: a sampler can only be read from its start.
+        # Skip to `offset` after drawing, because a sampler can only be read from its start.
         indices = islice(chain.from_iterable(agreed), offset, None)
         while batch := list(islice(indices, self._batch_size)):
             if self._drop_last and len(batch) < self._batch_size:
@@ -90,7 +91,7 @@ class FromSampler(BatchSchedule):
 
 
 class FromBatchSampler(BatchSchedule):
-    """The total batches of a user's batch sampler, whose sizes may vary."""
+    """The global batches of a user's batch sampler, which may differ in size."""
 
     def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
         self._sampler, self._world = batch_sampler, world
@@ -118,7 +119,7 @@ class FromBatchSampler(BatchSchedule):
 
 
 BLOCK = 2**16
-"""Number of indices that are drawn at a time and then compared across the ranks."""
+"""Number of indices that are drawn at a time and then compared across ranks."""
 
 
 def _draw_blocks(
@@ -129,14 +130,14 @@ def _draw_blocks(
     plain: Callable[[Any], T],
     each: Callable[[T], int],
 ) -> Iterator[list[T]]:
-    """Yield the items of `sampler` in `epoch` in blocks of about `BLOCK` indices.
+    """Yield the items of `sampler` for `epoch`, in blocks of about `BLOCK` indices.
 
-    `plain` converts an item, and `each` returns the number of indices in it. The sampler draws
-    from generators with the same seed on all ranks. They keep their state from one block to the
-    next, even if the process draws other numbers in between.
+    `plain` converts an item, and `each` returns the number of indices in it. The sampler draws from
+    generators with the same seed on all ranks. Their state is preserved between blocks, even if the
+    process draws other random numbers in between.
     """
-    # A sampler may be a generator function, which draws between its items: so it needs its own
-    # generators for its whole life, and not only while `iter` runs.
+    # A sampler may be a generator function, which draws between its items. So it needs separate
+    # generators for as long as it runs, and not only while `iter` runs.
     draws = SavedGenerators(seed_from(world.seed, "sampler", epoch))
     with draws.resume():
         for candidate in (sampler, getattr(sampler, "sampler", None)):
@@ -160,8 +161,9 @@ def _draw_blocks(
 def _check_same_dataset(world: World, dataset: Any) -> None:
     """Raise DataError on every rank if the ranks hold different datasets. Collective.
 
-    Compares the type, the length, the indices of a Subset and some values of tensors. The usual
-    cause is random_split or randn after training has begun, when each rank draws differently.
+    Compares the type, the length, the indices of a Subset and some tensor values. The usual cause
+    of a difference is calling random_split or randn after training has begun, when each rank draws
+    different values.
     """
     if world.size == 1:
         return
@@ -183,7 +185,7 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
 
 
 def _contents(dataset: Any) -> Iterator[Any]:
-    """Yield the values of a dataset that can be read without running the user's code."""
+    """Yield those values of a dataset that can be read without running user code."""
     if isinstance(dataset, Subset):
         yield [_as_index(index) for index in dataset.indices]
         yield from _contents(dataset.dataset)
@@ -198,7 +200,7 @@ def _contents(dataset: Any) -> Iterator[Any]:
 def _check_blocks(
     blocks: Iterator[list[T]], world: World, what: str, epoch: int
 ) -> Iterator[list[T]]:
-    """Yield `blocks`, each after comparing it across the ranks. Collective."""
+    """Yield `blocks`, comparing each across ranks first. Collective."""
     for block in blocks:
         if world.size > 1:
             _check_agreement(world, what, epoch, block)
@@ -220,16 +222,18 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
 
 
 def _comparison_group(world: World) -> Collectives:
-    """Return the ranks that compare their data: all of them, or with elastic islands the ranks of
-    this island."""
+    """Return the group of ranks that compare their data.
+
+    These are all ranks or, with elastic islands, the ranks of this island.
+    """
     # An elastic island that has rejoined begins its epoch while the others are in the middle of
-    # theirs: they would not enter this collective.
+    # theirs, so they would not enter this collective.
     world.current_batch.check_even("world.gather")
     return world.step_group if world.collectives.has_changing_ranks else world.collectives
 
 
 def _as_index(index: Any) -> Any:
-    """Return an index as an int if it is one in disguise: a 0-dim tensor or a numpy integer."""
+    """Return `index` as an int if it is a 0-dim tensor or a NumPy integer, else unchanged."""
     return index.__index__() if hasattr(index, "__index__") else index
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a Loader, and the error message of each mistake in them."""
+"""Validates the arguments of a Loader. Each mistake has its own error message."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ SHARDINGS = ("auto", "slice", "dataset")
 
 
 class UnknownLength(DataError, TypeError):
-    """`len` of a Loader over a stream of unknown length.
+    """Raised by `len` of a Loader over a stream of unknown length.
 
-    It is a TypeError because `list(loader)` asks for `len` and ignores only that error.
+    It is also a TypeError, because `list(loader)` calls `len` and ignores only that error.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderArguments:
-    """The arguments of a Loader that decide its batches, with the number of ranks (`size`)."""
+    """The arguments of a Loader that determine its batches, and the number of ranks (`size`)."""
 
     dataset: Any
     batch_size: int | None
@@ -42,18 +42,18 @@ class LoaderArguments:
 
     @property
     def cut(self) -> BatchCut:
-        """The cut of a total batch for this rank."""
+        """How global batches are split for this rank."""
         if self.shards is not None:
             return MicroShardCut(self.shards)
         return ShareCut(self.size, self.rank, self.micro_batch_size, self.batch_size)
 
     @property
     def stream(self) -> bool:
-        """Whether the dataset is iterable rather than map-style."""
+        """True if the dataset is iterable rather than map-style."""
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
     def check(self) -> None:
-        """Raise DataError for arguments that are invalid, or that exclude each other."""
+        """Raise DataError for arguments that are invalid or incompatible with each other."""
         if self.batch_sampler is None:
             self._check_batch_size()
         else:

@@ -1,4 +1,4 @@
-"""A stream that joins the parts which several ranks read, in the order they trained on them."""
+"""Joins the parts of a stream that several ranks read, in the order they trained on them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from shardwise.world.randomness import seed_from
 
 
 class JoinedParts(WrappedStream):
-    """All parts of a stream as one, in the order that `part_order.parts` ranks trained on.
+    """All parts of a stream as one, in the order in which `part_order.parts` ranks trained on them.
 
-    A total batch is rank 0's share from part 0, then rank 1's share from part 1, and so on:
+    A global batch is rank 0's share from part 0, then rank 1's share from part 1, and so on:
 
         part 0   a b c d e      batches of 4 on 2 ranks   a b u v | c d w x | e y
         part 1   u v w x y      joined                    a b u v   c d w x   e y
 
-    Each part draws the random numbers that it would draw on its rank. Raises DataError for a
-    dataset without a method `shard`.
+    Each part draws the same random numbers as on the rank that read it. Raises DataError if the
+    dataset has no method `shard`.
     """
 
     def __init__(self, dataset: Any, part_order: PartOrder, seed: int) -> None:
@@ -45,7 +45,7 @@ class JoinedParts(WrappedStream):
 
     def __iter__(self) -> Iterator[Any]:
         readers = [self._reader(rank) for rank in range(self._part_order.parts)]
-        # Parts differ in length: read until the last one ends, as the ranks themselves would.
+        # Parts may differ in length. Read until the last one ends, as the ranks themselves would.
         while any(chunks := [read() for read in readers]):
             for chunk in chunks:
                 yield from chunk
@@ -54,8 +54,8 @@ class JoinedParts(WrappedStream):
         """Return a function that reads the samples of `rank`'s part for the next step."""
         count = self._part_order.parts
         first, end = order.share(self._part_order.batch, count, rank)
-        # This process reads the parts in turns, but each must draw the numbers that its own rank
-        # would draw. So each has its own state of the generators.
+        # This process reads the parts in turns, but each part must draw the random numbers that its
+        # own rank would draw. So each has separate generator states.
         draws = SavedGenerators(seed_from(self._seed, "stream", rank, self._epoch))
         with draws.resume():
             part = part_of(self.dataset, count, rank)
@@ -73,7 +73,7 @@ class JoinedParts(WrappedStream):
 def part_of(dataset: Any, count: int, rank: int) -> Any:
     """Return the part of `dataset` that `rank` of `count` ranks reads.
 
-    A dataset without a method `shard` is already this rank's part.
+    If the dataset has no method `shard`, it is already this rank's part.
     """
     if count > 1 and hasattr(dataset, "shard"):
         return dataset.shard(num_shards=count, index=rank)

@@ -1,4 +1,7 @@
-"""The Loader: each rank's share of every total batch, in one order for any number of ranks."""
+"""The Loader, which gives each rank its share of every global batch.
+
+The order of the samples does not depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -27,59 +30,61 @@ from shardwise.world.world import current as current_world
 
 
 class Loader(HintsAtAttributes):
-    """The batches of a dataset: `batch_size` is the TOTAL batch, and each rank gets its share.
+    """Iterates over a dataset. `batch_size` is the TOTAL batch, of which each rank gets its share.
 
-    Shares are contiguous rows of the total batch, and batches arrive on `world.device`. Every
-    sample is used exactly once per epoch. Ranks that split layers between them (`--tensor`) get
-    the same batch.
+    Shares are contiguous rows of the total batch, and batches are on `world.device`. Every sample
+    is used exactly once per epoch. Ranks that split layers between them (`--tensor`) get identical
+    batches.
 
-    A `for` loop runs the next epoch. If it is left early, that epoch is over, except if only its
-    first step was taken and no backward used it: `next(iter(loader))` only looks at a batch. After
-    `load_state_dict` the next loop continues from the saved position. With drop_last, keep
+    A `for` loop runs the next epoch. Leaving it early completes that epoch, unless only its first
+    step was taken and no backward pass used it. So `next(iter(loader))` only looks at a batch.
+    After `load_state_dict`, the next loop continues from the saved position. With drop_last, keep
     batch_size when resuming.
 
     A rank without rows in a short last batch gets one real sample as a stand-in, whose weight is
-    zero. Under `torch.no_grad()` it gets no batch instead, so that sums over batches stay right.
+    zero. Under `torch.no_grad()` it gets no batch instead, so that sums over batches remain
+    correct.
 
     With `--micro-batch-size`, or with `--exact` on fewer workers than micro-shards, a step has
-    several batches. Train on them with `for step in loader.steps(): for x, y in step: ...`. Under
-    `torch.no_grad()` plain iteration yields them one by one.
+    several batches. To train on them, write `for step in loader.steps(): for x, y in step: ...`.
+    Under `torch.no_grad()`, plain iteration yields them one by one.
 
-    The dataset sees no `get_worker_info()` while it is read: the Loader itself distributes the
-    work over its DataLoader workers, and their number does not change a result.
+    `get_worker_info()` returns None while the dataset is read, because the Loader itself
+    distributes the work to its DataLoader workers. Their number does not affect any result.
 
     Args:
-        dataset: A map-style or an iterable dataset. On every rank it is the same, whole dataset.
-        batch_size: Samples in a total batch. With `--batch worker` it is the batch of each worker,
-            and with that and `--tensor` the batch of each replica.
-        shuffle: Shuffle a map-style dataset; the order depends on (seed, epoch, length) only.
-        drop_last: Drop a last batch that is shorter than batch_size.
-        sampler: Dataset indices in total order, the same on all ranks. It is read a few thousand
-            indices ahead, so it may be endless.
-        batch_sampler: Lists of dataset indices, the same on all ranks. Each is a total batch, of
-            any size.
-        sharding: How ranks share an iterable dataset. With "slice" every rank, and every
-            DataLoader worker, reads the whole stream and keeps a share of each total batch: the
-            order is the order of one process, and decoding is repeated. With "dataset" every rank
-            reads only its own part: `dataset.shard(num_shards=, index=)` if there is such a
-            method, else the dataset as it is. A rank whose part has ended continues with stand-ins
-            until all parts have ended. An epoch that is resumed at another world size or
-            batch_size keeps the order of its parts until it ends. "auto" is "dataset" if the
-            dataset has a method `shard` and enough shards, else "slice".
-        micro_batch_size: Rows per micro-batch; overrides the setting of the run.
+        dataset: A map-style or an iterable dataset. Every rank must pass the same, complete
+            dataset.
+        batch_size: Number of samples in a total batch. With `--batch worker`, the number per
+            worker, or per replica if `--tensor` is also set.
+        shuffle: Shuffle a map-style dataset. The order depends only on (seed, epoch, length).
+        drop_last: Drop the last batch if it is shorter than batch_size.
+        sampler: Dataset indices for all ranks together, the same on every rank. It may be infinite,
+            because it is read only a few thousand indices ahead.
+        batch_sampler: Lists of dataset indices, the same on all ranks. Each list is a total batch
+            and may have any size.
+        sharding: How ranks share an iterable dataset. With "slice", every rank and every DataLoader
+            worker reads the full stream and keeps its share of each total batch. The order is that
+            of a single process, but decoding is repeated. With "dataset", every rank reads only its
+            own part: `dataset.shard(num_shards=, index=)` if that method exists, else the unchanged
+            dataset. A rank whose part is exhausted continues with stand-ins until all parts are
+            exhausted. An epoch that is resumed with a different world size or batch_size keeps the
+            order of its parts until it ends. "auto" is "dataset" if the dataset has a method
+            `shard` and enough shards, else "slice".
+        micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
         num_workers, collate_fn, pin_memory, persistent_workers, prefetch_factor, worker_init_fn,
-            timeout: As in torch's DataLoader, which reads the data.
-        name: The name of the Loader in messages (default: `Loader(<type of the dataset>)`).
+            timeout: Passed to torch's DataLoader, which reads the data.
+        name: Name of the Loader in messages (default: `Loader(<type of the dataset>)`).
         seed_samples: Seed torch, numpy and random by (seed, epoch, index) before each sample of a
             map-style dataset, so that augmentation is the same for any number of ranks and
-            workers. By default True if the dataset might draw: not for a TensorDataset, a
-            sequence, a Hugging Face dataset without transform, or a Subset of these. If False, the
-            dataset's `__getitems__` is used, and draws depend on the first index of the
-            micro-batch. Draws of `collate_fn` always do. A generator that the dataset itself made
-            is not seeded.
+            workers. The default is True if the dataset might draw random numbers, which excludes a
+            TensorDataset, a sequence, a Hugging Face dataset without transform, and a Subset of
+            these. If False, the dataset's `__getitems__` is used, and random numbers depend on the
+            first index of the micro-batch. This is always the case in `collate_fn`. Generators
+            that the dataset itself creates are not seeded.
 
     Raises:
-        DataError: If an argument is invalid, or the dataset cannot be shared.
+        DataError: If an argument is invalid, or if the dataset cannot be shared between ranks.
 
     Example:
         ```python
@@ -114,7 +119,7 @@ class Loader(HintsAtAttributes):
     ) -> None:
         self._world = current_world()
         settings = self._world.settings
-        if micro_batch_size is not None:  # a value in the script becomes the setting of the run
+        if micro_batch_size is not None:  # a value in the script becomes the run's setting
             settings = self._world.settle(micro_batch_size=micro_batch_size)
         requested_size = batch_size
         batch_size = _total(batch_size, batch_sampler, self._world)
@@ -138,14 +143,16 @@ class Loader(HintsAtAttributes):
         self.dataset = dataset
         self.batch_size = batch_size
         self._position = self._pass_start = Position()  # now, and at the start of the latest pass
-        self._resumes = False  # whether the next pass continues from the position
-        self._taken = 0  # steps that the latest pass has handed out
-        self._pass_number = 0  # the number of the latest pass
-        self._stream: LoaderStream | None = None  # the pass in the world's current batch
-        # Weak, because a pass holds a method of the Loader: with a cycle the workers of a dropped
-        # Loader would live until the garbage collector runs.
+        self._resumes = False  # True if the next pass continues from the position
+        self._taken = 0  # number of steps that the latest pass has yielded
+        self._pass_number = 0  # number of the latest pass
+        self._stream: LoaderStream | None = (
+            None  # stream of the latest pass in the world's current batch
+        )
+        # A weak reference, because a pass holds a method of the Loader. With a reference cycle, the
+        # workers of a dropped Loader would run until the garbage collector runs.
         self._latest_pass: weakref.ref[LoaderPass] | None = None
-        # MPS shares the host's memory: there is nothing to pin.
+        # MPS shares the host's memory, so there is nothing to pin.
         self._pinned = pin_memory and self._world.device.type not in ("cpu", "mps")
         self._arguments, self._requested_size = arguments, requested_size
         self._options: dict[str, Any] = {
@@ -159,7 +166,7 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _build(self) -> None:
-        """Make the reader and torch's DataLoader for the present seed, mesh and position."""
+        """Build the reader and torch's DataLoader for the current seed, mesh and position."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
         part_order = choose_part_order(self._arguments, self._world, self._position)
         self._reader = reader(self._arguments, self._world, part_order)
@@ -174,14 +181,14 @@ class Loader(HintsAtAttributes):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch, or the next epoch if that one is complete."""
+        """The epoch of the last batch, or the next epoch if that epoch is complete."""
         return self._position.epoch
 
     def __len__(self) -> int:
         """Return the number of steps per epoch.
 
         Raises:
-            UnknownLength: For a stream without a length; also a TypeError.
+            UnknownLength: If the dataset is a stream without a length. It is also a TypeError.
         """
         self._follow_mesh()
         steps = self._reader.steps
@@ -210,10 +217,11 @@ class Loader(HintsAtAttributes):
             yield from step
 
     def steps(self) -> Iterator[LoaderStep]:
-        """Yield the steps of one epoch. Each step yields its micro-batches.
+        """Yield the steps of one epoch. Iterate over each step to get its micro-batches.
 
         Raises:
-            UsageError: If a newer loop over this Loader has begun, or a step was taken in part.
+            UsageError: If a newer loop over this Loader has begun, or if only some micro-batches of
+                a step were taken.
 
         Example:
             ```python
@@ -235,16 +243,16 @@ class Loader(HintsAtAttributes):
         self._position = self._position.next_epoch(self._reader.epoch_length)
 
     def epochs(self, total: int) -> Iterator[int]:
-        """Yield the numbers of the remaining epochs, from the present one to `total` - 1.
+        """Yield the numbers of the remaining epochs, from the current one to `total` - 1.
 
         After `load_state_dict` in the middle of an epoch, the first number is that epoch. An epoch
-        is over when the loop body has run, even if batches of it are left.
+        is complete when the loop body has run, even if some of its batches were not used.
 
         Args:
-            total: Number of epochs of the whole training, including those before a resume.
+            total: Number of epochs in the complete training run, including epochs before a resume.
 
         Raises:
-            DataError: If `total` is not a whole number of 0 or more.
+            DataError: If `total` is not a non-negative integer.
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 0:
             raise DataError(f"epochs needs a whole number of 0 or more, not {total!r}.")
@@ -264,24 +272,25 @@ class Loader(HintsAtAttributes):
                 self._resumes = False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position in the data. Checkpoints hold it for tracked Loaders.
+        """Return the position in the data. Checkpoints store it for tracked Loaders.
 
         Returns:
             A dict of ints:
 
-            - "samples": samples consumed since training began.
-            - "epoch": the epoch of the next step, or the epoch whose loop body is at its end.
-            - "offset" and "steps", if epochs may differ in length (a sampler, a stream): samples
-              and steps consumed in this epoch.
-            - "parts", for a stream: the number of parts that ranks read in this epoch, 0 if every
-              rank reads the whole stream.
-            - "part_batch", for a stream: samples in a total batch of those parts.
+            - "samples": number of samples consumed since training began.
+            - "epoch": the epoch of the next step, or the current epoch if only the rest of its loop
+              body has to run.
+            - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
+              samples and steps consumed in this epoch.
+            - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
+              every rank reads the full stream.
+            - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if all ranks now read all parts, else 0.
         """
         return self._position.state(self._reader.epoch_length)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the position in `state`. The next loop continues from there.
+        """Restore the position in `state`. The next loop continues from there.
 
         Args:
             state: A result of `state_dict`.
@@ -298,14 +307,15 @@ class Loader(HintsAtAttributes):
         self._resumes = True
 
     def _begin(self) -> None:
-        """Start a new pass and drop the rest of an older one."""
+        """Start a new pass and discard the rest of an older one."""
         if (older := self._open_pass()) is not None:
             older.close()
         if self._seed != self._world.seed:
-            self._build()  # a checkpoint of a run with another seed was loaded
+            self._build()  # a checkpoint of a run with a different seed was loaded
         self._follow_mesh()
         self._settle_position()
-        # Only after the position is known: an epoch that was begun keeps its order of parts.
+        # Only now that the position is known, because an epoch that has begun keeps its order of
+        # parts.
         part_order = choose_part_order(self._arguments, self._world, self._position)
         if part_order != self._reader.order:
             self._build()
@@ -315,12 +325,12 @@ class Loader(HintsAtAttributes):
         self._pass_number += 1
 
     def _follow_mesh(self) -> None:
-        """Take this rank's share on the present mesh, if the mesh changed after `__init__`.
+        """Use this rank's share on the current mesh, if the mesh changed after `__init__`.
 
         Raises DataError if the replicas of the new mesh cannot share a batch.
         """
-        # A Loader may be made before the engine, and only the engine knows the tensor and pipeline
-        # axes. An open pass keeps its shares until its end.
+        # A Loader may be created before the engine, and only the engine knows the tensor and
+        # pipeline axes. An open pass keeps its shares until it ends.
         if self._mesh == self._world.mesh or self._open_pass() is not None:
             return
         self.batch_size = _total(self._requested_size, self._arguments.batch_sampler, self._world)
@@ -334,10 +344,10 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _settle_position(self) -> None:
-        """Decide where the next pass begins: at the resumed position, or at a start of an epoch."""
+        """Set the start of the next pass: the resumed position, or the start of an epoch."""
         if self._resumes or self._position.offset == 0:
             return
-        # The older pass was left early. If it only looked at the first batch, begin it again.
+        # The older pass was left early. If it only looked at the first batch, restart it.
         trained = self._stream is not None and self._stream.trained
         if self._taken > 1 or trained:
             self._position = self._position.next_epoch(self._reader.epoch_length)
@@ -371,20 +381,20 @@ class Loader(HintsAtAttributes):
         try:
             yield from self._reader.delivered(iter(self._torch_loader))
         finally:
-            if run == self._pass_number:  # else a newer pass reads from the same workers
+            if run == self._pass_number:  # otherwise a newer pass reads from the same workers
                 self._reader.close()
 
     def requests(self) -> Iterator[Any]:
-        """Yield the requests to the workers of torch's DataLoader in the latest pass."""
+        """Yield the requests of the latest pass to the workers of torch's DataLoader."""
         return self._reader.requests_for(self._pass_number, self._position)
 
 
 class _PassSampler:
-    """The `batch_sampler` of torch's DataLoader, which iterates it at the start of each pass."""
+    """The `batch_sampler` of torch's DataLoader. It is iterated at the start of each pass."""
 
     def __init__(self, loader: Loader) -> None:
-        # Weak, because the Loader holds the DataLoader, which holds this: a cycle would keep the
-        # workers alive until the garbage collector runs.
+        # A weak reference, because the Loader holds the DataLoader, which holds this object. A
+        # reference cycle would keep the workers running until the garbage collector runs.
         self._loader = weakref.ref(loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -394,7 +404,7 @@ class _PassSampler:
 
 
 def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:
-    """Return the size of the total batch. With `--batch worker`, `batch_size` is per worker."""
+    """Return the size of the global batch. With `--batch worker`, `batch_size` is per worker."""
     if world.settings.batch == "total" or world.data_size == 1:
         return batch_size
     if batch_sampler is not None:
@@ -411,7 +421,7 @@ def _shards(exact: int, world: World) -> MicroShards:
 
 
 def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:
-    """Return the shape of a pass, for the lines at the start of a run."""
+    """Return the shape of a pass, for the messages at the start of a run."""
     size = arguments.batch_size
     count = arguments.cut.count(size) if size else 1
     return StreamShape(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)

@@ -1,4 +1,4 @@
-"""The position of training in its data, and its form in a checkpoint."""
+"""The position of training in its data, and its representation in checkpoints."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from shardwise.errors import DataError
 class PartOrder:
     """The order of a stream's samples in an epoch.
 
-    If `parts` is 0, samples keep the order of the stream. Otherwise the stream is cut into `parts`,
-    one per rank at the start of the epoch, and a total batch of `batch` samples takes a share of
-    each part.
+    If `parts` is 0, samples are in the order of the stream. Otherwise the stream is split into
+    `parts` parts, one per rank at the start of the epoch, and a global batch of `batch` samples
+    takes a share from each part.
     """
 
     parts: int = 0
     batch: int = 0
     joined: bool = False
-    """Whether every rank reads all parts, because the world size or the batch size changed in the
-    middle of the epoch."""
+    """True if every rank reads all parts.
+
+    This happens if the world size or the batch size changed in the middle of the epoch.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A place `offset` samples and `steps` steps into `epoch`, after `before` earlier samples."""
+    """Position in the data.
+
+    It is `offset` samples and `steps` steps into `epoch`, after `before` samples in earlier epochs.
+
+    """
 
     epoch: int = 0
     offset: int = 0
@@ -39,7 +45,7 @@ class Position:
 
     @property
     def samples(self) -> int:
-        """Samples consumed since training began."""
+        """Number of samples consumed since training began."""
         return self.before + self.offset
 
     def stepped(self, total: int) -> Position:
@@ -47,14 +53,14 @@ class Position:
         return replace(self, offset=self.offset + total, steps=self.steps + 1)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
-        """Return the start of the next epoch, even if samples of this one are left."""
+        """Return the start of the next epoch, even if samples of this epoch are unused."""
         passed = self.offset if epoch_length is None else epoch_length
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
     def state(self, epoch_length: int | None) -> dict[str, int]:
-        """Return the position as a checkpoint saves it."""
-        # The number of samples alone would be ambiguous: at the end of an epoch the rest of the
-        # user's loop body has still to run, at the start of the next it has run.
+        """Return the position as checkpoints store it."""
+        # The number of samples alone would be ambiguous: at the end of an epoch, the rest of the
+        # user's loop body has still to run, and at the start of the next epoch it has run.
         place = {"samples": self.samples, "epoch": self.epoch}
         if epoch_length is not None:
             return place
@@ -68,14 +74,14 @@ class Position:
 def restored(
     state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
 ) -> Position:
-    """Return the position that `state` describes. Raises DataError if `state` is not one."""
+    """Return the position that `state` describes. Raises DataError if `state` is invalid."""
     order: PartOrder | None = None
     try:
         samples = int(state["samples"])
         if epoch_length is not None:
             saved_epoch = state.get("epoch")
-            # `<=`: at the end of an epoch the state still names that epoch, because the rest of
-            # its loop body has yet to run.
+            # `<=`, because at the end of an epoch the state still contains that epoch: the rest of
+            # its loop body has not run yet.
             if (
                 saved_epoch is not None
                 and 0 <= samples - saved_epoch * epoch_length <= epoch_length
@@ -86,7 +92,7 @@ def restored(
             steps = -(-offset // batch_size) if batch_size else 0
         else:
             epoch, offset, steps = (int(state[key]) for key in ("epoch", "offset", "steps"))
-            if "parts" in state:  # states of earlier versions do not have it
+            if "parts" in state:  # missing in states of earlier versions
                 parts, batch = int(state["parts"]), int(state["part_batch"])
                 order = PartOrder(parts=parts, batch=batch, joined=bool(state["joined"]))
     except (KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Readers, which request micro-batches from a source and turn its answers into a pass."""
+"""Readers, which request micro-batches from a source and assemble its answers into a pass."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from shardwise.world.world import World
 
 
 class Reader(ABC):
-    """A way to read the dataset through `source`, in DataLoader workers or in the main process.
+    """Reads the dataset through `source`, in DataLoader workers or in the main process.
 
-    `epoch_length` is the number of samples in every epoch, None if epochs may differ. `steps` is
-    the number of steps of an epoch, None if unknown. `order` is the order of a stream's samples,
-    None for a map-style dataset.
+    `epoch_length` is the number of samples in every epoch, or None if epochs may differ. `steps` is
+    the number of steps per epoch, or None if unknown. `order` is the order of a stream's samples,
+    or None for a map-style dataset.
     """
 
     source: Any
@@ -45,7 +45,7 @@ class Reader(ABC):
 
     @abstractmethod
     def requests_for(self, run: int, at: Position) -> Iterator[Any]:
-        """Yield the requests to the source, one per micro-batch, for pass `run` from `at` on."""
+        """Yield requests to the source, one per micro-batch, for pass `run` starting at `at`."""
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
         """Yield the micro-batches of a pass from the source's answers, until an answer is None."""
@@ -57,10 +57,10 @@ class Reader(ABC):
 
 
 def choose_part_order(arguments: LoaderArguments, world: World, at: Position) -> PartOrder | None:
-    """Return the order of the stream's samples after `at`; None for a map-style dataset.
+    """Return the order of the stream's samples after `at`, or None for a map-style dataset.
 
-    An epoch keeps its order until its end, even if the world size changes. Raises DataError if
-    islands would make different numbers of steps.
+    An epoch keeps its order until it ends, even if the world size changes. Raises DataError if
+    islands would run different numbers of steps.
     """
     if not arguments.stream:
         return None
@@ -70,10 +70,10 @@ def choose_part_order(arguments: LoaderArguments, world: World, at: Position) ->
     elif _is_sharded_by_dataset(arguments):
         assert arguments.batch_size is not None
         own = PartOrder(parts=world.data_size, batch=arguments.batch_size)
-    if at.offset == 0:  # an epoch that has not begun is free to take the order of this run
+    if at.offset == 0:  # an epoch that has not begun can use the order of this run
         return own
-    # In another order the first `at.offset` samples would be other ones: some samples would be
-    # trained on twice in this epoch, and some not at all.
+    # In a different order, the first `at.offset` samples would be different ones. Some samples
+    # would be used twice in this epoch, and some not at all.
     if at.order is None:
         if own.parts > 1:
             world.say_once(
@@ -86,7 +86,7 @@ def choose_part_order(arguments: LoaderArguments, world: World, at: Position) ->
 
 
 def reader(arguments: LoaderArguments, world: World, part_order: PartOrder | None) -> Reader:
-    """Return the reader for checked arguments and the order of a stream."""
+    """Create the reader for validated arguments and the order of a stream."""
     if part_order is None:
         return MapReader(arguments, world)
     if part_order.parts and not part_order.joined:
@@ -104,7 +104,7 @@ def _check_islands(arguments: LoaderArguments, world: World) -> None:
 
 
 class MapReader(Reader):
-    """Each rank reads its share of every total batch of a schedule."""
+    """Each rank reads its share of every global batch of a schedule."""
 
     def __init__(self, arguments: LoaderArguments, world: World) -> None:
         draws, seed_samples = may_draw(arguments.dataset), arguments.seed_samples
@@ -124,7 +124,7 @@ class MapReader(Reader):
 
 
 class SliceReader(Reader):
-    """Every rank reads the whole stream and keeps its share of each total batch."""
+    """Every rank reads the full stream and keeps its share of each global batch."""
 
     def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
         assert arguments.batch_size is not None
@@ -149,7 +149,7 @@ class SliceReader(Reader):
 
 
 class PartReader(Reader):
-    """Every rank reads its own part, until the parts of all ranks have ended."""
+    """Every rank reads its own part, until the parts of all ranks are exhausted."""
 
     def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
         assert arguments.batch_size is not None
@@ -171,9 +171,9 @@ class PartReader(Reader):
 def cut_batches(
     batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut
 ) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of the total `batches`.
+    """Yield a rank's micro-batches of the global batches `batches`.
 
-    The first row of a total batch is the stand-in for a rank without rows.
+    The first row of a global batch is the stand-in for a rank without rows.
     """
     for batch in batches:
         rows = len(batch)
@@ -193,8 +193,8 @@ def cut_batches(
 
 
 def stream_requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
-    """Yield requests for one micro-batch of a stream after another, without end."""
-    # The length of a stream is unknown: the reader stops at the first answer past the end.
+    """Yield requests for consecutive micro-batches of a stream, without end."""
+    # The length of a stream is unknown, so the reader stops at the first answer past the end.
     number = 0
     while True:
         yield StreamRequest(run, epoch, skip, number)
@@ -204,11 +204,11 @@ def stream_requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
 def until_all_finish(
     items: Iterator[Item], world: World, *, parts: int, needed: int
 ) -> Iterator[Item]:
-    """Yield `items` of this rank's own part of a stream until every rank's part has ended.
+    """Yield `items` of this rank's part of a stream until the parts of all ranks are exhausted.
 
-    Each step begins with one small collective, in which the ranks exchange how many rows they
-    have. The pass ends when the sum is below `needed`. A rank whose part has ended continues with
-    a stand-in. Raises DataError on all ranks if a part has no samples.
+    Each step begins with one small collective, in which ranks exchange their number of rows. The
+    pass ends when the sum is below `needed`. A rank whose part is exhausted continues with a
+    stand-in. Raises DataError on all ranks if a part has no samples.
     """
     stand_in: Any = None
     finished = False
@@ -219,7 +219,8 @@ def until_all_finish(
             epoch = micro.epoch
             if micro.rows <= 0:
                 finished, stand_in = True, data
-        # The exchanged number: rows of this step, 0 after the part has ended, -1 if it was empty.
+        # The exchanged number is the rows of this step, 0 if the part is exhausted, or -1 if it was
+        # empty.
         mine = micro.rows if not finished else -1 if stand_in is None else 0
         device = world.data.small_device
         row = torch.tensor([float(mine)], dtype=torch.float64, device=device)
@@ -234,7 +235,8 @@ def until_all_finish(
                 micro = MicroBatch(
                     epoch=epoch, part=part, parts=parts, total=total, samples=0, all_have=False
                 )
-                # A copy each time: a loop that changes its batch in place must not change the next.
+                # Copy it each time, because a loop that changes its batch in place must not affect
+                # the next.
                 yield micro, pytree.tree_map_only(Tensor, Tensor.clone, stand_in)
             continue
         yield replace(micro, total=total, all_have=all_have[0]), data

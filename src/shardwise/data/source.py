@@ -1,9 +1,9 @@
 """Sources, which read the user's dataset in DataLoader workers or in the main process.
 
-A source gets a request for one micro-batch and returns it collated, with its description. The
-dataset and the collate function draw from generators that are seeded by the sample or the batch
-they draw for. So their draws depend neither on the number of ranks nor on the number of workers,
-and the generators of the main process do not move.
+A source receives a request for one micro-batch and returns it collated, with its description. The
+dataset and the collate function draw from generators that are seeded by the sample or batch they
+draw for. So their draws depend neither on the number of ranks nor on the number of workers, and the
+generators of the main process are not advanced.
 """
 
 from __future__ import annotations
@@ -36,23 +36,27 @@ class MicroBatch:
     part: int
     parts: int
     total: int
-    """Rows of the step's total batch."""
+    """Number of rows in the step's global batch."""
     samples: int
-    """Rows of this rank in the micro-batch; 0 for a stand-in."""
+    """Number of this rank's rows in the micro-batch, or 0 for a stand-in."""
     whole: int = 0
-    """Rows of all ranks in the micro-batch; 0 if this rank does not know."""
+    """Number of all ranks' rows in the micro-batch, or 0 if this rank does not know."""
     rows: int = 0
-    """Rows of the step in this rank's own part of a stream: 0 after its end, -1 if it was empty."""
+    """Number of rows of the step in this rank's part of a stream.
+
+    It is 0 after the end of the part, or -1 if the part was empty.
+    """
     place: tuple[int, int] | None = None
-    """Rows [first, end) of the total batch. None if a stream is this rank's own part."""
+    """Rows [first, end) of the global batch, or None for a rank's own part of a stream.
+    """
     indices: tuple[Any, ...] = ()
-    """Items of a map-style dataset to read, also for a stand-in."""
+    """Items of a map-style dataset to read. A stand-in has some too."""
     all_have: bool = True
-    """Whether every rank has rows in the micro-batch."""
+    """True if every rank has rows in the micro-batch."""
 
     @property
     def last(self) -> bool:
-        """Whether the step ends with this micro-batch."""
+        """True if this is the last micro-batch of the step."""
         return self.part == self.parts - 1
 
 
@@ -62,9 +66,9 @@ Item = tuple[MicroBatch, Any]
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """A request for micro-batch `number` of a stream that is read after skipping `skip` samples.
+    """Request for micro-batch `number` of a stream that is read after skipping `skip` samples.
 
-    A new value of `run` makes a persistent worker start the stream again.
+    A new value of `run` makes a persistent worker restart the stream.
     """
 
     run: int
@@ -76,9 +80,9 @@ class StreamRequest:
 class MapSource:
     """Reads a map-style dataset: any micro-batch, in any order.
 
-    With `seed_samples`, the generators are seeded by (seed, epoch, index) before each sample.
+    If `seed_samples` is true, the generators are seeded by (seed, epoch, index) before each sample.
     Otherwise they are seeded by the first index of each micro-batch, and the dataset's
-    `__getitems__` is used if it has one.
+    `__getitems__` is used if it exists.
     """
 
     def __init__(
@@ -91,15 +95,15 @@ class MapSource:
         self._may_draw = may_draw
 
     def __getitems__(self, micro: MicroBatch) -> Item:
-        # In the main process (num_workers=0) a dataset draws from the same generators as the
-        # training: its draws must not move them.
+        # In the main process (num_workers=0), a dataset draws from the same generators as the
+        # training loop, and its draws must not advance them.
         with _preserve_generators() if self._may_draw else nullcontext():
             rows = self._rows(micro)
             self._seed_for("collate", micro.epoch, micro.indices[0])
             return micro, self._collate(rows)
 
     def close(self) -> None:
-        """Nothing stays open between micro-batches."""
+        """No-op: nothing remains open between micro-batches."""
 
     def _rows(self, micro: MicroBatch) -> list[Any]:
         if self._seed_samples:
@@ -116,17 +120,18 @@ class MapSource:
 
     def _seed_for(self, what: str, epoch: int, index: Any) -> None:
         if self._may_draw:
-            # Not by worker or rank: the draws must be the same for any number of them.
+            # Do not seed by worker or rank, because the draws must be the same for any number of
+            # them.
             seed_cpu(seed_from(self._seed, what, epoch, str(index)))
 
 
 class StreamSource:
     """Reads an iterable dataset from its start and returns the requested micro-batches.
 
-    Every worker reads this rank's whole stream and collates only the micro-batches requested from
-    it, so the number of workers changes nothing. If `sliced`, the stream is the same on all ranks,
-    and `cut` selects this rank's rows of each total batch. Otherwise the stream is this rank's own
-    part. A step reads `chunk` samples.
+    Every worker reads this rank's full stream and collates only the micro-batches requested from
+    it, so the number of workers does not affect results. If `sliced` is true, the stream is the
+    same on all ranks, and `cut` selects this rank's rows of each global batch. Otherwise the stream
+    is this rank's part. A step reads `chunk` samples.
     """
 
     def __init__(
@@ -153,8 +158,8 @@ class StreamSource:
 
     def __getitems__(self, request: StreamRequest) -> Item | None:
         """Return the requested micro-batch, or None past the end of the stream."""
-        # A source reads forwards only. That suffices because torch's DataLoader sends each worker
-        # rising numbers. With persistent_workers it outlives a pass, and starts again here.
+        # A source only reads forwards. That suffices because torch's DataLoader sends each worker
+        # increasing numbers. With persistent_workers the source outlives a pass, and restarts here.
         if request.run != self._pass_number:
             self.close()
             self._micros = self._read(request)
@@ -184,10 +189,12 @@ class StreamSource:
     def _read(self, request: StreamRequest) -> Iterator[tuple[MicroBatch, list[Any]]]:
         """Yield the uncollated micro-batches of a pass.
 
-        A rank's own part ends with a micro-batch of 0 rows, whose data is a stand-in, or of -1
-        rows if the part had no samples.
+        A rank's part ends with a micro-batch of 0 rows, whose data is a stand-in, or of -1 rows if
+        the part had no samples.
         """
-        newest: deque[Any] = deque(maxlen=1)  # the last sample, the stand-in after the end
+        newest: deque[Any] = deque(
+            maxlen=1
+        )  # holds the last sample, which is the stand-in after the end
         for chunk in self._chunks(request, newest):
             yield from self._cut(chunk, request.epoch)
         if not self._sliced:
@@ -202,9 +209,9 @@ class StreamSource:
             )
 
     def _chunks(self, request: StreamRequest, newest: deque[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each step, and keep the last one in `newest`."""
-        # The stream may be a generator function, which draws between its samples: its generators
-        # keep their state while this process draws for other purposes.
+        """Yield the samples of each step, and store the last one in `newest`."""
+        # The stream may be a generator function, which draws between its samples. So its generator
+        # states are saved while this process draws for other purposes.
         draws = SavedGenerators(seed_from(self._seed, "stream", *self._rank_seed, request.epoch))
         with draws.resume(), _as_if_no_worker():
             if hasattr(self.dataset, "set_epoch"):
@@ -224,7 +231,7 @@ class StreamSource:
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[MicroBatch, list[Any]]]:
         """Yield the micro-batches of a step. The first row is the stand-in for an empty one."""
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.own_part_rows)(len(chunk))
-        # A rank that reads its own part does not know the other ranks' rows yet: `until_all_finish`
+        # A rank that reads its own part does not know the other ranks' rows yet. `until_all_finish`
         # exchanges them.
         all_have = self._cut_of.all_have(len(chunk)) if self._sliced else [True] * len(cuts)
         total_rows = self._cut_of.total_rows(len(chunk)) if self._sliced else [0] * len(cuts)
@@ -245,26 +252,25 @@ class StreamSource:
 
 
 def may_draw(dataset: Any) -> bool:
-    """Return whether reading a sample might draw random numbers. False only if it certainly does
-    not."""
+    """Return False only if reading a sample certainly draws no random numbers."""
     if isinstance(dataset, Subset):
         return may_draw(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(may_draw(part) for part in dataset.datasets)
     if isinstance(dataset, TensorDataset | list | tuple | range | torch.Tensor):
         return False
-    form = getattr(dataset, "format", None)  # Hugging Face's; "custom" is a user's transform
+    form = getattr(dataset, "format", None)  # set by Hugging Face; "custom" is a user's transform
     return not (isinstance(form, dict) and form.get("type", "custom") != "custom")
 
 
 class WrappedStream(IterableDataset[Any]):
-    """A stream that the Loader puts around the user's `dataset`."""
+    """A stream that the Loader wraps around the user's `dataset`."""
 
     dataset: Any
 
 
 def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Initialize a DataLoader worker: make `get_worker_info().dataset` the user's dataset."""
+    """Initialise a DataLoader worker: set `get_worker_info().dataset` to the user's dataset."""
     info = get_worker_info()
     assert info is not None
     dataset = info.dataset.dataset  # type: ignore[attr-defined]
@@ -276,13 +282,13 @@ def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) 
 
 
 def as_is(batch: Any) -> Any:
-    """Return `batch`. It is torch's collate function, because sources return collated batches."""
+    """Return `batch` unchanged. Used as `collate_fn`, because sources return collated batches."""
     return batch
 
 
 def seed_cpu(seed: int) -> None:
-    """Seed the CPU generators of torch, `random` and numpy, if numpy is loaded."""
-    # Not torch.manual_seed, which also visits every accelerator: this runs once per sample.
+    """Seed the CPU generators of torch and `random`, and NumPy's if NumPy is loaded."""
+    # Not torch.manual_seed, which also seeds every accelerator, because this runs once per sample.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
@@ -291,13 +297,13 @@ def seed_cpu(seed: int) -> None:
 
 
 def _preserve_generators() -> AbstractContextManager[None]:
-    """Restore the generators on leaving, unless this process is a DataLoader worker."""
-    # Only the Loader draws in a worker, so there is nothing to preserve there.
+    """Restore the generators on exit, unless this process is a DataLoader worker."""
+    # In a worker only the Loader draws, so there is nothing to preserve.
     return preserved() if get_worker_info() is None else nullcontext()
 
 
 class SavedGenerators:
-    """The state of torch's, random's and numpy's generators for one purpose.
+    """Generator states of torch, random and NumPy that are reserved for one purpose.
 
     Each `resume` block continues from the state at the end of the previous one.
     """
@@ -328,8 +334,8 @@ class SavedGenerators:
 @contextmanager
 def _as_if_no_worker() -> Iterator[None]:
     """Make `get_worker_info()` return None inside the block."""
-    # A dataset that shards itself by `get_worker_info` would give each worker a part. But every
-    # worker reads the whole stream and collates only some of its micro-batches.
+    # A dataset that shards itself by `get_worker_info` would give each worker only a part. But
+    # every worker reads the full stream and collates only some of its micro-batches.
     info = torch_worker._worker_info
     torch_worker._worker_info = None
     try:

@@ -1,4 +1,4 @@
-"""One pass over a Loader, its steps, and the micro-batches of each step."""
+"""Iterates over a Loader in passes, steps and micro-batches."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from shardwise.world.world import World
 
 
 class LoaderPass:
-    """Hands out the micro-batches of one pass and describes each in the world's current batch.
+    """Yields the micro-batches of one pass, and describes each in the world's current batch.
 
-    It calls `stepped(total)` when it hands out the last micro-batch of a step: a checkpoint that
-    is saved after that continues with the next step.
+    It calls `stepped(total)` when it yields the last micro-batch of a step. A checkpoint that is
+    saved after that continues with the next step.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class LoaderPass:
         self._stepped = stepped
         self.stream = world.current_batch.open(name, plan)
         self.open = True
-        self._in_hand = False  # whether the present step has given samples to train on
+        self._in_hand = False  # True if the current step has yielded samples to train on
         self._step: object = None
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
@@ -50,15 +50,15 @@ class LoaderPass:
             for number, item in enumerate(iter(self._fetch, None), first):
                 step = LoaderStep(self, item, number)
                 yield step
-                # A `break` does not get here: leaving the loop in mid-step is allowed, continuing
-                # it is not.
+                # A `break` does not get here. Leaving the loop in the middle of a step is allowed,
+                # but continuing it is not.
                 step._finish()
                 self._log_step_request(self._world.step_log.asked)
         finally:
             self.close()
 
     def close(self) -> None:
-        """Close the stream and drop the iterator over the data. Closing twice is harmless."""
+        """Close the stream and drop the iterator over the data. Safe to call twice."""
         self.open = False
         self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
@@ -78,7 +78,7 @@ class LoaderPass:
             samples=micro.samples,
             whole=micro.whole,
             last=micro.last,
-            # A stand-in has no samples. Keys of a sampler that are not ints are not recorded.
+            # A stand-in has no samples. Sampler keys that are not ints are not recorded.
             indices=tuple(index for index in micro.indices if isinstance(index, int))
             if micro.samples
             else (),
@@ -102,7 +102,7 @@ class LoaderPass:
             self._stepped(item[0].total)
 
     def some_ranks_skip(self) -> AbstractContextManager[None]:
-        """Return a context manager that lets ranks run different numbers of forwards."""
+        """Return a context manager that lets ranks run different numbers of forward passes."""
         return self._world.current_batch.some_ranks_skip()
 
     def next_item(self) -> Item:
@@ -113,18 +113,18 @@ class LoaderPass:
         return item
 
     def _fetch(self) -> Item | None:
-        """Wait for the next micro-batch. Return None at the end of the pass."""
+        """Wait for the next micro-batch and return it, or None at the end of the pass."""
         with timeline.span("next batch", timeline.Row.DATA):
             return next(self._items, None)
 
     def skip_step(self, micro: MicroBatch, left: int) -> None:
-        """Skip a whole step. `left` of its micro-batches have not been read yet."""
+        """Skip a complete step. `left` of its micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
         self._stepped(micro.total)
 
     def _log_step_request(self, log: Callable[[], None]) -> None:
-        """Call `log` if the loop that asks for the next step is one that trains."""
+        """Call `log` if the loop that requests the next step is a training loop."""
         self._in_hand = False
         if torch.is_grad_enabled():
             log()
@@ -138,10 +138,10 @@ class LoaderPass:
 
 
 class LoaderStep:
-    """The micro-batches of one step of the Loader. It can be iterated once.
+    """The micro-batches of one step of the Loader. A step can be iterated over once.
 
     Attributes:
-        number: The number of the step in its epoch, from 0.
+        number: Index of the step in its epoch, starting at 0.
 
     Example:
         ```python
@@ -176,8 +176,9 @@ class LoaderStep:
                 yield from self._uneven(item)
 
     def _uneven(self, item: Item) -> Iterator[Any]:
-        """Yield a batch of an evaluation if this rank has rows in it; some other ranks have not."""
-        # No stand-in here, unlike in training: the loop's own sums (hits, losses) would count it.
+        """Yield an evaluation batch if this rank has rows in it, although others have none."""
+        # No stand-in here, unlike in training, because the loop's own sums (hits, losses) would
+        # include it.
         with self._pass.some_ranks_skip():
             if item[0].samples:
                 yield self._pass.hand_out(item)
@@ -185,8 +186,8 @@ class LoaderStep:
                 self._pass.sit_out(item)
 
     def _finish(self) -> None:
-        # A loop may skip a whole step with `continue`. But a step taken in part would leave other
-        # ranks waiting for this rank's gradients.
+        # A loop may skip a complete step with `continue`. But if it took only part of a step, other
+        # ranks would wait for this rank's gradients.
         if self._taken == 0:
             self._pass.skip_step(self._first[0], len(self) - 1)
         elif self._taken < len(self):
@@ -200,8 +201,8 @@ class LoaderStep:
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
     """Return `batch` with its tensors on `device` and everything else unchanged.
 
-    Visits tuples, lists, dicts, named tuples and dataclasses registered with torch's pytree. An
-    object with a `to` method (a PackedSequence, Hugging Face's BatchEncoding) moves itself.
+    Visits tuples, lists, dicts, named tuples and dataclasses registered with torch's pytree. For an
+    object with a `to` method (a PackedSequence, Hugging Face's BatchEncoding), calls that method.
     """
 
     def move(leaf: Any) -> Any:

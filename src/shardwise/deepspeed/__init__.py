@@ -1,22 +1,22 @@
-"""DeepSpeed's interface over this engine: `import shardwise.deepspeed as deepspeed`.
+"""DeepSpeed's API on Shardwise engines: `import shardwise.deepspeed as deepspeed`.
 
-initialize.py       deepspeed.initialize: an engine for a model, an optimizer and a JSON
+initialize.py       deepspeed.initialize: an engine for a model, an optimizer and a config
 engine.py           the engine object: backward, step, checkpoints
-configured.py       its configuration and counts
-optimizers.py       optimizers and schedules by their names in the JSON
+configured.py       its configuration and counters
+optimizers.py       optimizers and schedules by their names in the config
 ops/                optimizers by the names of DeepSpeed's kernels
 schedules.py        the five learning-rate schedules
 loader.py           the loader of training_data
 monitor.py          values for TensorBoard and CSV files
 checkpoints.py      save_checkpoint and load_checkpoint
 comm.py             collectives between the ranks
-zero.py             models without memory, gathered parameters
-zero_to_fp32.py     whole fp32 weights of a save
+zero.py             unallocated models, gathered parameters
+zero_to_fp32.py     full fp32 weights from a checkpoint
 manual_backward.py  loss.backward() and engine.scale(loss).backward()
-utils.py            whole parameters, gradients and optimizer state; a log; seeds
+utils.py            full parameters, gradients and optimizer state; logging; seeds
 accelerator.py      the device of this process
 checkpointing.py    activation checkpointing
-pipe/               PipelineModule and its layers, over the stages of Shardwise's pipeline
+pipe/               PipelineModule and its layers, on the stages of Shardwise's pipeline
 moe.py              names of mixtures of experts, which are not supported
 modules.py          the modules that `import deepspeed` imports with --adopt
 """
@@ -44,7 +44,7 @@ from shardwise.deepspeed.utils import log_dist, logger
 from shardwise.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8"
-"""The version of DeepSpeed whose interface this is."""
+"""The version of DeepSpeed whose API this package implements."""
 
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
 __git_hash__ = __git_branch__ = None

@@ -1,4 +1,4 @@
-"""deepspeed.accelerator: the device of this process, under DeepSpeed's names."""
+"""Implements deepspeed.accelerator: the device of this process, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ON_CPU = {
     "max_memory_allocated": 0,
     "reset_peak_memory_stats": None,
 }
-"""The results on a CPU of functions that only torch.cuda has."""
+"""CPU results of functions that only torch.cuda has."""
 
 
 class DeepSpeedAccelerator:
     """The device of this rank.
 
-    After the process has joined its run, it is the device of the run; before, a GPU if there is
-    one. Other attributes come from torch.cuda or torch.cpu.
+    After the process has joined its run, it is the run's device. Before, it is a GPU if one is
+    available. Other attributes are looked up in torch.cuda or torch.cpu.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -48,13 +48,13 @@ class DeepSpeedAccelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context manager that makes a GPU the current device; on a CPU, the device."""
+        """Return a context manager that selects a GPU, or the device on a CPU."""
         if self._is_cuda:
             return torch.cuda.device(device_index)
         return torch.device("cpu")
 
     def set_device(self, device_index: int) -> None:
-        """Do nothing: the run has chosen a device for each rank."""
+        """No-op: the run has chosen a device for each rank."""
         del device_index
 
     def current_device(self) -> Any:
@@ -68,7 +68,7 @@ class DeepSpeedAccelerator:
         return "cpu"
 
     def device_count(self) -> int:
-        """Return the number of GPUs that this process sees; on a CPU, the workers of the host."""
+        """Return the number of visible GPUs or, on a CPU, the number of workers on this host."""
         if self._is_cuda:
             return torch.cuda.device_count()
         try:
@@ -89,11 +89,11 @@ class DeepSpeedAccelerator:
         return not self._is_cuda or torch.cuda.is_bf16_supported()
 
     def is_fp16_supported(self) -> bool:
-        """Return whether the device supports fp16."""
+        """Return True, because all devices support fp16."""
         return True
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the dtypes that models may be trained in."""
+        """Return the dtypes in which models may be trained."""
         return [torch.float, torch.bfloat16, torch.half]
 
     def communication_backend_name(self) -> str:

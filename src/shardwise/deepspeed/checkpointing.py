@@ -1,4 +1,4 @@
-"""deepspeed.checkpointing: activation checkpointing, by torch's own function."""
+"""Implements deepspeed.checkpointing, activation checkpointing, with torch's own function."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set whether `checkpoint` keeps its inputs in host memory.
+    """Set whether `checkpoint` stores its inputs in host memory.
 
     Args:
-        checkpoint_in_cpu: Whether it does (default: cpu_checkpointing of the JSON).
-        deepspeed_config: The JSON.
+        checkpoint_in_cpu: Whether to do so (default: cpu_checkpointing in the config).
+        deepspeed_config: The DeepSpeed config.
 
     The other arguments tune DeepSpeed's implementation and are ignored.
     """
@@ -48,11 +48,14 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing, because no state is kept between forwards."""
+    """No-op, because no state is kept between forward passes."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return `function(*args)`. Backward runs it again instead of keeping its activations."""
+    """Return `function(*args)`.
+
+    The backward pass recomputes it instead of storing its activations.
+    """
     kept = torch.autograd.graph.save_on_cpu() if _configured.get("in_cpu") else nullcontext()
     with kept:
         return checkpoint_of_torch(function, *args, use_reentrant=False)

@@ -1,13 +1,14 @@
-"""save_checkpoint and load_checkpoint: the engine's checkpoints under DeepSpeed's tags.
+"""Implements save_checkpoint and load_checkpoint: engine checkpoints under DeepSpeed's tags.
 
 save_dir/
 ├── latest                        the tag of the newest save; written last
 └── global_step100/               a tag
     ├── step-100/                 weights and optimizer state, as engine.save writes them
-    └── client-100-5f0c2a91.pt    client_state, schedule and counts, readable without running code
+    └── client-100-5f0c2a91.pt    client_state, schedule and counters, readable without running code
 
-The client file has a new name in every save. The step folder names it, and is written after it. So
-a complete step folder always has its own client file, even if a later save was killed.
+The client file has a new name in every save. The step folder records that name, and is written
+after the client file. So a complete step folder always has its client file, even if a later save
+was killed.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ from shardwise.errors import (
 
 LATEST = "latest"
 BESIDE = "schedules_of_deepspeed"
-"""The entry of a checkpoint that names its client file."""
+"""The entry of a checkpoint that records the name of its client file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The parts of a checkpoint to load in addition to the weights. `strict` requires all names."""
+    """The parts of a checkpoint to load besides the weights.
+
+    If `strict` is true, all parameter names must match.
+    """
 
     strict: bool
     optimizer: bool
@@ -63,7 +67,7 @@ def save(
     *,
     save_latest: bool,
 ) -> bool:
-    """See DeepSpeedEngine.save_checkpoint."""
+    """Save a checkpoint; see DeepSpeedEngine.save_checkpoint."""
     world, inner = engine.world, engine._engine("save_checkpoint")
     if not folder:
         raise BadCall(f"save_checkpoint(save_dir={folder!r}) needs the name of a folder.")
@@ -77,19 +81,20 @@ def save(
         if not world.settings.trial:
             write(place / client, data)
 
-    # Write it before the step folder, which names it: wherever a save is killed, a complete step
-    # folder has its client file.
+    # Write it before the step folder, which records its name. At whatever point a save is killed, a
+    # complete step folder has its client file.
     on_main(world, place, write_client, in_trial=True)
     engine._parts.schedules_file.file = client
     try:
         path = inner.save(place)
     finally:
+        # Reset it, because the engine's own saves have no client file.
         engine._parts.schedules_file.file = None
     inner.leave_folders()
     if path is None:
         return False
     on_main(world, place, lambda: _remove_others(place, path, client))
-    if save_latest:  # last, so that it never names an incomplete tag
+    if save_latest:  # last, so that it never refers to an incomplete tag
         on_main(world, home, lambda: write(home / LATEST, name.encode()))
     return True
 
@@ -115,9 +120,9 @@ def _tag_of(engine: Configured, tag: str | None) -> str:
 
 
 def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
-    """Return the content of the client file.
+    """Return the contents of the client file.
 
-    Raises UsageError if client_state could not be read without running code.
+    Raises UsageError if loading client_state would require executing code (pickle).
     """
     schedule = engine.lr_scheduler
     known = hasattr(schedule, "state_dict")
@@ -133,6 +138,7 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
         "counts": asdict(engine._counts),
     }
     buffer = io.BytesIO()
+    # Check now, and not when a run resumes, that loading it needs no code execution.
     try:
         torch.save(content, buffer)
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
@@ -146,7 +152,7 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
 
 
 def _remove_others(place: Path, kept: Path, client: str) -> None:
-    """Remove the files of earlier saves under the same tag. The next save retries failures."""
+    """Remove the files of earlier saves under the same tag. The next save retries any failures."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
@@ -159,9 +165,10 @@ def _remove_others(place: Path, kept: Path, client: str) -> None:
 def load(
     engine: Configured, folder: str | PathLike[str], tag: str | None, wanted: Wanted
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See DeepSpeedEngine.load_checkpoint."""
+    """Load a checkpoint; see DeepSpeedEngine.load_checkpoint."""
     world, inner = engine.world, engine._engine("load_checkpoint")
     found: Any = None
+    # Only the main rank reads the folder, so that all ranks load the same checkpoint.
     if world.is_main:
         try:
             found = _found(Path(folder), tag)
@@ -193,9 +200,10 @@ def load(
 def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
     """Raise CheckpointMismatch if `schedule` cannot load `state`.
 
-    It cannot if it has no load_state_dict, or if the state is of another `kind`.
+    This is the case if it has no load_state_dict, or if the state belongs to a different `kind`.
     """
-    # A save of DeepSpeed itself does not name the kind. Then compare the names of the entries.
+    # A checkpoint from DeepSpeed itself does not record the kind, so compare the names of the
+    # entries.
     name = type(schedule).__name__
     advice = "leave its state out: load_checkpoint(load_lr_scheduler_states=False)."
     if not hasattr(schedule, "state_dict") or not hasattr(schedule, "load_state_dict"):
@@ -209,7 +217,7 @@ def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) ->
             f"saved, or {advice}"
         )
     here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
-    # Versions of torch add and drop private entries.
+    # Private entries differ between versions of torch.
     known = {entry for entry in here if not entry.startswith("_")}
     if kind is None and not known <= there.keys():
         raise CheckpointMismatch(
@@ -223,13 +231,13 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _content(place: Path, data: bytes) -> dict[str, Any]:
-    """Return the content of a client file. Raises BrokenCheckpoint if it is damaged."""
+    """Return the contents of a client file. Raises BrokenCheckpoint if it is damaged."""
     try:
         content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many types for a damaged file
+    except Exception as error:  # torch raises many exception types for a damaged file
         raise BrokenCheckpoint(f"{place} has a damaged client-*.pt: load another tag.") from error
     if isinstance(content, dict):
-        content.setdefault("schedule", None)  # saves of earlier versions do not name the kind
+        content.setdefault("schedule", None)  # saves of earlier versions do not record the kind
     if not isinstance(content, dict) or content.keys() != _CONTENT:
         raise BrokenCheckpoint(
             f"{place} has a client-*.pt that save_checkpoint has not written: load another tag."
@@ -241,12 +249,12 @@ _CONTENT = {"client_state", "lr_scheduler", "schedule", "counts"}
 
 
 def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
-    """Return the client_state, schedule and counts of a save of DeepSpeed, as `_content` does.
+    """Return the client_state, schedule and counters of a DeepSpeed checkpoint. Collective.
 
-    If one rank fails, all raise its error. Collective.
+    The result has the same form as in `_content`. If one rank fails, all raise its error.
     """
-    # Every rank reads the file: objects in its client_state become records of their attributes,
-    # which cannot be sent.
+    # Every rank reads the file, because objects in its client_state become records of their
+    # attributes, which cannot be sent.
     found: dict[str, Any] = {}
     fault: CheckpointError | None = None
     try:
@@ -260,7 +268,7 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
         }
     except CheckpointError as error:
         fault = error
-    except Exception as error:  # reading a file of another library may raise anything
+    except Exception as error:  # reading another library's file may raise any exception
         fault = CheckpointError(f"{place} cannot be read: {type(error).__name__}: {error}.")
     for each in engine.world.gather(fault):
         if each is not None:
@@ -271,9 +279,9 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
 def _found(
     folder: Path, tag: str | None
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
-    """Return the folder of the tag, the checkpoint in it, and the bytes of its client file.
+    """Return the folder of the tag, the checkpoint in it, and the contents of its client file.
 
-    Returns None without a tag and a latest one, and an error if nothing can be loaded.
+    Returns None if no tag is given and no latest tag exists, and an error if nothing can be loaded.
     """
     if tag is None:
         if not (folder / LATEST).is_file():
@@ -306,6 +314,7 @@ def _found(
             f"{path} is a checkpoint of engine.save, which has no counts, schedule or "
             "client_state for load_checkpoint: load it with engine.load."
         )
+    # Use only the last component, because a checkpoint must not refer to files outside its folder.
     beside = place / Path(name).name
     if not beside.is_file():
         return BrokenCheckpoint(f"{place} lacks {beside.name}: load another tag.")
@@ -313,7 +322,7 @@ def _found(
 
 
 def save_weights(world: sw.World, state: dict[str, Any], folder: Path, name: str) -> bool:
-    """Write the weights in `state`, which the main rank has, to one file. Collective."""
+    """Write the weights in `state`, which only the main rank has, to one file. Collective."""
 
     def save() -> None:
         buffer = io.BytesIO()

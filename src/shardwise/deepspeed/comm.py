@@ -1,4 +1,4 @@
-"""deepspeed.comm: torch's collectives between the workers, under DeepSpeed's names."""
+"""Implements deepspeed.comm: torch's collectives between the workers, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def init_distributed(
 ) -> None:
     """Join the run, which any launcher may have started. Collective.
 
-    The arguments are ignored, because the launcher decides on the transport and the ranks.
+    The arguments are ignored, because the launcher determines the transport and the ranks.
     """
     del dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method
     del dist_init_required, config, rank, world_size
@@ -44,8 +44,8 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
     if "LOCAL_SIZE" in os.environ:  # the name in DeepSpeed's launcher
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed", in_parts=True)
-    # Shardwise itself needs no group for one process. But scripts call torch's collectives, and
-    # read the ranks from the environment.
+    # Shardwise itself needs no group for a single process. But scripts call torch's collectives,
+    # and read the ranks from the environment.
     if world.size == 1 and not dist.is_initialized():
         alone = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=alone, rank=0, world_size=1)
@@ -80,12 +80,12 @@ def get_world_group() -> Any:
 
 
 def new_group(ranks: list[int]) -> Any:
-    """Return a group of these ranks. Collective over all workers."""
+    """Return a group of these ranks. Collective on all workers."""
     return dist.new_group(ranks)
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Leave `group`. The process leaves the group of all ranks when it ends."""
+    """Leave `group`. The process leaves the group of all ranks when it exits."""
     if group is not None:
         dist.destroy_process_group(group)
 
@@ -97,7 +97,7 @@ def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """Reduce like all_reduce."""
+    """Reduce a tensor in the same way as all_reduce."""
     return dist.all_reduce(tensor, op, group)
 
 

@@ -1,4 +1,4 @@
-"""An engine's configuration and counts, under DeepSpeed's names."""
+"""Exposes an engine's configuration and counters under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import UsageError
 
 @dataclass(kw_only=True)
 class Counts:
-    """The counts of an engine, which a checkpoint keeps."""
+    """The counters of an engine, which checkpoints store."""
 
     global_steps: int = 0
     global_samples: int = 0
@@ -27,7 +27,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The parts of a DeepSpeedEngine. They are None or empty if there is no optimizer."""
+    """The parts of a DeepSpeedEngine. They are None or empty without an optimizer."""
 
     engine: sw.Engine | None = None
     optimizer: Any = None
@@ -79,7 +79,7 @@ class Configured(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values of the JSON by dotted name."""
+        """The values of the config by dotted name."""
         return dict(self._job.document.values)
 
     @property
@@ -94,7 +94,7 @@ class Configured(nn.Module):
 
     @property
     def micro_steps(self) -> int:
-        """Number of calls of `step`."""
+        """Number of calls to `step`."""
         return self._counts.micro_steps
 
     @property
@@ -103,26 +103,27 @@ class Configured(nn.Module):
         return self._counts.skipped_steps
 
     def train_batch_size(self) -> int:
-        """Return the number of samples per update, over all ranks."""
+        """Return the number of samples per update, on all ranks together."""
         return self._batches.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the number of samples per backward on one rank."""
+        """Return the number of samples per backward pass on one rank."""
         return self._batches.micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the number of backwards per update."""
+        """Return the number of backward passes per update."""
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples per update, the samples per backward, and the backwards per update."""
+        """Return the samples per update, samples per backward, and backward passes per update."""
         return self._batches.total, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the number of samples per update, by changing the accumulation steps.
+        """Set the number of samples per update, by changing the number of accumulation steps.
 
         Raises:
-            UsageError: If it is no multiple of the samples of one backward on all workers.
+            UsageError: If it is not a multiple of the number of samples per backward pass on all
+                workers.
         """
         at_once = self._batches.micro * self.world.data_size
         if train_batch_size % at_once or train_batch_size < at_once:
@@ -134,17 +135,17 @@ class Configured(nn.Module):
         self._batches = Batches(total=train_batch_size, micro=self._batches.micro, steps=steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the number of samples per backward. The number per update changes with it."""
+        """Set the number of samples per backward pass. The number per update changes with it."""
         steps = self._batches.steps
         total = micro_batch_size * steps * self.world.data_size
         self._batches = Batches(total=total, micro=micro_batch_size, steps=steps)
 
     def gradient_clipping(self) -> float:
-        """Return the norm to which gradients are clipped, 0 if they are not clipped."""
+        """Return the norm to which gradients are clipped, or 0 if they are not clipped."""
         return self._job.clipping
 
     def steps_per_print(self) -> int | None:
-        """Return the number of updates between two lines of progress, None for no lines."""
+        """Return the number of updates between two progress lines, or None for no lines."""
         return self._job.steps_per_print
 
     def _precision(self) -> str:
@@ -152,7 +153,7 @@ class Configured(nn.Module):
         return self._job.precision if engine is None else engine.settings.precision
 
     def fp16_enabled(self) -> bool:
-        """Return whether forwards compute in fp16."""
+        """Return whether forward passes compute in fp16."""
         return self._precision() == "fp16-mixed"
 
     def bfloat16_enabled(self) -> bool:
@@ -160,7 +161,7 @@ class Configured(nn.Module):
         return self._precision() == "bf16"
 
     def torch_autocast_enabled(self) -> bool:
-        """Return whether forwards run in autocast."""
+        """Return whether forward passes run in autocast."""
         return self._precision().endswith("-mixed") and "torch_autocast.enabled" in self.config
 
     def managed_gradient_accumulation(self) -> bool:
@@ -168,11 +169,11 @@ class Configured(nn.Module):
         return self._job.manages_accumulation
 
     def dataloader_drop_last(self) -> bool:
-        """Return whether the last short batch of `training_data` is dropped."""
+        """Return whether a short last batch of `training_data` is dropped."""
         return self._job.drop_last
 
     def get_data_parallel_rank(self) -> int:
-        """Return the number of this worker's replica, from 0."""
+        """Return the index of this worker's replica."""
         return self.world.data_rank
 
     def zero_optimization_stage(self) -> int:
@@ -181,7 +182,7 @@ class Configured(nn.Module):
         return self._job.stage if engine is None else engine.placement.level
 
     def zero_optimization(self) -> bool:
-        """Return whether anything is sharded."""
+        """Return whether any state is sharded."""
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
@@ -193,11 +194,11 @@ class Configured(nn.Module):
         return self.zero_optimization_stage() == 3
 
     def zero_cpu_offload(self) -> bool:
-        """Return whether optimizer state is in the host's memory."""
+        """Return whether optimizer state is in host memory."""
         return self._optimizer_tier() == "cpu"
 
     def zero_use_cpu_optimizer(self) -> bool:
-        """Return whether optimizer state is in the host's memory or on its disk."""
+        """Return whether optimizer state is in host memory or on the host's disk."""
         return self._optimizer_tier() in ("cpu", "nvme")
 
     def _optimizer_tier(self) -> str:
@@ -205,47 +206,47 @@ class Configured(nn.Module):
         return "device" if engine is None else engine.placement.tier("optimizer").kind
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True: save_16bit_model writes whole weights in every stage."""
+        """Return True, because save_16bit_model writes full weights in every stage."""
         return True
 
     def autotp_size(self) -> int:
-        """Return the number of workers over which a layer is split."""
+        """Return the number of workers across which a layer is split."""
         return self.world.tensor_size
 
     def wall_clock_breakdown(self) -> bool:
-        """Return False: --timeline writes times instead."""
+        """Return False, because --timeline records times instead."""
         return False
 
     def curriculum_learning_enabled(self) -> bool:
-        """Return False: the JSON's curriculum is refused."""
+        """Return False, because curriculum learning is not supported."""
         return False
 
     def data_efficiency_enabled(self) -> bool:
-        """Return False: the JSON's data efficiency is refused."""
+        """Return False, because data efficiency is not supported."""
         return False
 
     def loss_scale(self) -> float:
-        """Return the present loss scale, 1 if losses are not scaled."""
+        """Return the current loss scale, or 1 if losses are not scaled."""
         return 1.0 if self._parts.engine is None else self._parts.engine.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale follows overflows."""
+        """Return whether the loss scale adapts to overflows."""
         return self.fp16_enabled() and not self._job.scaling.static
 
     def optimizer_name(self) -> str | None:
-        """Return the name of the JSON's optimizer in lower case, or None."""
+        """Return the name of the config's optimizer in lower case, or None."""
         return None if self._job.optimizer is None else self._job.optimizer.name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the JSON's optimizer, or None."""
+        """Return the arguments of the config's optimizer, or None."""
         return None if self._job.optimizer is None else dict(self._job.optimizer.params)
 
     def scheduler_name(self) -> str | None:
-        """Return the name of the JSON's schedule, or None."""
+        """Return the name of the config's schedule, or None."""
         return None if self._job.schedule is None else self._job.schedule.name
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Return the keywords of the JSON's schedule, or None."""
+        """Return the arguments of the config's schedule, or None."""
         return None if self._job.schedule is None else dict(self._job.schedule.params)
 
     @property
@@ -254,19 +255,19 @@ class Configured(nn.Module):
         return set()
 
     def empty_partition_cache(self) -> None:
-        """Do nothing: the engine frees gathered parameters right after their use."""
+        """No-op: the engine frees gathered parameters right after their use."""
 
     def get_lr(self) -> list[float]:
-        """Return the learning rate of each group."""
+        """Return the learning rate of each parameter group."""
         return self._of_groups("lr")
 
     def get_mom(self) -> list[Any]:
-        """Return the momentum, or the betas, of each group."""
-        # As in DeepSpeed, which asks by the name in the JSON and not by the groups' entries.
+        """Return the momentum, or the betas, of each parameter group."""
+        # As in DeepSpeed, this depends on the name in the config and not on the groups' entries.
         return self._of_groups("momentum" if self.optimizer_name() in _BY_MOMENTUM else "betas")
 
     def get_type(self) -> list[Any]:
-        """Return the type of each group, if the script has set one."""
+        """Return the type of each parameter group, if the script has set it."""
         return self._of_groups("type")
 
     def _engine(self, call: str) -> sw.Engine:

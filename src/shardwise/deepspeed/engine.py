@@ -1,4 +1,4 @@
-"""DeepSpeedEngine, DeepSpeed's object for training, over an engine of Shardwise."""
+"""DeepSpeedEngine, DeepSpeed's training object, on a Shardwise engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OutputTypes:
             leaves = pytree.tree_leaves(output)
             self._dtypes = [each.dtype if isinstance(each, Tensor) else None for each in leaves]
 
-        # It runs before the hook that widens, because the engine registers that one later.
+        # This hook runs before the one that widens, because the engine registers that one later.
         self._handle = module.register_forward_hook(note)
 
     def restored(self, output: Any) -> Any:
@@ -60,7 +60,7 @@ class OutputTypes:
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole on this rank."""
+    """Whether the full parameter is available on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -68,12 +68,14 @@ class ZeroParamStatus(Enum):
 
 
 _parameter_ids = count()
-"""Counts the parameters of all engines in this process: scripts use `ds_id` as a key."""
+"""Counter of parameters across all engines in this process, because scripts use `ds_id` as a key.
+"""
 
 
 def mark_sharded(parameters: Iterable[Tensor]) -> None:
-    """Give `parameters` the attributes that they have in DeepSpeed's stage 3."""
-    # Scripts check `ds_id` and `ds_status` to decide whether to gather a parameter before reading.
+    """Set the attributes that `parameters` have in DeepSpeed's stage 3."""
+    # Scripts check `ds_id` and `ds_status` to decide whether to gather a parameter before reading
+    # it.
     for parameter in parameters:
         parameter.__dict__.update(
             ds_id=next(_parameter_ids),
@@ -105,10 +107,12 @@ def marked_whole(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 class DeepSpeedEngine(Configured):
-    """A module with its training, as in DeepSpeed. `deepspeed.initialize` makes it.
+    """A module together with its training state, as in DeepSpeed.
 
-    A loss is divided by the accumulation steps, gradients are averaged over the workers, and
-    schedules step inside `step`. Attributes of the module are also attributes of the engine.
+    Created by `deepspeed.initialize`.
+
+    A loss is divided by the number of accumulation steps, gradients are averaged across workers,
+    and schedules step inside `step`. The module's attributes are also available on the engine.
 
     Attributes:
         module: The user's own module.
@@ -142,10 +146,10 @@ class DeepSpeedEngine(Configured):
         self._grad_norm: float | None = None
         self.losses: float | None = None
         self.monitor = MonitorMaster(job, is_main=world.is_main)
-        # Computed once: to walk all parameters at every backward would cost more time than the
-        # backward of a small model.
+        # Computed once, because walking all parameters in every backward pass would take longer
+        # than the backward pass of a small model.
         self._trained_ids = frozenset(map(id, module.parameters()))
-        if not _all_engines:  # Tensor.backward is replaced once, for all engines
+        if not _all_engines:  # replace Tensor.backward once, for all engines
             manual_backward.lead_backwards(_backwards)
         _all_engines[:] = [each for each in _all_engines if each() is not None] + [ref(self)]
         if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
@@ -155,6 +159,7 @@ class DeepSpeedEngine(Configured):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Use __dict__, because `self.module` would recurse here before __init__ has set it.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
@@ -171,17 +176,17 @@ class DeepSpeedEngine(Configured):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Add the gradient of a loss, divided by the accumulation steps, to the gradients.
+        """Accumulate the gradient of a loss, divided by the number of accumulation steps.
 
         Collective if gradients are sharded.
 
         Args:
-            loss: A scalar: the mean over this rank's micro-batch.
-            retain_graph: As in torch.
-            scale_wrt_gas: Whether to divide the loss by the accumulation steps.
+            loss: Scalar tensor: the mean over this rank's micro-batch.
+            retain_graph: As in `torch.Tensor.backward`.
+            scale_wrt_gas: Whether to divide the loss by the number of accumulation steps.
 
         Returns:
-            The divided loss, without its graph.
+            The divided loss, detached from its graph.
 
         Raises:
             UsageError: If the engine has no optimizer.
@@ -190,9 +195,9 @@ class DeepSpeedEngine(Configured):
         self._unmanaged_backwards += 1
         if scale_wrt_gas:
             loss = loss / self.gradient_accumulation_steps()
-        # Only the last backward of an update starts communication, which overlaps with the rest of
-        # that backward. If the script decides when to step, no backward is known to be the last:
-        # then `step` communicates.
+        # Only the last backward pass of an update starts communication, which overlaps with the
+        # rest of that pass. If the script decides when to step, it is unknown which backward pass
+        # is the last, so `step` communicates instead.
         last = self._job.manages_accumulation and self.is_gradient_accumulation_boundary()
         engine.backward(
             loss,
@@ -218,12 +223,12 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a scalar equal to a loss, whose backward() does what `engine.backward(loss)` does.
+        """Return a scalar with the value of `loss`, whose backward() acts like `engine.backward`.
 
-        Call its backward() once.
+        Call its backward() only once.
 
         Args:
-            loss: A scalar.
+            loss: Scalar tensor.
 
         Raises:
             UsageError: If the engine has no optimizer.
@@ -232,7 +237,7 @@ class DeepSpeedEngine(Configured):
         return manual_backward.as_loss(loss, self.backward)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step` updates."""
+        """Return whether the next `step` updates the parameters."""
         if self._boundary is not None:
             return self._boundary
         if not self._job.manages_accumulation:
@@ -240,10 +245,10 @@ class DeepSpeedEngine(Configured):
         return (self._counts.micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next `step` updates.
+        """Set whether the next `step` updates the parameters.
 
         Raises:
-            UsageError: With managed_gradient_accumulation=false, where every step updates.
+            UsageError: If managed_gradient_accumulation is false, because every step updates then.
         """
         if not self._job.manages_accumulation:
             raise UsageError(
@@ -255,15 +260,15 @@ class DeepSpeedEngine(Configured):
     # -- step -------------------------------------------------------------------------------
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Update the parameters, if this is the last micro-batch of a step. Collective.
+        """Update the parameters if this is the last micro-batch of a step. Collective.
 
-        Unless the update is skipped, it also steps the schedule.
+        Unless the update is skipped, the schedule is stepped too.
 
         Args:
-            lr_kwargs: Keywords of the schedule's `step`.
+            lr_kwargs: Keyword arguments of the schedule's `step`.
 
         Raises:
-            UsageError: If called inside `no_sync`, or the engine has no optimizer.
+            UsageError: If called inside `no_sync`, or if the engine has no optimizer.
         """
         engine = self._engine("step")
         if self._inside_no_sync:
@@ -277,7 +282,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """Step the schedule, count and report, after an update or a skipped update."""
+        """Step the schedule, update counters and report, after an update or a skipped update."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -287,6 +292,7 @@ class DeepSpeedEngine(Configured):
         if self._job.manages_accumulation:
             counts.global_samples += self.train_batch_size()
         else:
+            # The script decides when to step, so the number of backward passes per update may vary.
             per_backward = self._batches.micro * self.world.data_size
             counts.global_samples += per_backward * self._unmanaged_backwards
         self._unmanaged_backwards = 0
@@ -313,7 +319,7 @@ class DeepSpeedEngine(Configured):
     def get_global_grad_norm(self) -> float | None:
         """Return the 2-norm of the gradient in the last update, before clipping.
 
-        None before the first update.
+        Returns None before the first update.
         """
         return self._grad_norm
 
@@ -323,7 +329,7 @@ class DeepSpeedEngine(Configured):
         if self._parts.engine is not None:
             self._parts.engine.zero_grad()
 
-    # -- data, whole weights, checkpoints, the end ------------------------------------------
+    # -- data, full weights, checkpoints, shutdown ------------------------------------------
 
     def deepspeed_io(
         self,
@@ -339,13 +345,13 @@ class DeepSpeedEngine(Configured):
 
         Args:
             dataset: A map-style or an iterable dataset.
-            batch_size: Samples per batch on this rank (default: the micro-batch).
-            route: "train" shuffles; any other word does not.
+            batch_size: Number of samples per batch on this rank (default: the micro-batch size).
+            route: "train" shuffles; any other value does not.
             pin_memory, data_sampler, collate_fn: As in torch's DataLoader.
             num_local_io_workers: Number of DataLoader workers (default: 0 on a CPU, else 2).
 
         Raises:
-            UsageError: If `dataset` is no dataset.
+            UsageError: If `dataset` is not a dataset.
         """
         return DeepSpeedDataLoader(
             dataset,
@@ -360,9 +366,9 @@ class DeepSpeedEngine(Configured):
         )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return the module's whole state_dict. Collective.
+        """Return the module's full state_dict. Collective.
 
-        If parameters are sharded or split, only the main rank gets it, and the others get an empty
+        If parameters are sharded or split, the main rank gets it and the other ranks get an empty
         dict.
 
         Args:
@@ -381,30 +387,30 @@ class DeepSpeedEngine(Configured):
         return {name: value for name, value in found.items() if name not in drop}
 
     def _zero3_consolidated_16bit_state_dict(self) -> dict[str, Any] | None:
-        """Return `module_state_dict` on the main rank, and None on others. Collective."""
-        # Private in DeepSpeed too, but scripts call it to save the weights.
+        """Return `module_state_dict` on the main rank, and None on the other ranks. Collective."""
+        # It is private in DeepSpeed too, but scripts call it to save the weights.
         state = self.module_state_dict()
         return state if self.world.is_main else None
 
     def optimizer_state_dict(self, optimizer: optim.Optimizer | None = None) -> dict[str, Any]:
-        """Return the state_dict that an optimizer would have in one process. Collective.
+        """Return the state_dict that an optimizer would have in a single process. Collective.
 
-        Every worker gets the whole state. `optimizer.state_dict()` does not have it if states are
-        sharded.
+        Every worker gets the full state. Use it instead of `optimizer.state_dict()`, which is
+        incomplete if states are sharded.
 
         Args:
-            optimizer: One of the engine's optimizers; may be left out if there is one.
+            optimizer: One of the engine's optimizers. May be omitted if there is only one.
         """
         return self._engine("optimizer_state_dict").optimizer_state_dict(optimizer)
 
     def load_optimizer_state_dict(
         self, state: dict[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Load the whole state of a plain optimizer. Collective.
+        """Load the full state of a plain optimizer. Collective.
 
         Args:
-            state: A state_dict on the main rank; ignored on others.
-            optimizer: One of the engine's optimizers; may be left out if there is one.
+            state: A state_dict on the main rank. Ignored on other ranks.
+            optimizer: One of the engine's optimizers. May be omitted if there is only one.
         """
         self._engine("load_optimizer_state_dict").load_optimizer_state_dict(state, optimizer)
 
@@ -419,8 +425,8 @@ class DeepSpeedEngine(Configured):
         The weights have the dtype in which they are trained.
 
         Args:
-            save_dir: A folder, which is created.
-            save_filename: Name of the file in it.
+            save_dir: Folder to save to. Created if necessary.
+            save_filename: Name of the file in the folder.
             exclude_frozen_parameters: Leave out parameters that are not trained.
 
         Returns:
@@ -439,23 +445,24 @@ class DeepSpeedEngine(Configured):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save weights, optimizer, schedule, counts and `client_state`. Collective.
+        """Save the weights, optimizer state, schedule, counters and `client_state`. Collective.
 
-        Any placement and world size can load the checkpoint.
+        The checkpoint can be loaded at any placement and world size.
 
         Args:
-            save_dir: A folder, which is created.
-            tag: Name of the checkpoint in it (default: global_step and its number).
+            save_dir: Folder to save to. Created if necessary.
+            tag: Name of the checkpoint in the folder (default: "global_step" and the number of
+                steps).
             client_state: Numbers, strings, tensors, and dicts and lists of them.
-            save_latest: Whether `load_checkpoint` without a tag loads this one.
-            exclude_frozen_parameters: Ignored: frozen parameters are saved too.
+            save_latest: Whether `load_checkpoint` without a tag loads this checkpoint.
+            exclude_frozen_parameters: Ignored, because frozen parameters are saved too.
 
         Returns:
-            Whether it was saved. False if the disk is full.
+            True if it was saved, or False if the disk is full.
 
         Raises:
-            UsageError: If called between micro-batches of a step, or if `client_state` could not be
-                read without running code.
+            UsageError: If called between micro-batches of a step, or if loading `client_state`
+                would require executing code (pickle).
         """
         if exclude_frozen_parameters:
             self.world.say_once("save_checkpoint saves frozen parameters too.")
@@ -471,23 +478,23 @@ class DeepSpeedEngine(Configured):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of `save_checkpoint`, or of DeepSpeed itself. Collective.
+        """Load a checkpoint written by `save_checkpoint`, or by DeepSpeed itself. Collective.
 
         Args:
             load_dir: The folder that was passed to `save_checkpoint`.
-            tag: Name of the checkpoint in it (default: the latest).
-            load_module_strict: Whether all names of parameters must match.
+            tag: Name of the checkpoint in the folder (default: the latest).
+            load_module_strict: Whether all parameter names must match.
             load_optimizer_states: Whether to load the optimizer's state.
             load_lr_scheduler_states: Whether to load the schedule's state.
-            load_module_only: Load the weights only.
-            custom_load_fn: Refused.
+            load_module_only: Load only the weights.
+            custom_load_fn: Not supported.
 
         Returns:
-            The path of the checkpoint and its client_state, or None and None if `load_dir` has no
-            latest one.
+            The path of the checkpoint and its client_state, or (None, None) if `load_dir` has no
+            latest checkpoint.
 
         Raises:
-            CheckpointError: If the checkpoint is damaged or does not fit.
+            CheckpointError: If the checkpoint is damaged or does not match the model.
         """
         if custom_load_fn is not None:
             raise UsageError(
@@ -513,12 +520,14 @@ class DeepSpeedEngine(Configured):
 
 
 _all_engines: list[ref[DeepSpeedEngine]] = []
-"""The engines of this process, oldest first. Weak references, so that an engine ends when the
-script drops it."""
+"""The engines of this process, oldest first.
+
+These are weak references, so that an engine is freed when the script drops it.
+"""
 
 
 def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
-    """Yield the parameter ids and the backward of each engine that trains."""
+    """Yield the parameter ids and the backward function of each engine that trains."""
     for each in _all_engines:
         engine = each()
         if engine is not None and engine._parts.engine is not None:
@@ -526,7 +535,7 @@ def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
 
 
 def engine_of(parameter: Tensor) -> DeepSpeedEngine | None:
-    """Return the engine that trains `parameter`, None if there is none."""
+    """Return the engine that trains `parameter`, or None."""
     for each in reversed(_all_engines):
         engine = each()
         if engine is None or engine._parts.engine is None:

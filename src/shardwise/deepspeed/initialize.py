@@ -1,4 +1,4 @@
-"""deepspeed.initialize, which makes an engine for a model, an optimizer and a JSON."""
+"""Implements deepspeed.initialize, which creates an engine from a model and a config."""
 
 from __future__ import annotations
 
@@ -45,34 +45,34 @@ def initialize(
     mesh_param: Any = None,
     config_params: Json | None = None,
 ) -> tuple[DeepSpeedEngine, Any, DeepSpeedDataLoader | None, Any]:
-    """Make an engine for a model. Collective.
+    """Create an engine for a model. Collective.
 
-    Flags of the command override the JSON. docs/from_deepspeed.md lists the differences from
+    Command-line flags override the config. docs/from_deepspeed.md lists the differences from
     DeepSpeed.
 
     Args:
         args: Arguments of the script, which may have `deepspeed_config` and `local_rank`.
         model: A module, or a PipelineModule.
-        optimizer: An optimizer, or a function that makes one from the parameters (default: the
-            optimizer of the JSON).
+        optimizer: An optimizer, or a function that creates one from the parameters (default: the
+            config's optimizer).
         model_parameters: The parameters to train (default: all).
         training_data: A dataset for `engine.training_dataloader`.
-        lr_scheduler: A schedule, or a function that makes one from the optimizer (default: the
-            schedule of the JSON).
+        lr_scheduler: A schedule, or a function that creates one from the optimizer (default: the
+            config's schedule).
         collate_fn: As in torch's DataLoader, for `training_data`.
-        config: The JSON, as a path or a dict (default: `args.deepspeed_config`, or the file of
-            `shardwise run --deepspeed`).
+        config: The DeepSpeed config, as a path or a dict (default: `args.deepspeed_config`, or the
+            file of `shardwise run --deepspeed`).
         config_params: The older name of `config`.
         distributed_port, dist_init_required: Ignored, because the launcher decides.
-        mpu, mesh_param: Refused, because Shardwise itself makes groups of ranks.
+        mpu, mesh_param: Not supported, because Shardwise itself creates groups of ranks.
 
     Returns:
-        The engine, its optimizer, the loader of `training_data`, and the schedule. The last three
-        are None if there is none.
+        The engine, its optimizer, the loader of `training_data`, and the schedule. Each of the last
+        three is None if it does not exist.
 
     Raises:
-        ConfigError: For a JSON that this engine cannot follow.
-        UsageError: For a plain model over several pipeline stages.
+        ConfigError: If this engine does not support a key of the config.
+        UsageError: If a plain model is used with several pipeline stages.
 
     Example:
         ```python
@@ -107,8 +107,11 @@ def initialize(
 
 
 def _checked(model: Any) -> nn.Module:
-    """Return `model`. Raises FailedAssertion if it is no module, and UsageError if it is a
-    PipelineModule of DeepSpeed itself."""
+    """Return `model` after checking its type.
+
+    Raises FailedAssertion if it is not a module, and UsageError if it is DeepSpeed's own
+    PipelineModule.
+    """
     if not isinstance(model, nn.Module):
         raise FailedAssertion(
             f"deepspeed.initialize(model=...) needs a torch.nn.Module, not {model!r}."
@@ -123,10 +126,10 @@ def _checked(model: Any) -> nn.Module:
 
 
 def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
-    """Divide replicas over ranks as the JSON says.
+    """Divide replicas between ranks as the config specifies.
 
-    Raises UsageError for a plain model over several stages, and ConfigError if the number of
-    replicas differs from the JSON's.
+    Raises UsageError for a plain model with several stages, and ConfigError if the number of
+    replicas differs from the config's.
     """
     if (size := job.settings.get("tensor", 1)) > 1:
         divide(world, f"{job.document.name}: tensor_parallel.autotp_size", tensor=size)
@@ -143,7 +146,7 @@ def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
-    """Return the JSON. Raises UsageError if there is none, or more than one."""
+    """Return the DeepSpeed config. Raises UsageError if none or more than one is given."""
     names = ("deepspeed_config", "deepscale_config")
     given = [config, *(getattr(args, name, None) for name in names)]
     found: list[Json] = [each for each in given if each is not None]
@@ -162,7 +165,7 @@ def _json_of(args: Any, config: Json | None) -> Json:
 
 
 def _say(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the ignored keys of the JSON and the values of "auto", once."""
+    """Print the ignored keys of the config and the values of "auto", once."""
     say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
@@ -186,6 +189,7 @@ def _build(
     _place(model, world, precision)
     parameters = list(model.parameters()) if model_parameters is None else list(model_parameters)
     made = _optimizers(job, model, optimizer, parameters)
+    # Before the engine, so that its hook runs before the engine's hook.
     outputs = OutputTypes(model, restores=precision.startswith("bf16"))
     parts = EngineParts(optimizers=made)
     if made:
@@ -210,11 +214,11 @@ def _build(
 def _place(model: nn.Module, world: sw.World, precision: str) -> None:
     """Move `model` to this rank's device. With bf16, round its weights."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return  # the engine gives meta tensors memory on the device
+        return  # the engine allocates meta tensors on the device
     model.to(world.device)
     if precision != "bf16":
         return
-    # As in DeepSpeed, the first values of the fp32 masters are the rounded weights.
+    # As in DeepSpeed, the fp32 masters start from the rounded weights.
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             for parameter in module.parameters(recurse=False):
@@ -225,7 +229,7 @@ def _place(model: nn.Module, world: sw.World, precision: str) -> None:
 def _optimizers(
     job: DeepSpeedJob, model: nn.Module, optimizer: Any, parameters: list[Any]
 ) -> list[optim.Optimizer]:
-    """Return the script's optimizer or the JSON's, or an empty list if neither has one."""
+    """Return the script's optimizer or the config's, or an empty list if neither has one."""
     if optimizer is None:
         if job.optimizer is None:
             return []
@@ -238,7 +242,7 @@ def _optimizers(
                 "deepspeed.initialize(optimizer=...) needs a torch optimizer, or a function that "
                 f"returns one, not {type(each).__name__}."
             )
-        # Scripts make groups with and without weight decay, and one of them may be empty.
+        # Scripts create groups with and without weight decay, and one of them may be empty.
         each.param_groups[:] = [group for group in each.param_groups if group["params"]]
     return made
 
@@ -247,7 +251,7 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
     scaling = job.scaling
     scale = scaling.static or float(2**scaling.power)
     scaler = GradScaler(world.device.type, init_scale=scale, growth_interval=scaling.window)
-    # GradScaler has no static scale: factors of 1 keep it constant.
+    # GradScaler has no static scale, but factors of 1 keep it constant.
     if scaling.static:
         scaler.set_growth_factor(1.0)
         scaler.set_backoff_factor(1.0)

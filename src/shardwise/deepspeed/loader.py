@@ -15,10 +15,10 @@ _BESIDE_AN_ACCELERATOR = 2
 
 
 class DeepSpeedDataLoader:
-    """A loader of this worker's share of a dataset, in batches of `batch_size`.
+    """Loads this worker's share of a dataset, in batches of `batch_size`.
 
-    torch's DistributedSampler makes the shares. As in DeepSpeed, the shuffled order is the same in
-    every epoch.
+    The shares are those of torch's DistributedSampler. As in DeepSpeed, the shuffled order is the
+    same in every epoch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Iterates over `loader` without end: at its end it starts again."""
+    """Iterates over `loader` without end, restarting it each time it is exhausted."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,6 +1,6 @@
-"""`loss.backward()` and `engine.scale(loss).backward()` with the effect of `engine.backward(loss)`.
+"""Makes `loss.backward()` and `engine.scale(loss).backward()` act like `engine.backward(loss)`.
 
-DeepSpeed supports all three. The engine must weight the loss before its backward runs, but torch
+DeepSpeed supports all three. The engine must weight the loss before its backward pass, but torch
 has no hook for that moment. So this module replaces `Tensor.backward`.
 """
 
@@ -17,28 +17,28 @@ from shardwise.bridging.trained_models import graph_nodes
 
 Backward = Callable[[Tensor], Tensor]
 BackwardOf = Callable[..., Any]
-"""A backward with the keyword `retain_graph`."""
+"""A backward function with the keyword argument `retain_graph`."""
 
 Engine = tuple[frozenset[int], BackwardOf]
-"""The ids of an engine's parameters, and its backward."""
+"""The ids of an engine's parameters, and its backward function."""
 
 
 def as_loss(loss: Tensor, backward: Backward) -> Tensor:
-    """Return a scalar equal to `loss` in a new graph, whose backward calls `backward`.
+    """Return a scalar with the value of `loss` in a new graph whose backward calls `backward`.
 
-    `backward` gets `loss` times the incoming gradient, which is 1 unless the script computes
+    `backward` receives `loss` times the incoming gradient, which is 1 unless the script computes
     further with the scalar.
     """
     begin = torch.zeros((), device=loss.device, requires_grad=True)
-    # In a tuple, to hide the loss from autograd, which would also run its graph.
+    # Pass the loss in a tuple to hide it from autograd, which would also run its graph.
     found: Tensor = _Loss.apply(begin, (loss, backward))  # type: ignore[no-untyped-call]
     return found
 
 
 def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
-    """Make `loss.backward()` call the engines that train a parameter in the graph of `loss`.
+    """Make `loss.backward()` call the engines that train a parameter in the loss's graph.
 
-    `trained` returns the present engines. Other losses keep torch's backward.
+    `trained` returns the current engines. For other losses, torch's own backward runs.
     """
     stock = Tensor.backward
 
@@ -50,11 +50,14 @@ def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
+        # Leave second derivatives and `inputs` to torch's own backward.
         engines = [] if create_graph or inputs is not None else _reached(self, list(trained()))
         if not engines:
             stock(self, gradient, retain_graph, create_graph, inputs)  # type: ignore[no-untyped-call]
             return
+        # As in torch, `gradient` weights the elements of a loss that is not a scalar.
         loss = self if gradient is None else (self * gradient).sum()
+        # Each engine runs a backward pass over the same graph, so only the last may free it.
         for number, each in enumerate(engines, 1):
             each(loss, retain_graph=bool(retain_graph) or number < len(engines))
 
@@ -62,7 +65,7 @@ def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
 
 
 def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
-    """Return the backwards of the engines with a parameter in the graph of `loss`."""
+    """Return the backward functions of the engines that have a parameter in the loss's graph."""
     left, found = list(trained), []
     for node in graph_nodes(loss):
         if not left:  # usually after a few nodes, in the last layer
@@ -77,12 +80,14 @@ def _reached(loss: Tensor, trained: Sequence[Engine]) -> list[BackwardOf]:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, begin: Tensor, given: tuple[Tensor, Backward]) -> Tensor:
-        del begin  # only there because autograd calls backward if an input requires a gradient
+        del begin  # only needed because autograd calls backward if an input requires a gradient
         ctx.loss, ctx.backward_of_engine = given
         return given[0].detach().clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Autograd disables gradients here, but the product needs a graph for the engine's backward
+        # pass.
         with torch.enable_grad():
             ctx.backward_of_engine(ctx.loss * gradients[0])
         return None, None

@@ -1,4 +1,4 @@
-"""`import deepspeed` and its submodules, without that package: `--adopt deepspeed`."""
+"""Implements `--adopt deepspeed`: `import deepspeed` works without that package."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ MODULES = {
     "ops.adam.cpu_adam": "ops.adam",
     "ops.adam.fused_adam": "ops.adam",
 }
-"""The module of this package that has the public names of each module of DeepSpeed."""
+"""The module of this package that provides the public names of each DeepSpeed module."""
 
 
 class _Missing(MetaPathFinder):
-    """Raises the error for a submodule of DeepSpeed that Shardwise lacks."""
+    """Raises an error for a DeepSpeed submodule that Shardwise does not have."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return None for other modules. Raises ModuleNotFoundError for one of DeepSpeed."""
+        """Return None for other modules. Raises ModuleNotFoundError for a DeepSpeed module."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None
@@ -65,7 +65,7 @@ class _Missing(MetaPathFinder):
 
 
 class _Part(ModuleType):
-    """A package that only holds other modules."""
+    """A package that only contains other modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -75,12 +75,14 @@ class _Part(ModuleType):
 
 def adopt() -> None:
     """Make `import deepspeed` and its submodules import Shardwise's modules in this process."""
+    # Drop imported modules of an installed DeepSpeed, so that later imports find ours.
     for name in [n for n in sys.modules if n.partition(".")[0] == NAME]:
         del sys.modules[name]
     sys.modules[NAME] = import_module(_OURS)
     for name, ours in MODULES.items():
         if (module := _ours(ours)) is not None:
             _put(f"{NAME}.{name}", module)
+    # Put it first, so that no submodule of an installed DeepSpeed is mixed with ours.
     if not any(isinstance(each, _Missing) for each in sys.meta_path):
         sys.meta_path.insert(0, _Missing())
 
@@ -89,6 +91,7 @@ def _ours(name: str) -> ModuleType | None:
     try:
         return import_module(f"{_OURS}.{name}")
     except ModuleNotFoundError as error:
+        # A missing import inside our module is a real error.
         if error.name != f"{_OURS}.{name}":
             raise
         return None
@@ -103,5 +106,6 @@ def _put(name: str, module: ModuleType) -> None:
     parent = sys.modules[package]
     if not hasattr(parent, last) or isinstance(parent, _Part):
         setattr(parent, last, module)
+    # The import system requires `__path__` to import submodules.
     if isinstance(parent, _Part) and not hasattr(parent, "__path__"):
         parent.__path__ = []

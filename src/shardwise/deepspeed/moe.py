@@ -1,7 +1,7 @@
-"""deepspeed.moe: names that scripts with an optional mixture of experts import.
+"""Implements deepspeed.moe: names that scripts with an optional mixture of experts import.
 
-DeepSpeed's layers of experts are not supported: to make one raises UsageError, and the functions
-that look for experts find none.
+DeepSpeed's expert layers are not supported. Creating one raises UsageError, and the functions that
+search for experts find none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class MoE:
-    """Raises UsageError, because DeepSpeed's layer of experts is not supported."""
+    """Raises UsageError, because DeepSpeed's expert layer is not supported."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         raise UsageError(
@@ -39,7 +39,7 @@ def is_moe_param(param: Tensor) -> bool:
 
 
 def has_moe_layers(m: Any) -> tuple[bool, int]:
-    """Return False and 0, because a model has no MoE layers and no experts."""
+    """Return (False, 0), because no model has MoE layers or experts."""
     del m
     return False, 0
 

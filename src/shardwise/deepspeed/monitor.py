@@ -1,4 +1,4 @@
-"""Values of a training for TensorBoard, or in CSV files."""
+"""Writes training metrics to TensorBoard or CSV files."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardwise.config.deepspeed.job import DeepSpeedJob, Monitor
 from shardwise.errors import ConfigError
 
 Event = tuple[str, float, int]
-"""The name of a value, the value, and the number of samples trained on so far."""
+"""The name of a metric, its value, and the number of samples trained on so far."""
 
 
 class MonitorMaster:
-    """Writes events to the targets in the JSON, on the main rank.
+    """Writes events to the targets in the config, on the main rank.
 
-    Raises ConfigError if the JSON enables TensorBoard and it is not installed.
+    Raises ConfigError if the config enables TensorBoard and it is not installed.
     """
 
     def __init__(self, job: DeepSpeedJob, *, is_main: bool) -> None:
@@ -29,7 +29,7 @@ class MonitorMaster:
             self._writers.append(_CsvWriter(job.csv))
 
     def write_events(self, events: Sequence[Event]) -> None:
-        """Write events. Does nothing on other ranks than the main one."""
+        """Write events. No-op except on the main rank."""
         for writer in self._writers:
             for name, value, samples in events:
                 writer.add_scalar(name, value, samples)
@@ -53,7 +53,7 @@ def _tensorboard(monitor: Monitor) -> Any:
 
 
 class _CsvWriter:
-    """Writes a CSV file for each name, such as Train_Samples_lr.csv, with samples and values."""
+    """Writes a CSV file with samples and values for each metric, such as Train_Samples_lr.csv."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._folder = Path(monitor.folder) / monitor.job
@@ -62,6 +62,7 @@ class _CsvWriter:
 
     def add_scalar(self, name: str, value: float, samples: int) -> None:
         path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+        # Reopen the file for each value, so that a killed process loses none.
         with path.open("a", newline="") as file:
             writer = csv.writer(file)
             if name not in self._begun:
@@ -70,7 +71,7 @@ class _CsvWriter:
             writer.writerow([samples, value])
 
     def flush(self) -> None:
-        """Do nothing, because `add_scalar` writes each value at once."""
+        """No-op, because `add_scalar` writes each value immediately."""
 
     def close(self) -> None:
-        """Do nothing, because no file stays open."""
+        """No-op, because no file remains open."""

@@ -1,4 +1,4 @@
-"""Torch optimizers for the names that a DeepSpeed JSON has for them."""
+"""Creates torch optimizers and schedules from their names in a DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwise.deepspeed.ops.adam import FusedAdam
 from shardwise.errors import ConfigError
 
 Parameters = Sequence[Any]
-"""Parameters, or dicts of them as torch's parameter groups."""
+"""Parameters, or dicts of them in the form of torch's parameter groups."""
 
 
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """Return the optimizers of the JSON called `name` over `parameters`.
+    """Create the optimizers that the config `name` specifies for `parameters`.
 
-    Muon becomes two optimizers, because AdamW trains the parameters that are no matrices. Raises
-    ConfigError for unknown names and keywords.
+    Muon becomes two optimizers, because AdamW trains the parameters that are not matrices. Raises
+    ConfigError for unknown names and arguments.
     """
     try:
         if named.name == "Muon":
@@ -39,7 +39,7 @@ def of_json(
 def one_of_json(
     job: DeepSpeedJob, parameters: Parameters, models: Sequence[nn.Module]
 ) -> optim.Optimizer:
-    """Return the one optimizer of the JSON over `parameters`. Raises ConfigError for Muon."""
+    """Create the config's single optimizer for `parameters`. Raises ConfigError for Muon."""
     assert job.optimizer is not None
     found = of_json(job.optimizer, parameters, models, job.document.name)
     if len(found) > 1:
@@ -80,7 +80,7 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
 
 
 def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
-    """Raise ValueError for a keyword that `kind` does not have."""
+    """Raise ValueError for an argument that `kind` does not accept."""
     _, *known = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in known):
         return
@@ -90,9 +90,9 @@ def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
-    """Return the schedule of the JSON called `name`: one of DeepSpeed's or of torch's.
+    """Create the schedule that the config `name` specifies, from DeepSpeed or torch.
 
-    Raises ConfigError for unknown names and keywords.
+    Raises ConfigError for unknown names and arguments.
     """
     kind: Any = schedules.BY_NAME.get(named.name) or getattr(optim.lr_scheduler, named.name, None)
     if not isinstance(kind, type):
@@ -113,7 +113,7 @@ def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
 def _muon(
     params: Mapping[str, Any], parameters: Parameters, models: Sequence[nn.Module]
 ) -> list[optim.Optimizer]:
-    """Return Muon over matrices except embeddings and the head, and AdamW over the rest."""
+    """Create Muon for matrices except embeddings and the head, and AdamW for the rest."""
     kind = getattr(optim, "Muon", None)
     if kind is None:
         raise ConfigError(

@@ -1,7 +1,8 @@
-"""DeepSpeed's five learning-rate schedules, as functions of the number of steps.
+"""Implements DeepSpeed's five learning-rate schedules, as functions of the number of steps.
 
-The range test and the cycle of rate and momentum are from Smith (2018), "A disciplined approach to
-neural network hyper-parameters: Part 1". The values are the same as in DeepSpeed 0.19.8.
+The range test, and the cycles of learning rate and momentum, are from Smith (2018), "A disciplined
+approach to neural network hyper-parameters: Part 1". The values are the same as in DeepSpeed
+0.19.8.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ Values = float | Sequence[float]
 class Schedule:
     """Sets the learning rate of each parameter group. Call `step` after each update.
 
-    The constructor sets the rates of the first update.
+    The constructor sets the learning rates of the first update.
 
     Args:
-        optimizer: The optimizer whose groups it sets.
-        last_batch_iteration: The number of the last step, -1 before the first.
+        optimizer: The optimizer whose parameter groups it sets.
+        last_batch_iteration: Number of the last step, or -1 before the first.
     """
 
     def __init__(self, optimizer: optim.Optimizer, last_batch_iteration: int = -1) -> None:
@@ -35,15 +36,15 @@ class Schedule:
         self._last_lr = [float(group["lr"]) for group in optimizer.param_groups]
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups at the present step."""
+        """Return the learning rate of each parameter group at the current step."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Return the last rates that were set."""
+        """Return the learning rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count a step, or go to `last_batch_iteration`, and set the rates."""
+        """Advance by one step, or to `last_batch_iteration`, and set the learning rates."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = (
             following if last_batch_iteration is None else last_batch_iteration
@@ -51,7 +52,7 @@ class Schedule:
         self._set(self.get_lr())
 
     def state_dict(self) -> dict[str, int]:
-        """Return the count of steps."""
+        """Return the number of the last step."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -67,7 +68,10 @@ class Schedule:
                 group["lr"] = rate
 
     def _each(self, value: Values, name: str) -> list[float]:
-        """Return a value for each group. Raises BadSchedule for a list of another length."""
+        """Return one value per parameter group.
+
+        Raises BadSchedule if a list has the wrong length.
+        """
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
             return [value] * count  # type: ignore[list-item]
@@ -80,15 +84,15 @@ class Schedule:
 
 
 class WarmupLR(Schedule):
-    """A warmup, and then a constant rate.
+    """A warmup, followed by a constant learning rate.
 
     Args:
-        optimizer: The optimizer whose groups it sets.
-        warmup_min_lr: The first rate.
-        warmup_max_lr: The rate after the warmup (default: the optimizer's rate).
-        warmup_num_steps: Steps of the warmup.
+        optimizer: The optimizer whose parameter groups it sets.
+        warmup_min_lr: Initial learning rate.
+        warmup_max_lr: Learning rate after the warmup (default: the optimizer's).
+        warmup_num_steps: Number of warmup steps.
         warmup_type: "log" or "linear".
-        last_batch_iteration: The number of the last step, -1 before the first.
+        last_batch_iteration: Number of the last step, or -1 before the first.
 
     Example:
         ```python
@@ -118,7 +122,7 @@ class WarmupLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups at the present step."""
+        """Return the learning rate of each parameter group at the current step."""
         if self.last_batch_iteration < 0:
             return list(self.min_lrs)
         done, steps = self.last_batch_iteration, self.warmup_num_steps
@@ -129,12 +133,12 @@ class WarmupLR(Schedule):
         ]
 
     def _after_warmup(self) -> float:
-        """Return the height of the rate between its minimum (0) and its maximum (1)."""
+        """Return the position of the learning rate between its minimum (0) and its maximum (1)."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """A warmup as in WarmupLR, and then a linear decay to 0 at step `total_num_steps`."""
+    """A warmup as in WarmupLR, followed by a linear decay to 0 at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -162,16 +166,16 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """A warmup, and then a decay along a half cosine. It multiplies each group's own rate.
+    """A warmup, followed by a half-cosine decay. It scales each group's own learning rate.
 
     Args:
-        optimizer: The optimizer whose groups it sets.
+        optimizer: The optimizer whose parameter groups it sets.
         total_num_steps: The step at which the decay ends.
-        warmup_min_ratio: The first factor.
-        warmup_num_steps: Steps until the factor is 1.
-        cos_min_ratio: The factor at the end.
+        warmup_min_ratio: Initial factor.
+        warmup_num_steps: Number of steps until the factor is 1.
+        cos_min_ratio: Final factor.
         warmup_type: "log" or "linear".
-        last_batch_iteration: The number of the last step, -1 before the first.
+        last_batch_iteration: Number of the last step, or -1 before the first.
     """
 
     def __init__(
@@ -194,12 +198,12 @@ class WarmupCosineLR(Schedule):
             self._set(self.get_lr())
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups at the present step."""
+        """Return the learning rate of each parameter group at the current step."""
         ratio = self.get_lr_ratio()
         return [rate * ratio for rate in self.org_lrs]
 
     def get_lr_ratio(self) -> float:
-        """Return the factor of each group's own rate at the present step."""
+        """Return the factor for each group's own learning rate at the current step."""
         done = self.last_batch_iteration
         if done < 0:
             return 0.0
@@ -213,15 +217,15 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Rates that grow without end, to find the largest rate with which a model trains.
+    """Increases learning rates without limit, to find the largest one at which a model trains.
 
     Args:
-        optimizer: The optimizer whose groups it sets.
-        lr_range_test_min_lr: The first rate.
-        lr_range_test_step_size: Steps of an interval.
-        lr_range_test_step_rate: Growth per interval, in multiples of the first rate.
-        lr_range_test_staircase: Keep the rate constant within an interval.
-        last_batch_iteration: The number of the last step, -1 before the first.
+        optimizer: The optimizer whose parameter groups it sets.
+        lr_range_test_min_lr: Initial learning rate.
+        lr_range_test_step_size: Number of steps per interval.
+        lr_range_test_step_rate: Growth per interval, in multiples of the initial learning rate.
+        lr_range_test_staircase: Keep the learning rate constant within an interval.
+        last_batch_iteration: Number of the last step, or -1 before the first.
     """
 
     def __init__(
@@ -246,7 +250,7 @@ class LRRangeTest(Schedule):
             self._set(self.min_lr)
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups at the present step."""
+        """Return the learning rate of each parameter group at the current step."""
         intervals = (self.last_batch_iteration + 1) / self.step_size
         if self.staircase:
             intervals = math.floor(intervals)
@@ -254,23 +258,24 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle of rates, up and down again, and then a decay.
+    """One cycle of learning rates, up and down again, followed by a decay.
 
-    With `cycle_momentum`, and if the optimizer has betas, the first beta cycles in the opposite
+    If `cycle_momentum` is true and the optimizer has betas, the first beta cycles in the opposite
     direction.
 
     Args:
-        optimizer: The optimizer whose groups it sets.
-        cycle_min_lr, cycle_max_lr: The rates at the ends and at the peak of the cycle.
-        decay_lr_rate: Decay of the rate after the cycle, per `decay_step_size` steps.
-        cycle_first_step_size, cycle_second_step_size: Steps up and down (default: the same).
-        cycle_first_stair_count, cycle_second_stair_count: Number of stairs with a constant rate, 0
-            for a continuous slope.
-        decay_step_size: Steps of the decay, 0 for no decay.
+        optimizer: The optimizer whose parameter groups it sets.
+        cycle_min_lr, cycle_max_lr: Learning rates at the ends and at the peak of the cycle.
+        decay_lr_rate: Decay of the learning rate after the cycle, per `decay_step_size` steps.
+        cycle_first_step_size, cycle_second_step_size: Number of steps up and down (default: the
+            same).
+        cycle_first_stair_count, cycle_second_stair_count: Number of stairs with a constant learning
+            rate, or 0 for a continuous slope.
+        decay_step_size: Number of steps per decay interval, or 0 for no decay.
         cycle_momentum: Whether to cycle the first beta.
-        cycle_min_mom, cycle_max_mom: The first beta at the peak and at the ends of the cycle.
+        cycle_min_mom, cycle_max_mom: First beta at the peak and at the ends of the cycle.
         decay_mom_rate: Growth of the first beta after the cycle, per `decay_step_size` steps.
-        last_batch_iteration: The number of the last step, -1 before the first.
+        last_batch_iteration: Number of the last step, or -1 before the first.
     """
 
     def __init__(
@@ -316,7 +321,7 @@ class OneCycle(Schedule):
 
     @property
     def total_size(self) -> float:
-        """Number of steps of the whole cycle."""
+        """Number of steps in the complete cycle."""
         return sum(self._halves)
 
     @property
@@ -325,13 +330,13 @@ class OneCycle(Schedule):
         return self._halves[0] / self.total_size
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Count a step, or go to `last_batch_iteration`, and set rates and betas."""
+        """Advance by one step, or to `last_batch_iteration`, and set learning rates and betas."""
         super().step(last_batch_iteration)
         if (moments := self.get_mom()) is not None:
             self._set_momentum([beta for beta, _ in moments])
 
     def get_lr(self) -> list[float]:
-        """Return the rates of the groups at the present step."""
+        """Return the learning rate of each parameter group at the current step."""
         if self.last_batch_iteration < self.total_size:
             height = self._height()
             return [
@@ -342,7 +347,7 @@ class OneCycle(Schedule):
         return [rate / factor for rate in self.min_lrs]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of the groups at the present step, None if they are not cycled."""
+        """Return the betas of each parameter group at this step, or None if they are not cycled."""
         if not self.cycle_momentum:
             return None
         if self.last_batch_iteration < self.total_size:
@@ -357,13 +362,13 @@ class OneCycle(Schedule):
         return [(first, _SECOND_BETA) for first in firsts]
 
     def _decays(self) -> float:
-        """Return the number of decay steps since the end of the cycle, with fractions."""
+        """Return the number of decay intervals since the end of the cycle, including fractions."""
         if not self._decay_step_size:
             return 0.0
         return (self.last_batch_iteration - self.total_size + 1) / self._decay_step_size
 
     def _height(self) -> float:
-        """Return the position in the cycle: 0 at its ends, 1 at its peak."""
+        """Return the height in the cycle: 0 at its ends, 1 at its peak."""
         first, second = self._halves
         at = (self.last_batch_iteration + 1) % self.total_size
         rising = at <= first
@@ -378,11 +383,11 @@ class OneCycle(Schedule):
 
 
 _SECOND_BETA = 0.99
-"""The second beta of Adam that OneCycle sets."""
+"""The second Adam beta that OneCycle sets."""
 
 
 def _warmed_up(done: int, steps: int, kind: str) -> float:
-    """Return the progress of a warmup, from 0 to 1, after `done` of its `steps`."""
+    """Return the progress of a warmup, from 0 to 1, after `done` of its `steps` steps."""
     return math.log(done + 1) / math.log(steps) if kind == "log" else done / steps
 
 

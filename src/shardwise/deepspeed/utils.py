@@ -1,4 +1,4 @@
-"""deepspeed.utils and deepspeed.runtime.utils: whole tensors, a log, seeds, memory usage."""
+"""Implements deepspeed.utils and deepspeed.runtime.utils: full tensors, logging, seeds, memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
     Args:
         message: The text.
-        ranks: The ranks that log it (default, and for -1: all).
+        ranks: The ranks that log it (default: all; -1 also means all).
         level: A level of Python's logging.
     """
     rank = sw.world().rank
@@ -56,13 +56,13 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
-    """Return a whole copy of a parameter in fp32. Collective.
+    """Return an fp32 copy of a full parameter. Collective.
 
     Returns:
-        A tensor with the shape of the whole parameter, or None if no engine trains it.
+        A tensor with the shape of the full parameter, or None if no engine trains it.
 
     Raises:
-        UsageError: With bf16 weights. Their fp32 masters are in checkpoints.
+        UsageError: If weights are bf16, because their fp32 masters are only in checkpoints.
     """
     engine = engine_of(param)
     if engine is None:
@@ -73,10 +73,10 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
-    """Set a whole parameter to rank 0's `value`. Collective.
+    """Set the full value of a parameter to rank 0's `value`. Collective.
 
     Raises:
-        UsageError: With bf16 weights.
+        UsageError: If weights are bf16.
     """
     engine = engine_of(param)
     if engine is not None:
@@ -96,12 +96,12 @@ def _without_masters(engine: DeepSpeedEngine, call: str) -> sw.Engine:
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
-    """Return a copy of the whole gradient of a parameter, averaged over the ranks. Collective.
+    """Return a copy of a parameter's full gradient, averaged across ranks. Collective.
 
     Call it between the last backward and the step.
 
     Returns:
-        A tensor with the shape of the whole parameter, or None if it has no gradient.
+        A tensor with the shape of the full parameter, or None if it has no gradient.
     """
     engine = engine_of(param)
     if engine is None:
@@ -111,7 +111,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
-    """Set the whole gradient of a parameter to rank 0's `value`. Collective.
+    """Set a parameter's full gradient to rank 0's `value`. Collective.
 
     Call it between the last backward and the step.
     """
@@ -123,16 +123,16 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
-    """Return the whole optimizer state of a parameter. Collective.
+    """Return a parameter's full optimizer state. Collective.
 
-    It gathers the whole state of the optimizer.
+    The optimizer's full state is gathered.
 
     Args:
         param: The parameter.
         optim_state_key: The name of the state, such as "exp_avg".
 
     Returns:
-        The state as a tensor, or None if there is none.
+        The state as a tensor, or None if it does not exist.
     """
     engine = engine_of(param)
     if engine is None:
@@ -149,9 +149,9 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
-    """Return the modules of these classes in `model`, and change nothing.
+    """Return the modules of these classes in `model`, without changing anything.
 
-    A mixture of experts is already one unit, and `--units` names other units.
+    A mixture of experts is already a single unit, and `--units` selects other units.
     """
     return [each for each in model.modules() if type(each) in tuple(leaf_module_classes)]
 
@@ -164,10 +164,9 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log a message and the memory usage in GB on rank 0, if `force`.
+    """Log a message and the memory usage in GB on rank 0, if `force` is true.
 
-    It logs the present and the peak memory of tensors on the GPU, and the peak resident memory of
-    this process.
+    It logs current and peak GPU tensor memory, and this process's peak resident memory.
     """
     if not force:
         return

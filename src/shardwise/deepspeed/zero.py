@@ -1,4 +1,4 @@
-"""deepspeed.zero: models built without memory, and gathered parameters."""
+"""Implements deepspeed.zero: building models without allocating them, and gathering parameters."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_p
 
 
 class Init:
-    """Context manager in which models are built without memory.
+    """Context manager inside which models are created without allocating memory.
 
-    They get memory when their engine is made, and the same values as without the block.
+    Memory is allocated when the model's engine is created, with the same values as without the
+    block.
 
     Args:
-        module: Ignored. An existing module does not change.
-        enabled: Whether the block has an effect.
+        module: Ignored. An existing module is not changed.
+        enabled: If False, the context manager does nothing.
         **options: Ignored.
 
     Example:
@@ -50,18 +51,18 @@ class Init:
 
 
 class GatheredParameters:
-    """Context manager that makes parameters whole on every rank. Collective.
+    """Context manager that gathers full parameters on every rank. Collective.
 
-    Parameters without memory get memory if their engine is not made yet.
+    Unallocated parameters are allocated if their engine does not exist yet.
 
     Args:
         params: One or several parameters.
-        modifier_rank: The rank whose changes all ranks get; None discards changes.
+        modifier_rank: The rank whose changes are sent to all ranks. If None, changes are discarded.
         fwd_module: Ignored.
-        enabled: Whether the block has an effect.
+        enabled: If False, the context manager does nothing.
 
     Raises:
-        UsageError: For parameters of several engines.
+        UsageError: If the parameters belong to more than one engine.
 
     Example:
         ```python
@@ -95,21 +96,23 @@ class GatheredParameters:
             )
         engine = next(iter(found.values()))
         if engine is None:
-            # Built inside `Init`: give them memory now, so that values written in the block stay.
+            # Created inside `Init`: allocate them now, so that values written in the block persist.
             for parameter in self._parameters:
                 if parameter.is_meta and isinstance(parameter, nn.Parameter):
                     meta.make_real(parameter, meta.materialise(parameter))
             return
         inner, writes = engine._engine("GatheredParameters"), self._modifier_rank is not None
+        # Gather only the smallest module that contains the parameters, to save memory.
         part = _smallest(engine.module, self._parameters)
         self._blocks.enter_context(inner.full_parameters(part, write=writes))
         self._blocks.enter_context(marked_whole(self._parameters))
 
     def __exit__(self, *error: Any) -> None:
+        # If the block raised on this rank, do not enter a collective that others may not reach.
         if error[0] is None and self._modifier_rank is not None and dist.is_initialized():
             with torch.no_grad():
                 for parameter in self._parameters:
-                    # Over this rank's device, because NCCL only sends tensors on GPUs.
+                    # Send it from this rank's device, because NCCL only sends GPU tensors.
                     value = parameter.data.to(sw.world().device)
                     dist.broadcast(value, self._modifier_rank)
                     parameter.data.copy_(value)
@@ -117,7 +120,7 @@ class GatheredParameters:
 
 
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
-    """Return the module that has all of these parameters, and the fewest others."""
+    """Return the smallest module that contains all of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
     holders = []
     for number, module in enumerate(model.modules()):
@@ -128,5 +131,5 @@ def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing, because the engine detects which parameters a forward uses."""
+    """No-op, because the engine detects which parameters a forward pass uses."""
     del module, parameter

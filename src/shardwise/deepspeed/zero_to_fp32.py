@@ -1,4 +1,4 @@
-"""deepspeed.utils.zero_to_fp32: whole fp32 weights of a save, by Shardwise or by DeepSpeed."""
+"""Implements deepspeed.utils.zero_to_fp32: full fp32 weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Return the whole weights of a checkpoint in fp32. Call it in one process.
+    """Return the full weights of a checkpoint in fp32. Call it in a single process.
 
     Args:
         checkpoint_dir: The folder that was passed to save_checkpoint.
         tag: Name of the checkpoint (default: the latest).
-        exclude_frozen_parameters, lazy_mode: Refused.
+        exclude_frozen_parameters, lazy_mode: Not supported.
 
     Returns:
-        Tensors on the CPU by name. They are fp32 masters, if the checkpoint has some.
+        CPU tensors by name. They are the fp32 masters if the checkpoint contains them.
 
     Raises:
         CheckpointError: If there is no checkpoint.
-        UsageError: If a refused argument is True.
+        UsageError: If an unsupported argument is True.
     """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters, lazy_mode=lazy_mode)
     home = Path(checkpoint_dir)
@@ -77,9 +77,9 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the whole fp32 weights of a checkpoint into a model. Call it in one process.
+    """Load the full fp32 weights of a checkpoint into a model. Call it in a single process.
 
-    As in DeepSpeed, missing and additional names are no error.
+    As in DeepSpeed, missing and additional names are not errors.
 
     Args:
         model: The model, which is moved to the CPU.
@@ -102,18 +102,19 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the whole fp32 weights of a checkpoint to one file. Call it in one process.
+    """Write the full fp32 weights of a checkpoint to one file. Call it in a single process.
 
     Args:
         checkpoint_dir: The folder that was passed to save_checkpoint.
-        output_dir: A folder, which is created.
-        max_shard_size: Largest size of the file, such as "5GB", or None.
+        output_dir: Folder to write to. Created if necessary.
+        max_shard_size: Maximum size of the file, such as "5GB", or None.
         safe_serialization: Write `model.safetensors` instead of `pytorch_model.bin`.
         tag: Name of the checkpoint (default: the latest).
-        exclude_frozen_parameters: Refused.
+        exclude_frozen_parameters: Not supported.
 
     Raises:
-        UsageError: If the weights are larger than `max_shard_size`, or a refused argument is True.
+        UsageError: If the weights are larger than `max_shard_size`, or if an unsupported argument
+            is True.
     """
     _refuse_words(exclude_frozen_parameters=exclude_frozen_parameters)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)

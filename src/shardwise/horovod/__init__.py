@@ -11,13 +11,15 @@ The path of an allreduce:
 
 links.py connects the ranks, streams.py orders CUDA work between the threads.
 
-basics.py           init, shutdown, rank, size, join, barrier; context.py  the state between
-process_sets.py     groups of ranks
-allreduce.py        dense tensors; sparse_allreduce.py  sparse COO tensors
-gather_scatter.py   allgather, alltoall, broadcast, reducescatter
-optimizer.py        DistributedOptimizer
-script_checks.py    warnings about steps that a script leaves out, and about stalls
-functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   Horovod's own module names
+basics.py            init, shutdown, rank, size, join, barrier
+context.py           this rank's state between init and shutdown
+process_sets.py      groups of ranks
+allreduce.py         reductions of dense tensors
+sparse_allreduce.py  reductions of sparse COO tensors
+gather_scatter.py    allgather, alltoall, broadcast, reducescatter
+optimizer.py         DistributedOptimizer
+script_checks.py     warnings about missing steps in a script, and about stalls
+functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   as in Horovod
 """
 
 from shardwise.horovod import elastic, mpi_ops
@@ -47,4 +49,4 @@ __all__ = [
 __all__ += mpi_ops.__all__
 
 __version__ = "0.28.1"
-"""The version of Horovod whose interface this is, for code that checks it."""
+"""The version of Horovod whose API this package implements, for code that checks it."""

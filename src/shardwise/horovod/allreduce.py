@@ -1,10 +1,10 @@
-"""allreduce: the reduction of every rank's tensor, equal on all ranks.
+"""Implements allreduce, which reduces every rank's tensor to the same result on all ranks.
 
 allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
 grouped_...      several tensors in one operation, which is ready when all of them are
 
-All except allreduce and grouped_allreduce take the arguments of allreduce_async.
+All functions except allreduce and grouped_allreduce take the arguments of allreduce_async.
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ def allreduce_async(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: The name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. Default: a number.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
-        prescale_factor: Factor of the values before the reduction.
-        postscale_factor: Factor of the result. Integers are truncated towards zero.
+        prescale_factor: Factor applied to the values before the reduction.
+        postscale_factor: Factor applied to the result. Integers are truncated towards zero.
         process_set: The ranks that take part.
 
     Returns:
         A handle for `hvd.poll` and `hvd.synchronize`.
 
     Raises:
-        BadCall: For tensors that cannot be reduced by `op`.
+        BadCall: If the tensors cannot be reduced by `op`.
 
     Example:
         ```python
@@ -98,9 +98,9 @@ def allreduce_async(
 
 
 def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
-    """Return a decorator that gives a function the signature of `shown`, after its first argument.
+    """Return a decorator that copies the signature of `shown`, except for the first argument.
 
-    For functions that pass `*args, **kwargs` on. help() shows the signature, too.
+    It is for functions that pass on `*args, **kwargs`, so that help() shows their arguments.
     """
 
     def decorate(function: F) -> F:
@@ -110,7 +110,7 @@ def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
 
         @wraps(function)
         def checked(*given: Any, **named: Any) -> Any:
-            # Raises TypeError before the operation is counted. Ranks name operations by the count,
+            # Raise TypeError before the operation is counted. Ranks name operations by the count,
             # so a failed call must not change it.
             signature.bind(*given, **named)
             return function(*given, **named)
@@ -222,20 +222,21 @@ def allreduce(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: The name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. Default: a number.
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
-        prescale_factor: Factor of the values before the reduction.
-        postscale_factor: Factor of the result. Integers are truncated towards zero.
+        prescale_factor: Factor applied to the values before the reduction.
+        postscale_factor: Factor applied to the result. Integers are truncated towards zero.
         process_set: The ranks that take part.
 
     Returns:
-        A new tensor of the same shape and dtype, equal on all ranks. Its gradient is the same
+        A new tensor of the same shape and dtype, identical on all ranks. Its gradient is the same
         reduction of the gradients.
 
     Raises:
-        BadCall: For tensors that cannot be reduced by `op`.
-        HorovodInternalError: If ranks request different operations under one name, or a rank ended.
+        BadCall: If the tensors cannot be reduced by `op`.
+        HorovodInternalError: If ranks request different operations under one name, or if a rank
+            exits.
 
     Example:
         ```python

@@ -4,8 +4,7 @@
     submit ─▶ queue, eventfd ─▶ request ──────────────────────────▶ coordinator
     wait   ◀───── done ◀── execute, on the transport ◀── responses, in one order for all ranks
 
-It sleeps between operations. Every rank has one such thread, and only this thread uses the
-transport.
+The thread sleeps between operations. Every rank has one, and no other thread uses the transport.
 """
 
 from __future__ import annotations
@@ -48,23 +47,25 @@ from shardwise.watch.status_server import forked_from
 T = TypeVar("T")
 
 DueResponse = tuple["Response | str", dict[int, int]]
-"""A response to execute, or the reason why there will be no more; and for each rank, the number of
-bytes to send to it before."""
+"""A response to execute, or the reason why there will be no more responses.
+
+The dict maps each rank to the number of bytes that must be sent to it before the execution.
+"""
 
 _living: WeakSet[BackgroundThread] = WeakSet()
 
 SHUTDOWN_SECONDS = 10.0
-"""Seconds that `close` waits for the thread to end."""
+"""Seconds that `close` waits for the thread to stop."""
 
 
 class BackgroundThread:
     """Runs the communication thread of one rank.
 
     Args:
-        group: The group of all ranks, over channels that nothing else uses.
-        links: The link to rank 0; on rank 0, the links to all other ranks.
+        group: The group of all ranks, with channels that nothing else uses.
+        links: The link to rank 0 or, on rank 0, the links to all other ranks.
         device: The device on which this rank computes.
-        timeout: Seconds after which an operation fails that some ranks have not requested.
+        timeout: Seconds after which an operation fails if some ranks have not requested it.
         warn_after: Seconds after which a warning names these ranks.
     """
 
@@ -100,22 +101,22 @@ class BackgroundThread:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         for rank, link in links.items():
             self._selector.register(link.socket, link.events, rank)
-        # A daemon thread, so that a process can end although other ranks never answer.
+        # A daemon thread, so that the process can exit even if other ranks never answer.
         self._thread = threading.Thread(target=self._run, name="shardwise-horovod", daemon=True)
-        # A link may hold requests that were read together with its hello. The selector does not
-        # report those.
+        # A link may hold requests that were read together with its greeting, which the selector
+        # does not report.
         for rank, link in links.items():
             self._post(partial(self._receive, rank, link))
         self._thread.start()
         _living.add(self)
 
-    # -- for other threads ----------------------------------------------------------------
+    # -- called from other threads --------------------------------------------------------
 
     def submit(self, handle: OperationHandle) -> OperationHandle:
         """Queue an operation for the thread.
 
         Raises BadCall if an operation of this name is in flight, and HorovodInternalError if the
-        thread has ended.
+        thread has stopped.
         """
         key = handle.request.key
         with self._lock:
@@ -132,9 +133,9 @@ class BackgroundThread:
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread, because only it may use the transport. Returns its result.
+        """Run `function` on the thread, because only it may use the transport. Returns the result.
 
-        Raises HorovodInternalError if the thread ends before that.
+        Raises HorovodInternalError if the thread stops first.
         """
         future: Future[T] = Future()
 
@@ -143,9 +144,10 @@ class BackgroundThread:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # raised again in the caller
+            except Exception as error:  # re-raised in the caller
                 future.set_exception(error)
 
+        # Register the future, so that `_fail_all` can fail it if the thread stops.
         with self._lock:
             if self._failure is not None:
                 raise HorovodInternalError(self._failure)
@@ -158,7 +160,7 @@ class BackgroundThread:
                 self._calls.discard(future)
 
     def group(self, number: int) -> Collectives:
-        """Return the transport of a process set, for `call`."""
+        """Return the transport of a process set. Use it only inside a function passed to `call`."""
         return self._groups[number]
 
     def report_save(self, what: list[str]) -> None:
@@ -169,7 +171,10 @@ class BackgroundThread:
             self._post(partial(self._links[0].send, {"saved": what}))
 
     def close(self) -> None:
-        """End the thread. Operations in flight fail, here and on ranks that wait for this one."""
+        """Stop the thread.
+
+        In-flight operations fail, both here and on ranks waiting for this one.
+        """
         self._post(self._leave)
         self._thread.join(SHUTDOWN_SECONDS)
         for link in self._links.values():
@@ -177,16 +182,18 @@ class BackgroundThread:
         if not self._thread.is_alive():
             self._selector.close()
             os.close(self._wakeup)
-            # Process sets first: their transports were split from the transport of all ranks.
+            # Close process sets first, because their transports were split from the transport of
+            # all ranks.
             for number in sorted(self._groups, reverse=True):
                 self._groups[number].close()
 
     def _post(self, what: Callable[[], None]) -> None:
         self._inbox.put(what)
+        # After the end no thread reads the eventfd and, in a forked child, the parent would.
         if not self._ended:
             os.eventfd_write(self._wakeup, 1)
 
-    # -- the thread -----------------------------------------------------------------------
+    # -- communication thread -------------------------------------------------------------
 
     def _run(self) -> None:
         enter(self._device)
@@ -204,7 +211,7 @@ class BackgroundThread:
 
     def _wait_for_events(self) -> None:
         """Wait for messages from other ranks or calls from other threads, and handle them."""
-        # The select must also return when a socket has room again for unsent bytes.
+        # Select must also return when a socket has room again for unsent bytes.
         for link in self._links.values():
             if link.is_open:
                 rank = self._selector.get_key(link.socket).data
@@ -251,12 +258,12 @@ class BackgroundThread:
             self._remove_rank(rank, message["leave"])
 
     def _remove_rank(self, rank: int, why: str) -> None:
-        """Handle the end of a rank, whether it shut down or died."""
+        """Handle the exit of a rank, whether it shut down or died."""
         if self._coordinator is not None:
             self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
-            # Rank 0 has ended, so no further operation can be agreed on. Queue this behind the
-            # responses that rank 0 sent before: the other ranks execute those too.
+            # Rank 0 has exited, so no further operation can be agreed on. Queue this after the
+            # responses that rank 0 sent before, because the other ranks execute those too.
             self._responses.append((why, {}))
 
     def _request(self, request: OperationRequest) -> None:
@@ -276,7 +283,7 @@ class BackgroundThread:
 
     def _send_responses(self, responses: list[Response]) -> None:
         """Send responses to their ranks."""
-        # Every rank, also rank 0 itself, gets and executes them in this order. If two ranks entered
+        # Every rank, including rank 0, gets and executes them in this order. If two ranks entered
         # two collectives in different orders, they would wait for each other forever.
         for response in responses:
             for line in self._script_comparison.compare(response.notes):
@@ -295,8 +302,8 @@ class BackgroundThread:
     def _execute_all(self) -> None:
         while self._responses:
             what, upto = self._responses.popleft()
-            # The other members must have this response before rank 0 enters the collective: inside
-            # it this thread sends nothing, so they would never enter.
+            # The other members must have this response before rank 0 enters the collective. Inside
+            # the collective this thread sends nothing, so they would never enter it.
             send_up_to(upto, self._links)
             self._execute(what)
 
@@ -351,7 +358,7 @@ class BackgroundThread:
         except Exception as error:
             if handle is not None:
                 handle.fail(f"{request.kind} {request.name!r} failed: {error}")
-            raise  # ends the thread: other ranks may be at any point of this collective
+            raise  # stops the thread, because other ranks may be at any point of this collective
 
     def _change_process_sets(self, response: Response) -> None:
         number = response.number
@@ -363,10 +370,10 @@ class BackgroundThread:
             self._groups.pop(number).close()
             del self._members[number]
 
-    # -- time and ends --------------------------------------------------------------------
+    # -- timeouts and shutdown ------------------------------------------------------------
 
     def _check_stalls(self) -> None:
-        """Warn about operations that have waited long, and fail those beyond the timeout."""
+        """Warn about operations that have waited for long, and fail those beyond the timeout."""
         if self._coordinator is None:
             return
         now = time.monotonic()
@@ -376,9 +383,9 @@ class BackgroundThread:
         self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:
-        """Report to the other ranks that this one leaves, and end the thread."""
-        # First execute all agreed operations: the other ranks have begun them and wait for this
-        # rank.
+        """Tell the other ranks that this rank leaves, and stop the thread."""
+        # First execute all agreed operations, because the other ranks have started them and wait
+        # for this rank.
         self._execute_all()
         rank = self._groups[0].rank
         reason = f"rank {rank} has shut down, or has reached the end of its script"
@@ -401,9 +408,9 @@ class BackgroundThread:
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
     def _leave_in_child(self) -> None:
-        """Fail all operations in a forked child, and refuse further ones: it has no such thread."""
-        # Another thread may have held any of these locks at the fork, so make new ones. The parent
-        # reads the same eventfd, so write nothing to it any more.
+        """Fail all current and future operations in a forked child, which has no such thread."""
+        # Another thread may have held any of these locks during the fork, so create new ones. The
+        # parent reads the same eventfd, so do not write to it any more.
         self._lock = threading.Lock()
         self._inbox = SimpleQueue()
         self._calls.clear()

@@ -1,4 +1,4 @@
-"""Horovod's basics: init, shutdown, rank, size, join and similar functions."""
+"""Implements Horovod's basic functions, such as init, shutdown, rank, size and join."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from shardwise.world.world import stop_timeline as stop
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None
 ) -> None:
-    """Join the other ranks, started by any launcher. A second call does nothing.
+    """Join the other ranks, which any launcher may have started. A second call is a no-op.
 
-    Unlike `shardwise.init`, it does not seed random numbers. If `shardwise.init` was called before,
-    its world is used.
+    Unlike `shardwise.init`, it does not seed random number generators. If `shardwise.init` was
+    called before, its world is used.
 
     Args:
         comm: The list of all ranks in order, or None.
-        process_sets: Sets of ranks to add. "dynamic" has no effect, because process sets are
-            always dynamic.
+        process_sets: Sets of ranks to add. "dynamic" has no effect, because process sets are always
+            dynamic.
 
     Raises:
         BadCall: If `comm` is not the list of all ranks.
@@ -106,15 +106,17 @@ def _connect(world: World, timeout: float) -> dict[int, rpc.Link]:
 
 
 def _world() -> World:
-    """Return the world that the script made, or make one without seeding random numbers."""
+    """Return the script's world, or create one without seeding random number generators."""
     try:
         return current_world()
     except UsageError:
-        # A script in Horovod's style seeds its own generators, maybe before hvd.init.
+        # Horovod scripts seed their own generators, possibly before hvd.init.
         states = random.getstate(), np.random.get_state()
         device = torch.accelerator.current_accelerator(check_available=True)
         kind = "cuda" if device is None else device.type
-        count = torch.accelerator.device_count() if kind != "mps" else 0  # fork_rng lacks mps
+        count = (
+            torch.accelerator.device_count() if kind != "mps" else 0
+        )  # fork_rng does not support mps
         with torch.random.fork_rng(devices=range(count), device_type=kind):
             world = init_world()
         random.setstate(states[0])
@@ -123,9 +125,9 @@ def _world() -> World:
 
 
 def shutdown() -> None:
-    """Leave the run, and wait for the communication thread to end.
+    """Leave the run, and wait for the communication thread to stop.
 
-    Operations in flight fail, on this rank and on ranks that wait for it.
+    In-flight operations fail, both on this rank and on ranks waiting for it.
     """
     exit_handlers.unregister(shutdown)
     context.leave()
@@ -138,7 +140,7 @@ def size() -> int:
 
 
 def rank() -> int:
-    """Return the number of this rank, from 0."""
+    """Return this process's rank."""
     return current().world.rank
 
 
@@ -148,7 +150,7 @@ def local_size() -> int:
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its host, from 0."""
+    """Return this process's rank on its host."""
     return current().world.local_rank
 
 
@@ -173,23 +175,23 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: several threads may communicate, because MPI is not used."""
+    """Return True, because several threads may communicate (MPI is not used)."""
     current()
     return True
 
 
 def mpi_enabled() -> bool:
-    """Return False: ranks do not communicate over MPI, even if mpirun has started them."""
+    """Return False, because ranks do not communicate over MPI, even if mpirun started them."""
     return False
 
 
 def mpi_built() -> bool:
-    """Return False: MPI is not used."""
+    """Return False, because MPI is not used."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return whether ranks communicate over Gloo or shared memory, not NCCL."""
+    """Return whether ranks communicate over Gloo or shared memory instead of NCCL."""
     return current().world.collectives.name != "nccl"
 
 
@@ -217,12 +219,12 @@ def rocm_built() -> bool:
 
 
 def ddl_built() -> bool:
-    """Return False: IBM's DDL is not used."""
+    """Return False, because IBM's DDL is not used."""
     return False
 
 
 def ccl_built() -> bool:
-    """Return False: Intel's oneCCL is not used."""
+    """Return False, because Intel's oneCCL is not used."""
     return False
 
 
@@ -241,10 +243,10 @@ _STANDS_FOR = {
 
 
 def install_as_horovod() -> None:
-    """Make `import horovod.torch` and its submodules import this package, in the whole process.
+    """Make `import horovod.torch` and its submodules import this package, in the entire process.
 
-    A second call does nothing. Other parts of Horovod, such as `horovod.tensorflow`, are missing
-    after it.
+    A second call is a no-op. Other parts of Horovod, such as `horovod.tensorflow`, cannot be
+    imported afterwards.
 
     Raises:
         BadCall: If the real Horovod was imported before, because that code would continue to use
@@ -278,7 +280,7 @@ def install_as_horovod() -> None:
 
 
 class _StandInPackage(ModuleType):
-    """A package without files."""
+    """A package that has no files."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Shardwise, in the place of Horovod.")
@@ -287,11 +289,11 @@ class _StandInPackage(ModuleType):
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start to record a timeline of all ranks, in Chrome's trace format. Every rank calls it.
+    """Start recording a timeline of all ranks, in Chrome's trace format. Every rank must call it.
 
     Args:
         file_path: The file to write.
-        mark_cycles: Ignored with a warning, because operations do not begin in cycles.
+        mark_cycles: Ignored with a warning, because operations do not run in cycles.
 
     Raises:
         ConfigError: If the file cannot be written.
@@ -306,7 +308,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Stop recording the timeline, and write the rest of it."""
+    """Stop recording the timeline, and write the remaining events."""
     stop()
 
 
@@ -331,7 +333,7 @@ def join(device: int = -1) -> int:
     del device
     context = current()
     last = wait(submit(JOIN, [], JOIN, global_process_set))
-    # Ranks have made different numbers of calls without a name. Count them from 0 again, so that
+    # Ranks have made different numbers of calls without a name. Restart the counters at 0, so that
     # later calls get the same names on all ranks.
     for counted in [name for name in context.counters if "noname" in name]:
         del context.counters[counted]

@@ -1,4 +1,4 @@
-"""Compression of tensors for communication (Horovod's module of this name)."""
+"""Compresses tensors for communication. The module has the same name in Horovod."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Converts a tensor to the tensor that is sent, and back. Derive your own class from it."""
+    """Converts a tensor to the tensor that is sent, and back. Base class for custom compressors."""
 
     @staticmethod
     @abstractmethod
@@ -21,7 +21,7 @@ class Compressor(ABC):
     @staticmethod
     @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor restored from the one that was sent."""
+        """Return the original tensor, restored from the one that was sent."""
 
 
 class NoneCompressor(Compressor):
@@ -37,7 +37,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Sends floating tensors as fp16. Sums are computed in fp32 and rounded once."""
+    """Sends floating-point tensors as fp16. Sums are computed in fp32 and rounded once."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -49,7 +49,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The built-in compressors, for `compression=`."""
+    """The built-in compressors, for the argument `compression`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,4 +1,4 @@
-"""This rank's state between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
+"""Holds this rank's state between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _current: Context | None = None
 class Context:
     """State of this rank between `hvd.init` and `hvd.shutdown`.
 
-    `hosts` has the ranks of each host, `background` is this rank's communication thread.
+    `hosts` lists the ranks of each host. `background` is this rank's communication thread.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class Context:
         self.hosts = hosts
         self.background = background
         self.counters: Counter[str] = Counter()
-        """Numbers of unnamed operations by kind, and of optimizers by process set."""
+        """Number of unnamed operations of each kind, and of optimizers in each process set."""
         self.steps = self.commits = 0
         self.asked_size = False
         self.reduces = False
-        """Whether this rank has requested a reduction."""
+        """True if this rank has requested a reduction."""
         self.watcher: ScriptWatcher | None = None
         if world.size > 1:
             self.watcher = ScriptWatcher(
@@ -70,7 +70,7 @@ class Context:
         self.world.progress.kept(0, self.steps or self.commits)
 
     def close(self) -> None:
-        """Stop the watchers and end the communication thread."""
+        """Stop the watchers and the communication thread."""
         if self.watcher is not None:
             self.watcher.close()
         if self.sample_counter is not None:
@@ -79,13 +79,13 @@ class Context:
 
 
 def enter(context: Context) -> None:
-    """Make `context` the one that `current` returns. A process has at most one."""
+    """Set the context that `current` returns. A process has at most one."""
     global _current
     _current = context
 
 
 def leave() -> None:
-    """Close the context, if there is one. Operations in flight fail."""
+    """Close the current context, if any. In-flight operations fail."""
     global _current
     context, _current = _current, None
     if context is not None:
@@ -93,7 +93,7 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` was not called after it."""
+    """Return whether `init` was called, and not followed by `shutdown`."""
     return _current is not None
 
 
@@ -106,7 +106,10 @@ def current() -> Context:
 
 @dataclass(frozen=True)
 class UnknownLoss:
-    """The outcome of a step for the step log. Its loss is unknown, because the script keeps it."""
+    """The outcome of a step for the step log.
+
+    Its loss is unknown, because only the script has it.
+    """
 
     loss: float = math.nan
     weight: float = 0.0
@@ -115,7 +118,7 @@ class UnknownLoss:
 class SampleCounter:
     """Counts the samples of torch's DataLoaders for `shardwise scale`, until it is closed.
 
-    Batches that are read under torch.no_grad() are for evaluation and do not count.
+    Batches that are read under torch.no_grad() are evaluation batches and do not count.
     """
 
     def __init__(self, log: StepLog) -> None:

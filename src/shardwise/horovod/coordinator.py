@@ -1,4 +1,4 @@
-"""The coordinator on rank 0: it matches the requests of all ranks, and orders the operations.
+"""The coordinator on rank 0, which matches the requests of all ranks and orders the operations.
 
 Ranks request operations by name, in any order. An operation is ready when every member of its
 process set has requested it. All ranks execute operations in the order in which they became ready:
@@ -23,65 +23,65 @@ OperationKey = tuple[int, str, str]
 """Identity of an operation: process set, kind (only if it has no tensors) and name."""
 
 JOIN = "join"
-"""The kind and name of the request of a rank without more data."""
+"""The kind and name of the request of a rank that has no more data."""
 
 JOIN_KEY: OperationKey = (0, JOIN, JOIN)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationRequest:
-    """The request of a rank for one operation on one tensor or a group."""
+    """One rank's request for an operation on a tensor or a group of tensors."""
 
     name: str
     kind: str
     process_set: int = 0
-    """The number of the process set."""
+    """Number of the process set."""
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     device: str = "cpu"
     op: str = ""
-    """The name of the ReduceOp."""
+    """Name of the ReduceOp."""
     scale: tuple[float, float] = (1.0, 1.0)
     """Factors before and after the reduction."""
     root: int = 0
-    """The rank of the run that sends in a broadcast; the number of a process set to remove."""
+    """The run rank that sends in a broadcast, or the number of a process set to remove."""
     splits: tuple[int, ...] = ()
     """Rows for each member of an alltoall, or the ranks of a new process set."""
     layout: str = ""
-    """Anything else that must be equal on all ranks, in words."""
+    """Anything else that must be identical on all ranks, in words."""
     note: Mapping[str, str] = field(default_factory=dict)
     """Values that rank 0 compares (script_checks.py)."""
 
     @property
     def key(self) -> OperationKey:
-        """The identity of the operation."""
+        """Identity of the operation."""
         # An operation without tensors is also identified by its kind, so that a tensor may have any
         # name, even "join".
         return self.process_set, "" if self.shapes else self.kind, self.name
 
     def rows(self) -> list[int]:
-        """Return the row counts that may differ between ranks.
+        """Return the row counts, which may differ between ranks.
 
-        They are the rows of each tensor, or the rows for each member of an alltoall.
+        They are the number of rows of each tensor, or of the rows for each member of an alltoall.
         """
         if self.kind == "alltoall":
             return list(self.splits)
         return [shape[0] if shape else 1 for shape in self.shapes]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the request as plain values, for a message."""
+        """Convert the request to plain values, for a message."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OperationRequest:
-        """Return the request that `as_json` wrote."""
+        """Build the request from the output of `as_json`."""
         shapes = tuple(tuple(shape) for shape in values["shapes"])
         lists = {name: tuple(values[name]) for name in ("dtypes", "scale", "splits")}
         return cls(**{**values, **lists, "shapes": shapes})
 
 
 UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
-"""Kinds with different numbers of rows on the ranks."""
+"""Kinds for which ranks may have different numbers of rows."""
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
@@ -99,7 +99,7 @@ def difference(requests: Mapping[int, OperationRequest]) -> str:
 
 
 def _describe_parts(request: OperationRequest) -> tuple[str, ...]:
-    """Describe each part of a request that must be equal on all ranks, the most obvious first."""
+    """Describe each part of a request that must be identical on all ranks, most obvious first."""
     kind, count = request.kind, len(request.shapes)
     tensors = []
     for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
@@ -123,7 +123,7 @@ ADD_PROCESS_SET = "process set to add"
 REMOVE_PROCESS_SET = "process set to remove"
 
 REDUCTIONS = ("allreduce", "sparse_allreduce")
-"""Kinds that a joined rank takes part in, with zeros."""
+"""Kinds to which a joined rank contributes zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,31 +133,31 @@ class Response:
     ranks: tuple[int, ...]
     """The ranks to send it to."""
     request: OperationRequest
-    """The request of one member."""
+    """The request of one of the members."""
     rows: Sequence[Sequence[int]] = ()
-    """`OperationRequest.rows()` of each member; zeros for ranks that have joined."""
+    """`OperationRequest.rows()` of each member, with zeros for ranks that have joined."""
     number: int = 0
-    """The number of a new process set, or the rank that joined last."""
+    """Number of a new process set, or the rank that joined last."""
     error: str = ""
     is_bad_call: bool = False
-    """Whether the error is a mistake in the script, which no retry can fix."""
+    """True if the error is a mistake in the script, which no retry can fix."""
     notes: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
-    """The notes of the requesting ranks. They are not sent."""
+    """The notes of the requesting ranks, which are not sent."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the response as plain values, for a message."""
+        """Convert the response to plain values, for a message."""
         return asdict(replace(self, notes={}))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Response:
-        """Return the response that `as_json` wrote."""
+        """Build the response from the output of `as_json`."""
         request = OperationRequest.from_json(values["request"])
         return cls(**{**values, "request": request, "ranks": tuple(values["ranks"])})
 
 
 @dataclass
 class _Pending:
-    """An operation with its requests so far, the first of which was at time `since` (seconds)."""
+    """An operation and the requests received for it, the first one at time `since` (in seconds)."""
 
     since: float
     requests: dict[int, OperationRequest] = field(default_factory=dict)
@@ -165,18 +165,18 @@ class _Pending:
 
 
 class Coordinator:
-    """The table of pending requests of `size` ranks."""
+    """Table of pending requests from `size` ranks."""
 
     def __init__(self, size: int) -> None:
         self.members: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
-        """The ranks of each process set. Number 0 has all ranks."""
+        """The ranks of each process set. Process set 0 contains all ranks."""
         self._next_number = 1
         self._pending: dict[OperationKey, _Pending] = {}
         self._joined: list[int] = []
         self._gone: dict[int, str] = {}
 
     def add_request(self, rank: int, request: OperationRequest, now: float) -> list[Response]:
-        """Record a request of `rank`, and return the responses that are ready now."""
+        """Record a request from `rank`, and return the responses that are now ready."""
         if request.process_set not in self.members:
             why = f"process set {request.process_set} does not exist: it was removed."
             text = f"{request.kind} {request.name!r} cannot be done: {why}"
@@ -191,7 +191,7 @@ class Coordinator:
         return list(self._ready([request.key]))
 
     def remove_rank(self, rank: int, why: str) -> list[Response]:
-        """Record that `rank` has ended, and return errors for operations that wait for it."""
+        """Record that `rank` has exited, and return errors for operations that wait for it."""
         self._gone.setdefault(rank, why)
         return list(self._ready(list(self._pending)))
 
@@ -210,7 +210,7 @@ class Coordinator:
     def stalled(self, now: float, after: float) -> list[tuple[OperationRequest, list[int]]]:
         """Return operations that have waited longer than `after` seconds, with the missing ranks.
 
-        Each operation is returned once.
+        Each operation is returned only once.
         """
         found = []
         for key, since in self._waits():
@@ -222,20 +222,20 @@ class Coordinator:
 
     @property
     def waiting_since(self) -> float | None:
-        """The time since when the oldest operation has waited, None if none waits."""
+        """The time since which the oldest operation has waited, or None if none waits."""
         return min((since for _, since in self._waits()), default=None)
 
     def _waits(self) -> list[tuple[OperationKey, float]]:
-        """Return pending operations, each with the time since when it waits.
+        """Return pending operations, each with the time since which it has waited.
 
-        Without join, which may wait as long as other ranks have data.
+        It leaves out join, which may wait as long as other ranks have data.
         """
         return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
     def _missing(self, key: OperationKey) -> list[int]:
         requests, number = self._pending[key].requests, key[0]
-        # A rank that has joined need not request operations of the set of all ranks. It must still
-        # request those of other process sets.
+        # A rank that has joined need not request operations of the set of all ranks, but it must
+        # still request those of other process sets.
         joined = self._joined if number == 0 else []
         return [r for r in self.members[number] if r not in requests and r not in joined]
 
@@ -255,7 +255,8 @@ class Coordinator:
             elif not self._missing(key):
                 response = self._respond(key)
                 if request.kind == REMOVE_PROCESS_SET and not response.error:
-                    # Fail them before the removal: after it no rank has a transport for them.
+                    # Fail them before the removal, because afterwards no rank has a transport for
+                    # them.
                     number = response.number
                     for left in [left for left in self._pending if left[0] == number]:
                         why = f"cannot be done: process set {number} was removed."
@@ -286,7 +287,7 @@ class Coordinator:
         return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)
 
     def _change_process_sets(self, request: OperationRequest) -> int:
-        """Add or remove a process set if `request` is for that. Returns its number, else 0."""
+        """Add or remove a process set if `request` asks for it. Returns its number, else 0."""
         if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
             return request.root
@@ -309,7 +310,7 @@ class Coordinator:
     ) -> Response:
         """Return an error to all ranks that requested `key`.
 
-        `names_it`: the reason `why` already names the operation.
+        `names_it` is True if the reason `why` already names the operation.
         """
         requests = self._pending.pop(key).requests
         request = requests[min(requests)]

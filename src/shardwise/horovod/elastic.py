@@ -1,12 +1,12 @@
-"""`hvd.elastic`: resume from the last commit after a restart, with the ranks available then.
+"""Implements `hvd.elastic`: after a restart, resume from the last commit with the available ranks.
 
-If a rank fails or hosts change, all ranks start again: with `shardwise run --restarts K` on fixed
-hosts, with `--nnodes MIN:MAX` on changing ones. Then `run` finds the newest commit:
+If a rank fails or hosts change, all ranks restart: with `shardwise run --restarts K` on fixed
+hosts, or with `--nnodes MIN:MAX` on changing hosts. `run` then finds the newest commit:
 
-    commit ─▶ file on each host     a rank dies ─▶ all start again ─▶ newest commit ─▶ sync ─▶ func
+    commit ─▶ file on each host     a rank dies ─▶ all restart ─▶ newest commit ─▶ sync ─▶ func
 
-The first rank of each host writes the commit into the user's own temporary folder, under a name
-that is the same in all starts of a run. So every surviving host has it. A commit is a pickle, which
+The first rank of each host writes the commit to the user's own temporary folder, under a name that
+is the same in all starts of a run. So every surviving host has it. A commit is a pickle, which
 could run code, so a file that belongs to another user is not read.
 """
 
@@ -47,7 +47,7 @@ T = TypeVar("T")
 class TorchState:
     """State that survives restarts: models, optimizers, schedulers, samplers and plain values.
 
-    Objects with a state_dict are saved by it, others are copied.
+    Objects with a state_dict are saved through it; others are copied.
 
     Args:
         model, optimizer: A model and an optimizer, or None.
@@ -78,7 +78,7 @@ class TorchState:
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Register callbacks for the time after a restart, when the ranks may be others.
+        """Register callbacks to run after a restart, when the set of ranks may have changed.
 
         Args:
             callbacks: Functions without arguments.
@@ -106,7 +106,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Do nothing, because hosts change only between two starts of a run."""
+        """No-op, because hosts change only between two starts of a run."""
 
     def sync(self, root_rank: int = 0) -> None:
         """Broadcast the state of rank `root_rank` to all ranks. Collective."""
@@ -128,9 +128,9 @@ class TorchState:
     def resume(self) -> bool:
         """Load the newest commit on any host of this run. Collective.
 
-        Returns whether there is a commit.
+        Returns whether a commit exists.
         """
-        # Hosts may have different commits: a host that joined after a restart has none.
+        # Hosts may have different commits. A host that joined after a restart has none.
         number, state = self._commit_file.read() or (0, {})
         numbers = allgather_object(number)
         newest = max(numbers)
@@ -179,7 +179,7 @@ def run(
 ) -> Callable[Concatenate[TorchState, P], T]:
     """Decorate a function so that it resumes from the run's newest commit, on all ranks.
 
-    An error ends this start of the run. With `--restarts`, the launcher starts it again.
+    An error terminates this start of the run. With `--restarts`, the launcher restarts it.
 
     Args:
         func: A function whose first argument is a TorchState.
@@ -204,7 +204,7 @@ def run(
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name that all starts of this run share, None if no launcher would restart it."""
+    """Return the name shared by all starts of this run, or None if nothing would restart it."""
     if environment.RUN_VARIABLE in environ:
         return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -218,7 +218,7 @@ def run_name(environ: Mapping[str, str]) -> str | None:
 
 
 class CommitFile:
-    """The file with the newest commit of this run on this host."""
+    """The file that stores this run's newest commit on this host."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         name = run_name(environ)
@@ -227,7 +227,7 @@ class CommitFile:
         )
 
     def write(self, number: int, state: Mapping[str, Any]) -> None:
-        """Replace the earlier commit with commit `number`, atomically."""
+        """Atomically replace the earlier commit with commit `number`."""
         if self.path is None:
             return
         aside = self.path.with_suffix(".new")
@@ -237,7 +237,7 @@ class CommitFile:
         aside.rename(self.path)
 
     def read(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the commit on this host, None if there is none. Ignores files of other users."""
+        """Return the commit on this host, or None. Ignores files of other users."""
         file = private_files.opened(self.path) if self.path is not None else None
         if file is None:
             return None
@@ -253,14 +253,14 @@ class CommitFile:
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler of the indices that this rank reads in the present epoch.
+    """Sampler of the indices that this rank reads in the current epoch.
 
-    All ranks shuffle in the same order, by (seed, epoch), and take turns. `record_batch` counts the
-    samples that all ranks have read. After a restart, the new ranks share the remaining samples.
-    The last turn is filled with some of these again, so that all ranks have the same number.
+    All ranks shuffle in the same order, by (seed, epoch), and take indices in turn. `record_batch`
+    counts the samples that all ranks have read. After a restart, the new ranks share the remaining
+    samples. Some of them are repeated at the end, so that all ranks have the same number.
 
     Args:
-        dataset: Anything with a length.
+        dataset: Any object with a length.
         shuffle: Whether to shuffle in each epoch.
         seed: Seed of the order, the same on all ranks.
 
@@ -284,7 +284,10 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start another epoch and reset the count of samples. Call it at the end of an epoch."""
+        """Start a different epoch and reset the number of samples read.
+
+        Call it at the end of an epoch.
+        """
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
@@ -299,12 +302,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, with the present ranks."""
+        """Continue from a `state_dict`, with the current ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share the rest of the epoch among the present ranks."""
+        """Share the rest of the epoch among the current ranks."""
         world = current().world
         self.rank, self.num_replicas = world.rank, world.size
         indices = list(range(len(self.dataset)))

@@ -1,4 +1,4 @@
-"""Execution of an operation that all ranks have agreed on, by the collectives of a transport."""
+"""Executes an operation that all ranks have agreed on, with the collectives of a transport."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NARROW = (torch.float16, torch.bfloat16)
 class AgreedOperation:
     """One agreed operation on this rank, with its tensors.
 
-    `rank` is this rank's place among the `members`. `rows` has the row counts of a `Response`.
-    `sent` has the transport's handles: other ranks may read the tensors until these are reusable.
+    `rank` is this rank's index among the `members`. `rows` are the row counts of a `Response`.
+    `sent` are the transport's handles: other ranks may read the tensors until these are reusable.
     """
 
     request: OperationRequest
@@ -45,14 +45,14 @@ class AgreedOperation:
         return self.group.size
 
     def wait(self, handle: Handle) -> None:
-        """Wait for a collective of the transport, and keep its handle in `sent`."""
+        """Wait for a collective of the transport, and add its handle to `sent`."""
         handle.wait()
         self.sent.append(handle)
 
 
 def execute(operation: AgreedOperation) -> list[Tensor]:
     """Execute the operation. Returns one result for each tensor."""
-    # NCCL has one type of device only: it gets copies of tensors on other devices.
+    # NCCL only supports one device type, so it gets copies of tensors on other devices.
     run, there = _COLLECTIVES[operation.request.kind], operation.group.small_device
     if there.type == "cpu" or all(tensor.device.type == there.type for tensor in operation.tensors):
         return run(operation)
@@ -61,7 +61,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
     if operation.in_place:  # the results are in the copies
         pairs = zip(operation.tensors, results, strict=True)
         return [tensor.detach().copy_(result) for tensor, result in pairs]
-    # An alltoall has an additional result: the numbers of rows.
+    # An alltoall has an additional result, the numbers of rows.
     homes = [tensor.device for tensor in [*operation.tensors, operation.tensors[0]]]
     return [result.to(home) for result, home in zip(results, homes, strict=False)]
 
@@ -81,7 +81,7 @@ def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor
 
 def _allreduce(operation: AgreedOperation) -> list[Tensor]:
     results = [t.detach() if operation.in_place else _copy(t) for t in operation.tensors]
-    # One collective for all tensors of a dtype: its latency counts once.
+    # Use one collective for all tensors of a dtype, which pays its latency only once.
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in results:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
@@ -91,6 +91,7 @@ def _allreduce(operation: AgreedOperation) -> list[Tensor]:
             for tensor in same_dtype:
                 tensor.copy_(adasum_reduce(tensor, operation.group, scale))
         elif len(same_dtype) == 1 and same_dtype[0].is_contiguous():
+            # A single contiguous tensor needs no flat copy.
             _reduce(operation, same_dtype[0].view(-1))
         else:
             flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype])
@@ -102,11 +103,11 @@ def _allreduce(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _reduce(operation: AgreedOperation, flat: Tensor) -> None:
-    """Reduce `flat` over all ranks, in place."""
+    """Reduce `flat` across all ranks, in place."""
     before, after = operation.request.scale
     if operation.request.op in _REDUCED_ROWS:  # ops that the transport cannot reduce
         _scale(flat, before)
-        # In chunks, because each rank holds the rows of all ranks at the same time.
+        # Work in chunks, because each rank holds the rows of all ranks at the same time.
         for part in torch.split(flat, CHUNK):
             rows = part.new_empty((operation.size, part.numel()))
             rows[operation.rank] = part
@@ -130,12 +131,13 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factors of floating values before their sum, and of their sum."""
+    """Return the factors for floating-point values before and after their sum."""
     before, after = operation.request.scale
     first = 1.0
     # Multiply by the power of two in the user's factor before the sum. That rounds nothing, and
-    # keeps the sum as far from overflow as the whole factor would. The rest is part of the one
-    # rounding after the sum. Not for fp16, whose sums are computed in fp32 and cannot overflow.
+    # protects the sum from overflow as well as the complete factor would. The rest is part of the
+    # single rounding after the sum. Not for fp16, whose sums are computed in fp32 and cannot
+    # overflow.
     if before not in (0.0, 1.0) and math.isfinite(before) and dtype != torch.float16:
         most = math.frexp(torch.finfo(dtype).max)[1] - 2
         first = math.ldexp(1.0, max(-most, min(math.frexp(before)[1] - 1, most)))
@@ -144,13 +146,14 @@ def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, flo
 
 
 def _divide(operation: AgreedOperation, total: Tensor) -> None:
-    """Divide a sum of integers by the number of ranks if the op is Average. Truncates to zero."""
+    """For Average, divide a sum of integers by the number of ranks, truncating towards zero."""
     if operation.request.op == "Average":
         total.copy_(torch.div(total, operation.size, rounding_mode="trunc"))
 
 
 def _scale(flat: Tensor, factor: float) -> None:
     """Multiply integers by `factor`, truncating towards zero."""
+    # fp64 represents integers exactly up to 2**53.
     if factor != 1.0:
         flat.copy_(flat.to(torch.float64) * factor)
 
@@ -164,7 +167,7 @@ _REDUCED_ROWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-# -- the others -------------------------------------------------------------------------------
+# -- other operations -------------------------------------------------------------------------
 
 
 def _allgather(operation: AgreedOperation) -> list[Tensor]:
@@ -180,7 +183,7 @@ def _allgather(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _gather(operation: AgreedOperation, flat: Tensor, lengths: Sequence[int]) -> None:
-    """All-gather the parts of all ranks into `flat`, which already has this rank's part."""
+    """All-gather the parts of all ranks into `flat`, which already contains this rank's part."""
     cuts = [0, *accumulate(length * flat.itemsize for length in lengths)]
     operation.wait(operation.group.all_gather(_bytes(flat), cuts))
 
@@ -211,7 +214,7 @@ def _alltoall(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
-    """Reduce (rows, ...) to this rank's rows of the sum. The first ranks may have one row more."""
+    """Reduce (rows, ...) to this rank's rows of the sum. The first ranks may get one more row."""
     found = []
     for tensor in operation.tensors:
         rows = row_counts(tensor.shape[0], operation.size)
@@ -225,6 +228,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
             flat, how = given.contiguous().view(-1), Sum(scale=then)
             operation.wait(operation.group.reduce_scatter(flat, cuts, how, into=out.view(-1)))
         else:
+            # Scale a copy, because the caller's tensor must not change.
             _scale(flat := _copy(tensor).view(-1), before)
             operation.wait(operation.group.reduce_scatter(flat, cuts, into=out.view(-1)))
             _divide(operation, out)
@@ -234,7 +238,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
 
 
 def row_counts(rows: int, size: int) -> list[int]:
-    """Return the number of rows of each of `size` ranks. The first ranks may have one row more."""
+    """Return each rank's number of rows. The first ranks may have one row more."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
@@ -245,7 +249,7 @@ _COLLECTIVES: dict[str, Callable[[AgreedOperation], list[Tensor]]] = {
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
     "sparse_allreduce": _allgather,
-    "barrier": lambda _: [],  # done: the coordinator answers when all ranks have requested it
+    "barrier": lambda _: [],  # already done when the coordinator answers
 }
 
 
@@ -259,19 +263,19 @@ def _bytes(flat: Tensor) -> Tensor:
 
 
 def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
-    """Return the adaptive sum of every rank's floating `tensor`, times `scale`.
+    """Return the adaptive sum of every rank's floating-point `tensor`, times `scale`.
 
     It averages gradients of the same direction, and adds orthogonal ones. For two ranks,
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
     and so on for pairs of pairs (Maleki et al. 2020, "Scaling Distributed Training with Adaptive
-    Summation", https://arxiv.org/abs/2006.02924). Dot products are over whole tensors, in fp64. The
-    result has the tensor's shape and is equal on all ranks. The number of ranks in `group` is a
-    power of two.
+    Summation", https://arxiv.org/abs/2006.02924). Dot products cover full tensors and are computed
+    in fp64. The result has the tensor's shape and is identical on all ranks. The number of ranks in
+    `group` must be a power of two.
     """
     # Every rank gathers all tensors and folds them in the same tree, so the result is the same on
-    # all ranks. To exchange halves would send less, but needs point-to-point messages.
+    # all ranks. Exchanging halves would send less, but requires point-to-point messages.
     rows = tensor.new_empty((group.size, tensor.numel()))
     rows[group.rank] = tensor.reshape(-1)
     cuts = [rank * tensor.numel() for rank in range(group.size + 1)]
@@ -289,5 +293,5 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
     """Return the factor of the vector `of` in the adaptive sum."""
     square = torch.dot(of, of)
-    # Any factor is right for a zero tensor: 1 avoids the division by 0.
+    # Any factor is correct for a zero tensor; 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

@@ -1,4 +1,4 @@
-"""Broadcast of objects, parameters and optimizer state (Horovod's module of this name)."""
+"""Broadcasts objects, parameters and optimizer state. The module has the same name in Horovod."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _PURPOSE = "object"
 
 
 def _pickle_sealed(obj: Any) -> Tensor:
-    """Return `obj` as a tensor of sealed bytes."""
-    # As in Horovod, cloudpickle sends functions and classes of the script by value. Without it,
+    """Pickle `obj`, and return the authenticated bytes as a tensor."""
+    # As in Horovod, cloudpickle sends the script's functions and classes by value. Without it,
     # pickle sends only the names of importable ones.
     try:
         found = pickler.dumps(obj)
@@ -54,8 +54,8 @@ def _pickle_sealed(obj: Any) -> Tensor:
 
 
 def _unpickle_sealed(data: Tensor) -> Any:
-    """Unpickle the bytes of `_pickle_sealed`. Raises HorovodInternalError if the seal is wrong."""
-    # Check the seal first: a pickle from outside the run could execute code.
+    """Unpickle the bytes from `_pickle_sealed`. Raises HorovodInternalError if they are forged."""
+    # Check the seal first, because a pickle from outside the run could execute code.
     try:
         return pickle.loads(authentication.unsealed(_secret(), _PURPOSE, data.numpy().tobytes()))
     except authentication.Forged as error:
@@ -75,12 +75,12 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Broadcast an object of one rank to every rank. Collective.
+    """Broadcast an object from one rank to every rank. Collective.
 
     Args:
-        obj: The object to send; ignored on other ranks than `root_rank`.
-        root_rank: The rank of the run that sends.
-        name: The name of the operation, the same on all ranks.
+        obj: The object to send. Ignored on ranks other than `root_rank`.
+        root_rank: The run rank that sends.
+        name: Name of the operation, the same on all ranks.
         process_set: The ranks that take part.
 
     Returns:
@@ -88,7 +88,7 @@ def broadcast_object(
 
     Raises:
         BadCall: If the object cannot be pickled.
-        HorovodInternalError: If a received object is not from this run, or a rank ended.
+        HorovodInternalError: If a received object is not from this run, or if a rank exits.
 
     Example:
         ```python
@@ -120,11 +120,11 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Gather an object of every rank on every rank. Collective.
+    """Gather an object from every rank on every rank. Collective.
 
     Args:
         obj: The object of this rank.
-        name: The name of the operation, the same on all ranks.
+        name: Name of the operation, the same on all ranks.
         process_set: The ranks that take part.
 
     Returns:
@@ -132,7 +132,7 @@ def allgather_object(
 
     Raises:
         BadCall: If the object cannot be pickled.
-        HorovodInternalError: If a received object is not from this run, or a rank ended.
+        HorovodInternalError: If a received object is not from this run, or if a rank exits.
     """
     name = name or "allgather_object"
     data = _pickle_sealed(obj)
@@ -151,12 +151,12 @@ def broadcast_parameters(
 
     Args:
         params: model.state_dict(), model.named_parameters() or model.parameters(). Values of a
-            state_dict that are no tensors are ignored.
-        root_rank: The rank of the run that sends.
+            state_dict that are not tensors are ignored.
+        root_rank: The run rank that sends.
         process_set: The ranks that take part.
 
     Raises:
-        BadCall: For other `params`.
+        BadCall: If `params` has any other form.
 
     Example:
         ```python
@@ -195,13 +195,13 @@ def broadcast_optimizer_state(
 ) -> None:
     """Copy an optimizer's state and options from rank `root_rank` to all ranks. Collective.
 
-    If the root has no state yet, every rank first makes a step on zero gradients, as Horovod does,
-    so that results agree with Horovod's: Adam counts a step, weight decay changes the weights, and
-    `param.grad` is zero afterwards. Other ranks need no state.
+    If the root has no state yet, every rank first takes a step with zero gradients, to match
+    Horovod's results: Adam counts a step, weight decay changes the weights, and `param.grad` is
+    zero afterwards. The other ranks need no state.
 
     Args:
-        optimizer: Any torch optimizer, also a DistributedOptimizer.
-        root_rank: The rank of the run that sends.
+        optimizer: Any torch optimizer, including a DistributedOptimizer.
+        root_rank: The run rank that sends.
         model: Ignored. Horovod uses it to find embeddings with sparse gradients.
         process_set: The ranks that take part.
 
@@ -212,13 +212,13 @@ def broadcast_optimizer_state(
     """
     del model
     is_root = current().world.rank == root_rank
-    # LBFGS cannot make that step, because it needs a closure.
+    # LBFGS cannot take that step, because it needs a closure.
     is_fresh = not optimizer.state and not isinstance(optimizer, optim.LBFGS)
     if broadcast_object(is_fresh, root_rank, f"{NAME}.fresh", process_set):
         _step_on_zero_gradients(optimizer)
     state: Any = optimizer.state_dict() if is_root else None
     # The other ranks allocate dense tensors from their specs. A sparse tensor, such as the momentum
-    # of a sparse gradient, is pickled instead: its number of rows differs between ranks.
+    # of a sparse gradient, is pickled instead, because its number of rows differs between ranks.
     specs = pytree.tree_map_only(
         Tensor, lambda t: _TensorSpec(t) if t.layout == torch.strided else t.cpu(), state
     )
@@ -238,7 +238,7 @@ def broadcast_optimizer_state(
 
 
 def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
-    """Create the optimizer's state by one step on zero gradients. It discards earlier state."""
+    """Create the optimizer's state with one step on zero gradients. Earlier state is discarded."""
     optimizer.state.clear()
     sparse = sparse_parameters(optimizer)
     for group in optimizer.param_groups:
@@ -255,13 +255,13 @@ def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
 
 
 class _TensorSpec:
-    """The shape, dtype and kind of device of a tensor."""
+    """The shape, dtype and device type of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
         self._on_gpu = tensor.device.type != "cpu"
 
     def empty(self) -> Tensor:
-        """Return an empty tensor like it, on this rank."""
+        """Allocate a matching uninitialised tensor on this rank."""
         device = current().world.device if self._on_gpu else torch.device("cpu")
         return torch.empty(self._shape, dtype=self._dtype, device=device)

@@ -1,4 +1,4 @@
-"""allgather, alltoall, broadcast and reducescatter, differentiable as in Horovod."""
+"""Implements allgather, alltoall, broadcast and reducescatter, differentiable as in Horovod."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def allgather_async(
 ) -> OperationHandle:
     """Return a handle to the concatenation of every rank's `tensor`, (rows of all ranks, ...).
 
-    Any dtype. Ranks may have different numbers of rows, also none.
+    Accepts any dtype. Ranks may have different numbers of rows, including none.
     """
     check_rows("allgather", [tensor])
     return submit("allgather", [tensor], name, process_set, finish=only_result)
@@ -44,13 +44,13 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """`allgather_async` of several tensors in one operation."""
+    """Request `allgather_async` for several tensors in one operation."""
     check_rows("allgather", tensors := as_group("allgather", tensors))
     return submit("allgather", tensors, name, process_set)
 
 
 class _Allgather(Function):
-    """Differentiable allgather; its gradient is the mean over ranks, as in Horovod."""
+    """Differentiable allgather. Its gradient is the mean across ranks, as in Horovod."""
 
     @staticmethod
     def forward(
@@ -84,7 +84,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allgather` of several tensors in one operation."""
+    """Run `allgather` for several tensors in one operation."""
     check_rows("allgather", tensors := as_group("allgather", tensors))
     return list(_Allgather.apply(name, process_set, *tensors))  # type: ignore[no-untyped-call]
 
@@ -100,9 +100,9 @@ def alltoall_async(
 ) -> OperationHandle:
     """Return a handle to the rows that all ranks send to this one, in rank order. Any dtype.
 
-    The first `splits[0]` rows of `tensor` (rows, ...) go to the first rank, and so on; without
-    `splits` all ranks get the same number. With `splits` the result has a second tensor: the number
-    of rows from each rank (int32).
+    The first `splits[0]` rows of `tensor` (rows, ...) go to the first rank, and so on. Without
+    `splits`, all ranks get the same number. With `splits`, the result has a second tensor: the
+    number of rows from each rank (int32).
     """
     sizes = _sizes(tensor, splits, process_set)
     finish = only_result if splits is None else tuple
@@ -126,7 +126,7 @@ def _sizes(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> tuple[int
 
 
 class _Alltoall(Function):
-    """Differentiable alltoall; gradients go back to the rank that sent the rows."""
+    """Differentiable alltoall. Gradients are sent back to the rank that sent the rows."""
 
     @staticmethod
     def forward(
@@ -149,8 +149,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the rows that all ranks send to this one; with `splits`, also how many each sent.
-    Differentiable."""
+    """Return the rows that all ranks send to this one. Differentiable.
+
+    With `splits`, the number of rows from each rank is returned too.
+    """
     sizes = torch.tensor(_sizes(tensor, splits, process_set), dtype=torch.int32)
     out, received = _Alltoall.apply(tensor, sizes, name, process_set)  # type: ignore[no-untyped-call]
     return out if splits is None else (out, received)
@@ -162,9 +164,10 @@ def broadcast_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Return a handle to a new tensor with the values of rank `root_rank`. Any dtype, one shape.
+    """Return a handle to a new tensor with the values of rank `root_rank`.
 
-    `root_rank` is a rank of the run, not of the process set.
+    The tensor may have any dtype and must have the same shape on all ranks. `root_rank` is a rank
+    of the run, not of the process set.
     """
     _check(tensor, root_rank, process_set)
     return submit("broadcast", [tensor], name, process_set, root=root_rank, finish=only_result)
@@ -176,7 +179,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """`broadcast_async` in place."""
+    """Broadcast in place. See `broadcast_async`."""
     _check(tensor, root_rank, process_set)
     how: dict[str, Any] = {"root": root_rank, "in_place": True, "finish": lambda _: tensor}
     return submit("broadcast", [tensor], name, process_set, **how)
@@ -194,7 +197,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Broadcast in place, and wait."""
+    """Broadcast in place, and wait for the result."""
     return wait(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
 
 
@@ -251,8 +254,8 @@ def reducescatter_async(
 ) -> OperationHandle:
     """Return a handle to this rank's rows of the reduction of every rank's `tensor` (rows, ...).
 
-    Rows are divided evenly; if they do not divide, the first ranks get one more. `op` is Average or
-    Sum.
+    Rows are distributed evenly; if this is impossible, the first ranks get one more. `op` is
+    Average or Sum.
     """
     scale = prescale_factor, postscale_factor
     return _submit_reducescatter(
@@ -268,7 +271,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle:
-    """`reducescatter_async` of several tensors in one operation."""
+    """Request `reducescatter_async` for several tensors in one operation."""
     scale = prescale_factor, postscale_factor
     return _submit_reducescatter(
         as_group("reducescatter", tensors), name, ReduceOp(op), scale, process_set
@@ -276,8 +279,10 @@ def grouped_reducescatter_async(
 
 
 class _Reducescatter(Function):
-    """Differentiable reducescatter. Gradients are gathered; for a sum they are multiplied by the
-    number of ranks, as in Horovod."""
+    """Differentiable reducescatter.
+
+    Gradients are gathered. For a sum they are multiplied by the number of ranks, as in Horovod.
+    """
 
     @staticmethod
     def forward(
@@ -321,7 +326,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors in one operation."""
+    """Run `reducescatter` for several tensors in one operation."""
     scale = prescale_factor, postscale_factor
     reduce = partial(_Reducescatter.apply, name, ReduceOp(op), scale, process_set)
     return compressed(compression, as_group("reducescatter", tensors), reduce)

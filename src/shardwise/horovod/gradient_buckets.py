@@ -1,9 +1,9 @@
-"""Buckets, which reduce the gradients of a `DistributedOptimizer` while backward runs.
+"""Buckets, which reduce the gradients of a `DistributedOptimizer` during the backward pass.
 
     hook of a parameter ─▶ copy into the flat buffer ─▶ bucket full ─▶ request its allreduce
     optimizer.step      ─▶ request the other buckets ─▶ wait for all ─▶ param.grad are views
 
-Each bucket is one negotiated operation. A gradient is complete after `passes` backwards.
+Each bucket is one negotiated operation. A gradient is complete after `passes` backward passes.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from shardwise.layout import bucket_layout
 from shardwise.states.parameters.named_parameters import NamedParameter
 
 SMALL = 1 << 14
-"""Largest gradient in elements that is copied together with others when their bucket is full. A
-larger one is copied at once, while it is in the CPU's cache."""
+"""Largest gradient, in elements, that is copied together with others when its bucket is full.
+
+A larger gradient is copied immediately, while it is in the CPU cache.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +53,7 @@ class HorovodBucket(ABC):
 
     filling ── mark_ready, for each parameter ── launch ── finish ── reset: filling again
 
-    `indices` are the places of the bucket's parameters in the list of the optimizer's parameters.
+    `indices` are the indices of the bucket's parameters in the optimizer's list of parameters.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class HorovodBucket(ABC):
         """The reduction, from `launch` to `reset`."""
         self.sparse: set[int] = set()
         """Positions of parameters whose sparse gradient is sent as a dense one."""
-        # Rank 0 compares this digest: buckets with different layouts would sum unrelated gradients.
+        # Rank 0 compares this digest, because buckets with different layouts would sum unrelated
+        # gradients.
         described = (f"{f.name} {tuple(f.shape)} {f.strides} {f.dtype}" for f in self.named)
         digest = hashlib.sha256("\n".join(described).encode()).hexdigest()[:8]
         self._layout = f"parameters laid out as {digest}"
@@ -82,14 +85,14 @@ class HorovodBucket(ABC):
 
     @abstractmethod
     def launch(self, note: Note) -> None:
-        """Request the reduction. A gradient that no backward has computed is sent as zeros."""
+        """Request the reduction. A gradient that no backward pass has computed is sent as zeros."""
 
     @abstractmethod
     def finish(self) -> None:
         """Wait until the reduced gradients are in `param.grad`."""
 
     def reset(self) -> None:
-        """Begin the next step."""
+        """Prepare the bucket for the next step."""
         self.missing, self.handle = len(self.named), None
 
     def _request(self, tensor: Tensor, note: Note) -> None:
@@ -114,7 +117,7 @@ class HorovodBucket(ABC):
         return found
 
     def _dense_gradient(self, position: int) -> Tensor:
-        """Return the gradient of a parameter as a dense tensor, zeros if there is no gradient."""
+        """Return the gradient of a parameter as a dense tensor, or zeros if it has none."""
         entry = self.named[position]
         grad = entry.parameter.grad
         if grad is None:
@@ -158,14 +161,14 @@ class FlatBucket(HorovodBucket):
             buffer = group.allocate(layout.numel, dtype, first.device)
             return buffer, StreamEvent.record([buffer])
 
-        # On the communication thread, because only that thread may use the transport.
+        # Allocate on the communication thread, because only that thread may use the transport.
         self._buffer, zeroed = background.call(allocate)
         zeroed.wait()  # the thread's stream zeroes the buffer before this stream fills it
         record_use([self._buffer])
         pairs = list(zip(self.named, (slot.start for slot in layout.slots), strict=True))
         self._views = [entry.view(self._buffer, start) for entry, start in pairs]
         self._wide: Tensor | None = None
-        """The sums in the dtype of the parameters, if the buffer has another dtype."""
+        """The sums in the dtype of the parameters, if the buffer has a different dtype."""
         self._shown = self._views
         if dtype != first.dtype:
             self._wide = torch.empty_like(self._buffer, dtype=first.dtype)
@@ -195,7 +198,7 @@ class FlatBucket(HorovodBucket):
         self._copied = [False] * len(self.named)
 
     def _copy(self, positions: Sequence[int]) -> None:
-        """Copy gradients into the buffer, except those that backward has accumulated there."""
+        """Copy gradients into the buffer, except those that backward accumulated there."""
         grads = {position: self._dense_gradient(position) for position in positions}
         # Unless the script has set it to None, `param.grad` is still a view of the buffer from the
         # previous step, and backward has written into the buffer.
@@ -204,13 +207,13 @@ class FlatBucket(HorovodBucket):
             torch._foreach_copy_([self._views[p] for p in moved], [grads[p] for p in moved])
         for position in positions:
             self._copied[position] = True
-            # Otherwise the dtypes differ, and torch requires the dtype of the parameter.
+            # Only if the dtypes are the same, because torch requires the dtype of the parameter.
             if self._wide is None:
                 self.named[position].parameter.grad = self._views[position]
 
 
 class CompressedBucket(HorovodBucket):
-    """One parameter, whose gradient the user's own compressor converts to the tensor to send."""
+    """One parameter, whose gradient a custom compressor converts to the tensor to send."""
 
     def launch(self, note: Note) -> None:
         packed, self._context = self.options.compression.compress(self._dense_gradient(0))
@@ -221,7 +224,7 @@ class CompressedBucket(HorovodBucket):
 
 
 class SparseBucket(HorovodBucket):
-    """One parameter with a sparse gradient. Only the used rows are sent, which may be none."""
+    """One parameter with a sparse gradient. Only the used rows are sent, possibly none."""
 
     def launch(self, note: Note) -> None:
         grad = self.named[0].parameter.grad
@@ -248,11 +251,11 @@ def make_buckets(
     options: ReductionOptions,
     name: str,
 ) -> list[HorovodBucket]:
-    """Return the buckets of the parameters `named`, of which `sparse` have sparse gradients.
+    """Create the buckets of the parameters `named`, of which `sparse` have sparse gradients.
 
-    `groups` has a group number for each parameter. Only parameters of one group share a bucket. A
-    group of the user, above 0, is in one bucket, even if it is larger than `capacity` in bytes,
-    which bounds the buckets of group 0.
+    `groups` contains a group number for each parameter. Only parameters of the same group share a
+    bucket. A user-defined group (above 0) is in a single bucket, even if it is larger than
+    `capacity`, the maximum size in bytes for the buckets of group 0.
     """
     indices = list(range(len(named)))
     sent_sparse = [
@@ -298,8 +301,8 @@ _active: WeakSet[GradientHooks] = WeakSet()
 class GradientHooks:
     """Hooks on the parameters `named`, which launch each bucket when its gradients are complete.
 
-    A hook counts the backwards of its parameter: after `passes` of them its gradient is complete.
-    `note` returns the note for the first request.
+    A hook counts the backward passes of its parameter. After `passes` of them, the gradient is
+    complete. `note` returns the note for the first request.
     """
 
     def __init__(
@@ -319,7 +322,7 @@ class GradientHooks:
         self.passes = passes
         self._left = [passes] * len(named)
         self.started = False
-        """Whether a backward has run since the last `synchronize`."""
+        """True if a backward pass has run since the last `synchronize`."""
         self._is_replaced = False
         self._parameter_ids = {id(entry.parameter) for entry in named}
         self._hooks = []
@@ -335,12 +338,12 @@ class GradientHooks:
         _active.add(self)
 
     def set_passes(self, passes: int) -> None:
-        """Set the number of backwards after which gradients are complete."""
+        """Set the number of backward passes after which gradients are complete."""
         self.passes = passes
         self._left = [passes] * len(self._left)
 
     def mark_ready(self, index: int) -> None:
-        """Count a backward of a parameter, and launch its bucket if that is full."""
+        """Record a backward pass of a parameter, and launch its bucket if it is full."""
         if self._left[index] <= 0:
             raise HookOrder(
                 "Gradients were computed more than backward_passes_per_step "
@@ -364,8 +367,8 @@ class GradientHooks:
                 "A newer hvd.DistributedOptimizer has parameters of this one and reduces their "
                 "gradients. Call only its step(), or give each parameter to one optimizer."
             )
-        # Launch all buckets before waiting for any: other ranks may already wait for a bucket that
-        # this rank's backward has skipped.
+        # Launch all buckets before waiting for any, because other ranks may already wait for a
+        # bucket that this rank's backward pass has skipped.
         for bucket in self._buckets:
             if bucket.handle is None:
                 self._launch(bucket)
@@ -374,7 +377,7 @@ class GradientHooks:
         self.forget()
 
     def forget(self) -> None:
-        """Reset all counts for the next step."""
+        """Reset all counters for the next step."""
         for bucket in self._buckets:
             bucket.reset()
         self._left = [self.passes] * len(self._left)
@@ -392,7 +395,7 @@ class GradientHooks:
 
     @staticmethod
     def release(parameters: Iterable[Tensor]) -> None:
-        """Remove the hooks of older optimizers with some of `parameters`, for a new optimizer."""
+        """Remove the hooks of older optimizers that share parameters with a new optimizer."""
         ids = {id(parameter) for parameter in parameters}
         for hooks in list(_active):
             if not ids.isdisjoint(hooks._parameter_ids):

@@ -1,6 +1,6 @@
 """Authenticated links (net/rpc.py) from every rank to rank 0, for negotiation messages.
 
-Nothing is sent while no rank requests an operation. When a rank ends, even by a kill, the other end
+Nothing is sent while no rank requests an operation. When a rank exits or is killed, the other end
 of its connection reads the end of the stream.
 """
 
@@ -23,7 +23,7 @@ HELLO_SECONDS = 5.0
 """Seconds within which an authenticated peer must send its rank."""
 
 RETRY_SECONDS = 0.05
-"""Seconds until a refused rank connects again."""
+"""Seconds before a rejected rank connects again."""
 
 
 def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
@@ -69,8 +69,8 @@ def connect(address: str, port: int, secret: bytes, rank: int, timeout: float) -
 
 def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
     """Wait until `upto[rank]` bytes have been sent to each rank."""
-    # Not until everything is sent, which could deadlock: a rank that does not read may be inside a
-    # collective that waits for this rank.
+    # Do not wait until everything is sent, which could deadlock: a rank that does not read may be
+    # inside a collective that waits for this rank.
     while True:
         full = [link for link in links.values() if link.is_open and link.has_unsent]
         if not any(
@@ -87,5 +87,5 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
 
 def _role(port: int) -> bytes:
     """Return the name of rank 0's role in the authentication (authentication.py)."""
-    # With the port, so that a proof for one listener is worthless at another.
+    # It includes the port, so that a proof for one listener is useless at another.
     return f"horovod {port}".encode()

@@ -1,4 +1,4 @@
-"""All operations and queries, under the name of Horovod's module. It does not use MPI."""
+"""All operations and queries, in a module named as in Horovod. Does not use MPI."""
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.allreduce import (

@@ -14,14 +14,14 @@ from shardwise.horovod.coordinator import JOIN, OperationRequest
 from shardwise.horovod.streams import StreamEvent, record_use
 
 MARGIN = 10.0
-"""Seconds that a wait exceeds the timeout, because rank 0 needs time to report it."""
+"""Seconds by which a wait exceeds the timeout, because rank 0 needs time to report it."""
 
 
 class OperationHandle:
     """An operation in flight, for `poll` and `synchronize`.
 
-    `tensors` are its inputs. With `in_place`, the results are written to them. `finish` converts
-    the results into the return value of `synchronize`.
+    `tensors` are its inputs. If `in_place` is true, the results are written to them. `finish`
+    converts the results into the return value of `synchronize`.
     """
 
     def __init__(
@@ -45,12 +45,15 @@ class OperationHandle:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether rank 0 limits the wait. A join has no limit: it waits while others have data."""
+        """True if rank 0 limits the wait.
+
+        A join has no limit, because it waits while others have data.
+        """
         return self.request.kind != JOIN
 
     @property
     def is_done(self) -> bool:
-        """Whether `wait` would return or raise at once."""
+        """True if `wait` would return or raise immediately."""
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
@@ -65,7 +68,8 @@ class OperationHandle:
 
     def fail_in_child(self, text: str) -> None:
         """Set an error in a forked child."""
-        # A new event: a thread of the parent may have held the old one's lock at the fork.
+        # Create a new event, because a thread of the parent may have held the old one's lock during
+        # the fork.
         self._done = threading.Event()
         self.fail(text)
 
@@ -75,7 +79,7 @@ class OperationHandle:
         Raises HorovodInternalError if the operation fails or rank 0 does not answer, and BadCall if
         the request is invalid.
         """
-        # Longer than rank 0 waits, because rank 0's report names the missing ranks.
+        # Wait longer than rank 0 does, because rank 0's report names the missing ranks.
         if not self._done.wait(timeout + MARGIN if self.is_bounded else None):
             raise HorovodInternalError(
                 f"{self.request.kind} {self.request.name!r}: rank 0, which coordinates operations, "
@@ -85,10 +89,11 @@ class OperationHandle:
         if self._error is not None:
             raise self._error()
         if self._finished is not None:
-            # The caller's stream waits, not the host: the sum may still be running on the device.
+            # The caller's stream waits, not the host, because the sum may still be running on the
+            # device.
             self._finished.wait()
             self._finished = None
-            if isinstance(self._result, list):  # of tensors
+            if isinstance(self._result, list):  # a list of tensors
                 record_use(self._result)
             if self._finish is not None:
                 self._result = self._finish(self._result)

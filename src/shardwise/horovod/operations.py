@@ -1,4 +1,4 @@
-"""Requests of operations: their names and checks, and the wait for their results.
+"""Requests operations, with their names and checks, and waits for their results.
 
 submit ─▶ OperationHandle ─▶ the communication thread (background.py) ─▶ succeed or fail
 wait   ◀── the result, in the form of the input
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ReduceOp(IntEnum):
-    """The reduction of the values of all ranks."""
+    """How the values of all ranks are reduced."""
 
     Average = 0
     Sum = 1
@@ -43,7 +43,7 @@ def poll(handle: OperationHandle) -> bool:
 
 
 def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """Return `op`, or the op that the older argument `average` means (default: hvd.Average).
+    """Return `op`, or the op that the older argument `average` selects (default: hvd.Average).
 
     Raises BadCall if both are given.
     """
@@ -68,9 +68,10 @@ def submit(
     root: int = 0,
     **more: Any,
 ) -> OperationHandle:
-    """Request an operation, and return its handle at once.
+    """Request an operation, and return its handle immediately.
 
-    Operations without a `name` are numbered, which gives ranks with the same calls the same names.
+    Operations without a `name` are numbered. Ranks that make the same calls thus get the same
+    names.
     """
     context = current()
     number = process_set.number()
@@ -91,7 +92,7 @@ def submit(
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         device=tensors[0].device.type if tensors else "cpu",
         note=note or {},
-        scale=(float(scale[0]), float(scale[1])),  # numpy's numbers are not JSON
+        scale=(float(scale[0]), float(scale[1])),  # NumPy scalars are not JSON
         root=int(root),
         **more,
     )
@@ -109,7 +110,8 @@ def wait(handle: OperationHandle) -> Any:
         The result in the form of the input: a tensor, or a list for a grouped operation.
 
     Raises:
-        HorovodInternalError: If ranks request different operations under one name, or a rank ended.
+        HorovodInternalError: If ranks request different operations under one name, or if a rank
+            exits.
 
     Example:
         ```python
@@ -121,12 +123,12 @@ def wait(handle: OperationHandle) -> Any:
 
 
 def only_result(results: Sequence[Tensor]) -> Tensor:
-    """Return the result of an operation on one tensor."""
+    """Return the result of an operation on a single tensor."""
     return results[0]
 
 
 def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a group of tensors as a list. Raises BadCall for an empty one."""
+    """Return a group of tensors as a list. Raises BadCall if it is empty."""
     found = list(tensors)
     if not found:
         raise BadCall(f"a grouped {kind} of no tensors: pass at least one.")

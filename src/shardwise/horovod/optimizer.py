@@ -1,4 +1,4 @@
-"""`hvd.DistributedOptimizer`, which steps the user's optimizer on gradients of all ranks."""
+"""Implements `hvd.DistributedOptimizer`, which steps an optimizer with gradients from all ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReducingOptimizer(optim.Optimizer):
     _opt_called: bool
 
     def synchronize(self) -> None:
-        """Wait until every `param.grad` is reduced over all ranks.
+        """Wait until every `param.grad` is reduced across all ranks.
 
         Example:
             ```python
@@ -103,7 +103,7 @@ class ReducingOptimizer(optim.Optimizer):
         return None
 
     def step_alone(self) -> None:
-        """Run the step of the user's own class on the present gradients, without communication."""
+        """Run the wrapped optimizer's own `step()`, without communication."""
         super().step()
 
     # LRScheduler wraps `step` on the instance unless it has this mark. A wrapper would hide the
@@ -112,7 +112,7 @@ class ReducingOptimizer(optim.Optimizer):
 
     @property
     def _started(self) -> bool:
-        """Whether a backward has run since gradients were reduced."""
+        """True if a backward pass has run since gradients were reduced."""
         return self._gradient_hooks is not None and self._gradient_hooks.started
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -130,12 +130,12 @@ class ReducingOptimizer(optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the number of backwards before each `step`. Their gradients are added up."""
+        """Set the number of backward passes before each `step`. Their gradients are summed."""
         if self._gradient_hooks is not None:
             self._gradient_hooks.set_passes(_check_passes(passes))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does. The gradients of its parameters are reduced too."""
+        """Add a parameter group as torch does. The gradients of its parameters are reduced too."""
         if self._started:
             raise HookOrder(
                 "add_param_group was called between backward and step: call it after the step."
@@ -148,7 +148,7 @@ class ReducingOptimizer(optim.Optimizer):
             self.set_backward_passes_per_step(passes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state as torch does, and reset the counts of gradients."""
+        """Load state as torch does, and reset the gradient counters."""
         super().load_state_dict(state_dict)
         self._synchronized = False
         if self._gradient_hooks is not None and not self._gradient_hooks.started:
@@ -167,32 +167,33 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Change the class of an optimizer to one that reduces gradients over all ranks.
+    """Change the class of an optimizer to one that reduces gradients across all ranks.
 
-    Gradients are reduced during backward in flat buckets (`--bucket-mb`). A bucket is sent when
-    `backward_passes_per_step` backwards have computed all of its gradients. If several
-    DistributedOptimizers have a parameter, it belongs to the newest one, and `step` of an older one
-    raises HookOrder.
+    Gradients are reduced during the backward pass in flat buckets (`--bucket-mb`). A bucket is sent
+    when `backward_passes_per_step` backward passes have computed all of its gradients. If several
+    DistributedOptimizers share a parameter, it belongs to the newest one, and `step` of an older
+    one raises HookOrder.
 
     Args:
         optimizer: Any torch optimizer.
-        named_parameters: Names and parameters, such as model.named_parameters().
+        named_parameters: Pairs of name and parameter, such as model.named_parameters().
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
-        backward_passes_per_step: Number of backwards whose gradients are added up before a `step`.
+        backward_passes_per_step: Number of backward passes whose gradients are summed before a
+            `step`.
         op: hvd.Average divides the sum by the number of ranks, hvd.Sum does not. With hvd.Adasum,
             each rank steps independently, and Adasum combines the changes of the parameters.
         gradient_predivide_factor: Divides gradients before the sum and multiplies them after it.
-        num_groups: Number of groups of parameters. A group is sent in one operation.
-        groups: Lists of parameters that form groups; replaces `num_groups`.
-        sparse_as_dense: Send sparse gradients as dense ones. By default only the rows of a
+        num_groups: Number of parameter groups to form. A group is sent in one operation.
+        groups: Lists of parameters that form groups. Replaces `num_groups`.
+        sparse_as_dense: Send sparse gradients as dense ones. By default, only the rows of a
             gradient of nn.Embedding(sparse=True) are sent.
-        process_set: The ranks to reduce over.
+        process_set: The ranks to reduce across.
 
     Returns:
         The same optimizer.
 
     Raises:
-        BadCall: For missing or duplicate names, and for options that exclude each other.
+        BadCall: If names are missing or duplicate, or if options are incompatible.
 
     Example:
         ```python
@@ -219,7 +220,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         sparse_as_dense=sparse_as_dense,
     )
     # All ranks of a process set count the same optimizers, so the n-th one has the same name on
-    # each of them.
+    # each rank.
     counters, counted = current().counters, f"DistributedOptimizer.{process_set.number()}"
     counters[counted] += process_set.included()
     name = f"{counted}.{counters[counted]}"
@@ -232,7 +233,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     names = {entry.parameter: entry.name for entry in named}
 
     def make(optimizer: optim.Optimizer) -> GradientHooks | None:
-        """Return hooks on the parameters that `optimizer` has now."""
+        """Create hooks on the parameters that `optimizer` currently has."""
         if alone:
             return None
         context = current()
@@ -277,7 +278,7 @@ def _change_class(optimizer: optim.Optimizer, kind: type[optim.Optimizer]) -> No
 
 
 def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[NamedParameter]:
-    """Return the parameters of the optimizer, with their names. Raises BadCall."""
+    """Return the optimizer's parameters with their names. Raises BadCall if names are invalid."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if given is None:
         return [NamedParameter(f"noname.{index}", param) for index, param in enumerate(params)]
@@ -305,7 +306,10 @@ def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[N
 
 
 def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
-    """Return the group number of each parameter, from 1, or 0 without groups. Raises BadCall."""
+    """Return the group number of each parameter, from 1, or 0 without groups.
+
+    Raises BadCall if the groups are invalid.
+    """
     if isinstance(groups, int):
         if groups < 0:
             raise BadCall(f"num_groups must be 0 or more, not {groups}.")
@@ -332,7 +336,7 @@ def _check_passes(passes: int) -> int:
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Mixin for op=hvd.Adasum: each rank steps alone, then Adasum combines the changes."""
+    """Mixin for op=hvd.Adasum: each rank steps separately, then Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions
@@ -340,8 +344,10 @@ class AdasumOptimizer(optim.Optimizer):
     _opt_called: bool
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step on this rank's own gradients, then replace each parameter's change by the Adasum
-        of the changes on all ranks."""
+        """Step with this rank's own gradients, then combine the changes across ranks.
+
+        Each parameter's change is replaced by the Adasum of its changes on all ranks.
+        """
         self._opt_called = True
         params = [entry.parameter for entry in self._named if entry.parameter.requires_grad]
         before = [param.detach().clone() for param in params]
@@ -364,11 +370,11 @@ class AdasumOptimizer(optim.Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def step_alone(self) -> None:
-        """Run the step of the user's own class without communication."""
+        """Run the wrapped optimizer's own `step()`, without communication."""
         super().step()
 
     def synchronize(self) -> None:
-        """Do nothing: each rank keeps its own gradients."""
+        """No-op, because each rank uses its own gradients."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -380,4 +386,4 @@ class AdasumOptimizer(optim.Optimizer):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: `step` uses the sum of the gradients of all backwards before it."""
+        """No-op, because `step` uses the summed gradients of all backward passes before it."""

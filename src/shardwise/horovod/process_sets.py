@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks for operations that not all ranks take part in."""
+"""Process sets: groups of ranks, for operations in which not all ranks take part."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The number of the set. None if it is not added, or after `hvd.shutdown`."""
+        """Number of the set, or None before it is added and after `hvd.shutdown`."""
         if self._known_to is None or not is_initialized() or self._known_to() is not current():
             return None
         return self._number
@@ -48,7 +48,7 @@ class ProcessSet:
         return self._ranks
 
     def number(self) -> int:
-        """Return the number of the set. Raises BadCall unless it is added now."""
+        """Return the number of the set. Raises BadCall if the set is not added."""
         number = self.process_set_id
         if number is None:
             raise BadCall(f"{self} is not added: call hvd.add_process_set(it) first, on all ranks.")
@@ -75,7 +75,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The process set of all ranks, number 0."""
+    """The process set of all ranks, which has the number 0."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -89,14 +89,14 @@ class _Global(ProcessSet):
         return list(range(current().world.size))
 
     def __str__(self) -> str:
-        """Return its text, which help() and tracebacks may need before `init`."""
+        """Format the set. help() and tracebacks may call this before `init`."""
         return f"ProcessSet({self.ranks})" if is_initialized() else "ProcessSet(all ranks)"
 
     __repr__ = __str__
 
 
 global_process_set = _Global()
-"""All ranks, number 0."""
+"""The process set of all ranks, which has the number 0."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -109,7 +109,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         The set, with its number.
 
     Raises:
-        BadCall: If a rank does not exist, or the ranks already form a set.
+        BadCall: If a rank does not exist, or if the ranks already form a set.
         HorovodInternalError: If ranks register different sets.
     """
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
@@ -126,7 +126,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set on all ranks. Collective.
 
     Returns:
-        Whether it was registered.
+        True if it was registered.
     """
     if process_set is global_process_set or process_set.process_set_id is None:
         return False

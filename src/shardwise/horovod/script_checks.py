@@ -1,7 +1,7 @@
-"""Warnings about steps that a Horovod script leaves out, and about operations that stall.
+"""Warns about steps that a Horovod script leaves out, and about operations that stall.
 
-Each is printed once. They rest on comparisons, not on guesses: ranks compare weights and data when
-they reduce their first gradients, and file paths when they save.
+Each warning is printed once. Warnings are based on comparisons, not on guesses: ranks compare
+weights and data when they reduce their first gradients, and file paths when they save.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Note = Mapping[str, str]
 
 
 _SHARED_SETTINGS = {"bucket_mb", "quiet"}
-"""Settings of the engine that also have an effect in Horovod scripts."""
+"""Engine settings that also affect Horovod scripts."""
 
 _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "tensor",
@@ -71,9 +71,9 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
 
 
 def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
-    """Return the warning about settings that have an effect on `sw.Engine` only, "" if none is set.
+    """Return the warning about settings that only affect `sw.Engine`, or "" if none is set.
 
-    `given` has the value and source of each setting. Default values need no warning.
+    `given` contains the value and source of each setting. Default values need no warning.
     """
     same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
     idle = [
@@ -122,7 +122,10 @@ class ScriptComparison:
             yield from self._once(PIN)
 
     def compare_save(self, rank: int, what: list[str]) -> Iterator[str]:
-        """Yield a warning if several ranks save one file. `what` is host, path and calling line."""
+        """Yield a warning if several ranks save to the same file.
+
+        `what` contains the host, the path and the calling line.
+        """
         host, path, line = what
         ranks = self._saved.setdefault((host, path), set())
         ranks.add(rank)
@@ -142,13 +145,13 @@ class ScriptComparison:
 _KEYS = ("weights", "state", "samples", "rate", "device")
 
 
-# -- on each rank ---------------------------------------------------------------------------------
+# -- reports of each rank -------------------------------------------------------------------------
 
 
 def describe_rank(
     optimizer: optim.Optimizer, *, averages: bool, asked_size: bool
 ) -> dict[str, str]:
-    """Return the note of a rank for `ScriptComparison`, sent with its first gradients."""
+    """Return this rank's note for `ScriptComparison`, which is sent with its first gradients."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     device = params[0].device
     return {
@@ -171,15 +174,17 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _sample_digest() -> str:
-    """Return a digest of the first and last sample that an unsharded DataLoader reads, "" if
-    unknown."""
-    # The script owns the loader, and nothing refers to it: look for its iterator in memory.
+    """Return a digest of the first and last sample that an unsharded DataLoader reads.
+
+    Returns "" if they are unknown.
+    """
+    # The script owns the loader and nothing refers to it, so search memory for its iterator.
     for one in gc.get_objects():
         if type(one).__mro__[-2:-1] == (_BaseDataLoaderIter,):
             sampler = getattr(getattr(one, "_index_sampler", None), "sampler", None)
             dataset: Any = getattr(one, "_dataset", None)
             if isinstance(sampler, data.RandomSampler | data.SequentialSampler):
-                # Only for tensors: reading the user's own dataset would run the user's code.
+                # Only tensors, because reading the user's own dataset would run user code.
                 tensors = dataset.tensors if type(dataset) is data.TensorDataset else (dataset,)
                 if any(type(t) is not Tensor or t.layout != torch.strided for t in tensors):
                     return ""
@@ -193,10 +198,10 @@ def _sample_digest() -> str:
 
 
 class ScriptWatcher:
-    """Watches a rank for steps of plain optimizers and for calls of torch.save.
+    """Watches a rank for steps of plain optimizers and for calls to torch.save.
 
-    It calls `report_save` with the host, path and calling line of a save, for rank 0. `averages`
-    returns whether this rank has requested a reduction.
+    It calls `report_save` with the host, path and calling line of a save, to report it to rank 0.
+    `averages` returns whether this rank has requested a reduction.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class ScriptWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the steps inside the block, because the script has not made them."""
+        """Ignore the steps inside the block, because the script did not request them."""
         self._paused = True
         try:
             yield
@@ -228,7 +233,7 @@ class ScriptWatcher:
             torch.save = self._save
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn at the second step if the script has reduced nothing, not even by hand."""
+        """Warn at the second step if the script has not reduced anything, not even manually."""
         if self._paused:
             return
         self._steps += 1

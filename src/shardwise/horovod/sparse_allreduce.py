@@ -1,4 +1,4 @@
-"""Reduction of sparse COO tensors by gathering their rows; parameters with sparse gradients.
+"""Reduces sparse COO tensors by gathering their rows, and finds parameters with sparse gradients.
 
 rank 0   rows 1 4        ─┐
                           ├─ allgather ─▶ 1 4 4 7 ─▶ rows 1 4 7 on all ranks
@@ -43,16 +43,17 @@ def sparse_allreduce_async(
     Args:
         tensor: Sparse COO tensor of the same shape on every rank. Ranks may have different numbers
             of elements, including none.
-        name: The name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. Default: a number.
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
         note: Text for rank 0 that is sent with the request.
 
     Returns:
-        A handle; call it to wait for the result. The result is coalesced: it has each index once.
+        A handle; call it to wait for the result. The result is coalesced, so each index occurs
+        once.
 
     Raises:
-        BadCall: For a dense tensor, a tensor of truth values, or another op.
+        BadCall: If the tensor is dense or boolean, or if `op` is not supported.
 
     Example:
         ```python
@@ -121,14 +122,14 @@ def sparse_parameters(optimizer: optim.Optimizer) -> set[Tensor]:
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, optim.SparseAdam):
         return params
-    # An optimizer does not know its modules, so look for them in memory. Waiting for the first
-    # gradients is no alternative: a rank whose backward does not reach the embedding would never
+    # An optimizer does not know its modules, so search for them in memory. Waiting for the first
+    # gradients would not help: a rank whose backward pass does not reach the embedding would never
     # know that its gradient is sparse.
     kinds = {*_with_subclasses(nn.Embedding), *_with_subclasses(nn.EmbeddingBag)}
     weights = {
         one._parameters.get("weight")
         for one in gc.get_objects()
-        # `type`, because isinstance and attributes of an unknown object may run foreign code.
+        # Use `type`, because isinstance and attributes of an unknown object may run foreign code.
         if type(one) in kinds and vars(one).get("sparse")
     }
     return params & weights

@@ -1,7 +1,7 @@
-"""The order of an accelerator's work between the communication thread and the other threads.
+"""Orders accelerator work between the communication thread and the other threads.
 
 A kernel is enqueued long before it runs. So one thread records an event on its stream, and the
-stream of another thread waits for that event. On the CPU all of this does nothing.
+stream of another thread waits for that event. On the CPU all of this is a no-op.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return torch's module for the streams of `device`, None if the device has no streams."""
+    """Return torch's module for the streams of `device`, or None if it has no streams."""
     module = torch.get_device_module(device)
     return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
 
 class StreamEvent:
-    """An event on a stream. Without an event, `wait` does nothing."""
+    """An event on a stream. Without an event, `wait` is a no-op."""
 
     def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
         self._event = event
@@ -29,7 +29,7 @@ class StreamEvent:
 
     @classmethod
     def record(cls, tensors: Sequence[Tensor]) -> StreamEvent:
-        """Record an event on the current stream of the device of `tensors`; empty on the CPU."""
+        """Record an event on the current stream of the tensors' device. Empty on the CPU."""
         for device in (tensor.device for tensor in tensors):
             if (streams := _streams_of(device)) is not None:
                 event = streams.Event()
@@ -38,23 +38,24 @@ class StreamEvent:
         return cls()
 
     def wait(self) -> None:
-        """Make the current stream wait for the event; the host does not wait."""
+        """Make the current stream wait for the event. The host does not wait."""
         if self._device is not None:
             _streams_of(self._device).current_stream(self._device).wait_event(self._event)
 
 
 def enter(device: torch.device) -> None:
     """Make `device` the current device of this thread."""
-    # A new thread begins at the first GPU. Leaving a block with another stream would return there,
-    # and CUDA would make a context on it: some 0.5 GB for every rank of the host.
+    # A new thread starts with the first GPU. Leaving a block with a different stream would return
+    # to it, and CUDA would create a context there, which takes about 0.5 GB for every rank on the
+    # host.
     if device.type != "cpu" and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
-    """Record the use of tensors on `stream`, or the current one."""
-    # The allocator knows only the stream that made a tensor. Without this it could reuse the memory
-    # while this stream still reads it.
+    """Record that `stream`, or the current stream, uses the tensors."""
+    # The allocator only knows the stream that created a tensor. Without this call, it could reuse
+    # the memory while this stream still reads it.
     for tensor in tensors:
         if (streams := _streams_of(tensor.device)) is not None:
             tensor.record_stream(stream or streams.current_stream(tensor.device))
@@ -69,7 +70,7 @@ class CommunicationStream:
 
     @contextmanager
     def after(self, event: StreamEvent) -> Iterator[None]:
-        """Enqueue on this stream inside the block, after `event`."""
+        """Enqueue work on this stream inside the block, after `event`."""
         if self._stream is None:
             yield
             return
@@ -78,6 +79,6 @@ class CommunicationStream:
             yield
 
     def record_use(self, tensors: Sequence[Tensor]) -> None:
-        """Record the use of tensors of other streams on this one."""
+        """Record that this stream uses tensors from other streams."""
         if self._stream is not None:
             record_use(tensors, self._stream)

@@ -1,5 +1,7 @@
-"""`hvd.SyncBatchNorm`: BatchNorm with the statistics of all ranks (Horovod's module of this
-name)."""
+"""Implements `hvd.SyncBatchNorm`, BatchNorm with statistics from all ranks.
+
+The module has the same name in Horovod.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +17,35 @@ from shardwise.world.current_batch import CurrentBatch
 
 
 class _Rows:
-    """The rows of all ranks of a process set."""
+    """Gathers rows from all ranks of a process set."""
 
     def __init__(self, process_set: ProcessSet) -> None:
         self._process_set = process_set
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Gather (k,) of every rank into (size, k); every forward has call number 0."""
+        """Gather a (k,) tensor from every rank into (size, k).
+
+        Every forward pass has call number 0.
+        """
         return self.of_backward(row, 0), 0
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Gather (k,) of every rank into (size, k); all ranks run the same calls in one order."""
+        """Gather a (k,) tensor from every rank into (size, k).
+
+        All ranks must make these calls in the same order.
+        """
         del call
         return wait(allgather_async(row.unsqueeze(0), None, self._process_set))  # type: ignore[no-any-return]
 
 
 class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
-    """BatchNorm of (N, C, ...) with training statistics over all ranks of a process set.
+    """BatchNorm for (N, C, ...) inputs, with training statistics across all ranks of a process set.
 
-    The statistics of each rank are weighted by its rows. All ranks of the set must run their
-    SyncBatchNorm modules in the same order.
+    The statistics of each rank are weighted by its number of rows. All ranks of the set must run
+    their SyncBatchNorm modules in the same order.
 
     Args:
-        num_features: C.
+        num_features: C, the number of channels.
         eps, momentum, affine, track_running_stats: As in torch.nn.BatchNorm2d.
         process_set: The ranks whose rows are normalised together (default: all).
 

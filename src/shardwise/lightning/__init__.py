@@ -1,16 +1,16 @@
-"""Lightning and Fabric over this engine: `import shardwise.lightning` registers the strategy.
+"""Lightning and Fabric on Shardwise engines: `import shardwise.lightning` registers the strategy.
 
     Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
     Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
 
-trees.py              the two class trees of Lightning, and the strategies in each
-trainer_strategy.py   the Trainer's strategy: setup, a step, whole states
+trees.py              Lightning's two class trees, and the strategies in each
+trainer_strategy.py   the Trainer's strategy: setup, a step, full states
 fabric_strategy.py    the strategy of Fabric
 training.py           the engines of one Trainer or Fabric, and the parts of a step
-empty_modules.py      modules that have no memory yet
-sharing.py            loaders in their own order, without repeated samples
+empty_modules.py      modules whose memory is not allocated yet
+sharing.py            loaders that keep their order and do not repeat samples
 environment.py        the rank of this process, and the devices that a script requests
-adoption.py           scripts with another strategy, or without one
+adoption.py           scripts that use another strategy, or none
 """
 
 from typing import TYPE_CHECKING, Any

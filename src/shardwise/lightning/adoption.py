@@ -1,4 +1,4 @@
-"""Shardwise's strategy for the Trainers and Fabrics of scripts that name another, or none."""
+"""Installs Shardwise's strategy in the Trainers and Fabrics of unmodified scripts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shardwise.lightning.trees import (
 )
 
 _REPLACED = ("auto", "ddp", "fsdp", "deepspeed", "zero", "model_parallel", "single_device")
-"""Prefixes of the strategy names that Shardwise's replaces."""
+"""Prefixes of the strategy names that Shardwise's strategy replaces."""
 
 _CLASSES = ("DDP", "FSDP", "DeepSpeed", "ModelParallel", "SingleDevice")
 """Prefixes of the class names of these strategies."""
 
 
 def adopt() -> None:
-    """Use Shardwise's strategy in every Trainer and Fabric that this process makes."""
+    """Use Shardwise's strategy in every Trainer and Fabric that this process creates."""
     for tree in TRAINERS:
         when_imported(tree, lambda name: _replace(name, "Trainer", trainer_strategy))
     for tree in FABRICS:
@@ -34,7 +34,7 @@ def adopt() -> None:
 
 
 def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
-    """Make the constructor of `name`, a class of `tree`, use the class `strategy`."""
+    """Make the constructor of class `name` in `tree` use the class `strategy`."""
     kind = getattr(import_module(tree), name)
     stock = kind.__init__
 
@@ -50,7 +50,7 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
         stock(self, *arguments, **keywords)
         if name == "Fabric" and type(self) is kind:
             # `fabric run` launches for its scripts, so they do not call `launch`. A second launch
-            # does nothing. Not for a subclass, because its own __init__ has not ended.
+            # is a no-op. Not for a subclass, whose __init__ has not finished yet.
             self.launch()
 
     kind.__init__ = init
@@ -76,7 +76,7 @@ def _is_ours(strategy: Any) -> bool:
 
 
 def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
-    """Print the arguments that are ignored, once."""
+    """Print the ignored arguments, once."""
     shown = given if isinstance(given, str) else type(given).__name__
     words = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
     words += [

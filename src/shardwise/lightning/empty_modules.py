@@ -1,4 +1,4 @@
-"""Modules without memory, from `init_module(empty_init=True)` or from the meta device."""
+"""Allocates modules from `init_module(empty_init=True)` or from the meta device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from shardwise.model import meta
 
 
 def give_memory(module: nn.Module) -> None:
-    """Give `module` memory, and the values that it would have without `empty_init`.
+    """Allocate `module`, with the same values as without `empty_init`.
 
-    Parameters that were built on the meta device outside of `init_module` are set by
-    `reset_parameters`, as in FSDPStrategy. Raises ModelError if a module does not set them.
+    Parameters that were created on the meta device outside `init_module` are initialised by
+    `reset_parameters`, as in FSDPStrategy. Raises ModelError if a module's method does not set
+    them.
     """
     fill_unrecorded([module], sw.world().print)
     for name, parameter in module.named_parameters():
@@ -25,8 +26,8 @@ def give_memory(module: nn.Module) -> None:
 
 def casting(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context manager inside which `module` may be cast and moved."""
-    # Parameters on the meta device that `init_module` has not made get memory first, because a
-    # plain cast or move of them would fail. Those of `init_module` stay without memory: they
-    # record casts and moves, to repeat them when they get memory.
+    # Meta-device parameters that `init_module` did not create are allocated first, because casting
+    # or moving them would fail. Parameters from `init_module` remain unallocated: they record casts
+    # and moves, and repeat them when they are allocated.
     fill_unrecorded([module], sw.world().print)
     return sw.on_meta() if any(map(meta.is_deferred, module.parameters())) else nullcontext()

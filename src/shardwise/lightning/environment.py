@@ -1,4 +1,4 @@
-"""The rank of this process, in Lightning's terms."""
+"""Describes the rank of this process in Lightning's terms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.errors import UsageError
 
 
 class Environment:
-    """Implements Lightning's ClusterEnvironment over a joined `world`."""
+    """Lightning's ClusterEnvironment for a `world` that this process has joined."""
 
     creates_processes_externally = True
 
@@ -18,17 +18,17 @@ class Environment:
 
     @property
     def main_address(self) -> str:
-        """The host of rank 0, if the launcher names it."""
+        """The host of rank 0, if the launcher specifies it."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """A port that nothing uses, because the processes are already connected."""
+        """An unused port. Lightning asks for one, although the processes are already connected."""
         return int(os.environ.get("MASTER_PORT", "29500"))
 
     @staticmethod
     def detect() -> bool:
-        """Return False, because only the strategy chooses this environment."""
+        """Return False, because only the strategy selects this environment."""
         return False
 
     def world_size(self) -> int:
@@ -36,7 +36,7 @@ class Environment:
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has set the world size."""
+        """No-op: the launcher has set the world size."""
 
     set_global_rank = set_world_size
 
@@ -49,21 +49,21 @@ class Environment:
         return self._world.local_rank
 
     def node_rank(self) -> int:
-        """Return the number of this host."""
+        """Return the index of this host."""
         return self._world.rank // max(self._world.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Accept any values, because the launcher has decided."""
 
     def teardown(self) -> None:
-        """Do nothing."""
+        """No-op: this environment holds no resources."""
 
 
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:
     """Compare the requested devices with the run.
 
-    Raises UsageError if the script requests several ranks and there is one. Prints a line if the
-    numbers differ otherwise.
+    Raises UsageError if the script requests several ranks and the run has one. Prints a line if the
+    numbers differ in any other way.
     """
     requested = devices * nodes
     if requested == 1 or requested == world.size:

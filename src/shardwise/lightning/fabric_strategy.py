@@ -1,4 +1,4 @@
-"""The strategy of Lightning Fabric: setup, a step, and whole states."""
+"""The strategy of Lightning Fabric: setup, a step, and full states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.lightning.trainer_strategy import OverEngines, refuse_precision
 class FabricStrategy(OverEngines):
     """The strategy of `Fabric(strategy="shardwise")`.
 
-    It takes the arguments of `OverEngines`.
+    For its arguments, see `OverEngines`.
 
     Example:
         ```python
@@ -36,7 +36,7 @@ class FabricStrategy(OverEngines):
 
     @property
     def precision(self) -> Any:
-        """The precision plugin of Fabric, which casts and autocasts. The engine scales the loss."""
+        """Fabric's precision plugin, which casts and autocasts. The engine scales the loss."""
         return self._precision if self._precision is not None else self.hooks[0]()
 
     @precision.setter
@@ -53,35 +53,39 @@ class FabricStrategy(OverEngines):
     # -- setup ------------------------------------------------------------------------------
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return a context manager that builds modules on this rank's device, with memory.
+        """Return a context manager that creates and allocates modules on this rank's device.
 
         `empty_init` is ignored.
         """
-        # Scripts load or initialise weights before they set up the optimizer: that needs memory.
+        # Scripts load or initialise weights before they set up the optimizer, which requires
+        # memory.
         del empty_init
         return super().module_init_context(empty_init=False)  # type: ignore[misc,no-any-return]
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move `module` to the device, after giving memory to parameters on the meta device."""
+        """Move `module` to the device, after allocating its meta-device parameters."""
         give_memory(module)
         super().module_to_device(module)  # type: ignore[misc]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[optim.Optimizer], scheduler: Any = None
     ) -> Any:
-        """Make engines for `module` and `optimizers`; return them unchanged. Collective."""
+        """Create engines for `module` and `optimizers`, and return the arguments unchanged.
+
+        Collective.
+        """
         for each in optimizers:
             self._follow(each)
         self.training.prepare(module, optimizers)
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Register `module`, which is trained after its optimizer is set up. Collective."""
+        """Register `module`, which is trained once its optimizer is set up. Collective."""
         self.training.prepare(module, [])
         return module
 
     def setup_optimizer(self, optimizer: optim.Optimizer) -> optim.Optimizer:
-        """Make an engine for the modules of `optimizer`. Collective."""
+        """Create an engine for the modules of `optimizer`. Collective."""
         self._follow(optimizer)
         self.training.prepare(None, [optimizer])
         return optimizer
@@ -92,17 +96,20 @@ class FabricStrategy(OverEngines):
         vars(optimizer)["load_state_dict"] = load
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader`. With exact means, its training batches have no repeated samples."""
+        """Return `dataloader`.
+
+        With exact means, its training batches contain no repeated samples.
+        """
         exact = self.training.exact
         return dataloader if exact is None else exact.watch(dataloader)
 
     # -- a step -----------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the backward of `tensor` in every engine that it reaches.
+        """Run the backward pass of `tensor` in every engine that it reaches.
 
-        With `exact_mean` it accepts `weight`, the number of items that `tensor` averages (default:
-        the samples of the batch).
+        With `exact_mean`, `weight` may be passed: the number of items over which `tensor` is
+        averaged (default: the samples of the batch).
         """
         del module  # the graph of the loss determines the engines
         self.training.backward(tensor, *args, **kwargs)
@@ -126,10 +133,10 @@ class FabricStrategy(OverEngines):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of `optimizer` by their norm over all ranks. Collective.
+        """Clip the gradients of `optimizer` by their norm across all ranks. Collective.
 
-        Returns the norm before clipping. Raises RuntimeError if `error_if_nonfinite` and the norm
-        is not finite.
+        Returns the norm before clipping. Raises RuntimeError if `error_if_nonfinite` is true and
+        the norm is not finite.
         """
         del module
         norm = self.training.clip_norm(optimizer, float(max_norm), float(norm_type))
@@ -143,19 +150,19 @@ class FabricStrategy(OverEngines):
     def clip_gradients_value(
         self, module: nn.Module, optimizer: optim.Optimizer, clip_val: float
     ) -> None:
-        """Clip every element of the gradients to [-clip_val, clip_val]. Collective.
+        """Clip every gradient element to [-clip_val, clip_val]. Collective.
 
-        It gathers the whole gradients.
+        The full gradients are gathered first.
         """
         del module
         self.training.clip_value(optimizer, float(clip_val))
 
-    # -- whole states -----------------------------------------------------------------------
+    # -- full states ------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the module's whole state_dict. Collective.
+        """Return the module's full state_dict. Collective.
 
-        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        If parameters are sharded, rank 0 gets it and the other ranks get an empty dict.
         """
         return self.training.state_dict(module)
 
@@ -166,21 +173,21 @@ class FabricStrategy(OverEngines):
         self.training.load_state_dict(module, state_dict, strict=strict)
 
     def load_checkpoint(self, path: Any, state: Any = None, **options: Any) -> Any:
-        """Restore the objects of `state` from the file `path`. Collective.
+        """Restore the objects in `state` from the file `path`. Collective.
 
         Returns the other entries of the file.
         """
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, **options)  # type: ignore[misc]
-        # Modules first: with 16-bit weights the optimizer's state has the fp32 masters. Loading the
-        # weights after it would replace the masters by rounded values.
+        # Load modules first. With 16-bit weights, the optimizer's state contains the fp32 masters,
+        # and loading the weights after it would replace the masters with rounded values.
         ordered = dict(sorted(state.items(), key=lambda item: not isinstance(item[1], nn.Module)))
         rest = super().load_checkpoint(path, ordered, **options)  # type: ignore[misc]
         state.update(ordered)
         return rest
 
     def get_optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the whole state of `optimizer`, as in one process. Collective."""
+        """Return the full state of `optimizer`, as a single process would have it. Collective."""
         return self.training.optimizer_state(optimizer)
 
 
@@ -192,7 +199,7 @@ class _BackwardSyncControl:
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """Declare, if `enabled`, that more backwards of this step follow the block."""
+        """If `enabled`, declare that this step has more backward passes after the block."""
         del module
         if not enabled:
             yield

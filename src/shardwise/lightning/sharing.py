@@ -1,15 +1,16 @@
-"""Loaders shared among ranks: training data in its order, evaluations without repeated samples.
+"""Shares loaders between ranks. Training data keeps its order, and evaluations repeat no samples.
 
 Lightning's sampler repeats samples until every rank has the same number. With exact_mean=True,
-training batches drop them (bridging/exact_mean.py). An evaluation always drops them:
+training batches drop the repeated samples (bridging/exact_mean.py). An evaluation always drops
+them:
 
     5 samples, 2 ranks, batches of 2    Lightning  0 2 | 4    and  1 3 | 0
                                         here       0 2 | 4    and  1 3
     with batches of 1                   Lightning  0 | 2 | 4  and  1 | 3 | 0
                                         here       0 | 2 4    and  1 | 3
 
-Every rank runs the same number of forwards, so that collectives inside a step match. If a rank has
-one sample more than others and would need another batch for it, its last batch is longer instead.
+Every rank runs the same number of forward passes, so that collectives inside a step match. If a
+rank has one sample more than others, it does not get another batch: its last batch is longer.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from shardwise.errors import UsageError
 
 
 class LightningShare(int):
-    """The number of workers, in the samplers that Lightning makes.
+    """The number of workers in the samplers that Lightning creates.
 
     The type distinguishes these samplers from the script's own.
     """
@@ -42,9 +43,9 @@ class LightningShare(int):
 def share_in_order(connector: Any, workers: int) -> None:
     """Make `connector`, which replaces the samplers of a Trainer's loaders, keep their order.
 
-    Stock Lightning shuffles every training loader that it shares among workers. Here only
-    `shuffle=True` shuffles. A sampler of the script, such as a curriculum, keeps its order, as in
-    one process. With one worker, loaders are not changed.
+    Stock Lightning shuffles every training loader that it shares between workers. Here, only
+    `shuffle=True` shuffles. A custom sampler, such as a curriculum, keeps its order, as in a single
+    process. With one worker, loaders are not changed.
     """
     needed, resolve = connector._requires_distributed_sampler, connector._resolve_sampler
     if "_resolve_sampler" in vars(connector):
@@ -62,7 +63,7 @@ def share_in_order(connector: Any, workers: int) -> None:
 
 
 def count_once(loader: Any) -> Any:
-    """Remove the samples that Lightning's sampler repeats from `loader`, of an evaluation.
+    """Remove the samples that Lightning's sampler repeats from the evaluation loader `loader`.
 
     Returns `loader`.
     """
@@ -79,14 +80,14 @@ def count_once(loader: Any) -> Any:
     ):
         return loader
     if batches.drop_last or total < sampler.num_replicas:
-        return loader  # with fewer samples than ranks, some rank would have no forward to run
-    # DataLoader refuses to set this attribute. It is safe, because no iteration has begun.
+        return loader  # with fewer samples than ranks, some rank would have no forward pass to run
+    # DataLoader rejects setting this attribute. It is safe, because no iteration has begun.
     object.__setattr__(loader, "batch_sampler", EvenBatches(sampler, batches.batch_size, total))
     return loader
 
 
 class EvenBatches(BatchSampler):
-    """Batches of an evaluation: this rank's rows of `sampler` without repeated ones.
+    """Batches of an evaluation: this rank's rows of `sampler` without repeated rows.
 
     The last batch may have one row more than `batch_size`.
     """
@@ -108,7 +109,10 @@ class EvenBatches(BatchSampler):
 
 
 def own_share(sampler: DistributedSampler[Any]) -> int:
-    """Return how many of the rows that `sampler` yields are not repeated. They are the first."""
+    """Return how many of the rows that `sampler` yields are not repeated.
+
+    These rows are the first.
+    """
     total = len(sampler.dataset)  # type: ignore[arg-type]
     return len(range(sampler.rank, total, sampler.num_replicas))
 
@@ -119,7 +123,7 @@ def own_share(sampler: DistributedSampler[Any]) -> int:
 class LoadedBatches(CountedBatches):
     """Drops repeated samples from training loaders, and weights the losses of their batches.
 
-    It calls `is_training` at the start of an iteration, to decide whether it is for training.
+    `is_training` is called at the start of each iteration to tell training loaders from others.
     """
 
     def __init__(
@@ -129,7 +133,7 @@ class LoadedBatches(CountedBatches):
         self._is_training = is_training
 
     def watch(self, loader: Any) -> Any:
-        """Return a copy of `loader` whose batches have no repeated samples and are counted.
+        """Return a copy of `loader` whose batches contain no repeated samples and are counted.
 
         A stream is returned unchanged, because each worker reads its own.
         """
@@ -160,10 +164,11 @@ class LoadedBatches(CountedBatches):
                 this, stock.__iter__(this), lambda number, batch: self._count(share, number, batch)
             )
 
-        # With a single base class the object layout is the same, so Python allows to change it.
+        # Python allows changing the class, because a single base class leaves the object layout
+        # unchanged.
         watched.__class__ = type(stock.__name__, (stock,), {"__iter__": iterate})
         if share is not None:
-            # DataLoader refuses to set this attribute. It is safe: no iteration has begun.
+            # DataLoader rejects setting this attribute. It is safe, because no iteration has begun.
             object.__setattr__(watched, "batch_sampler", share)
         return watched
 
@@ -174,8 +179,9 @@ class LoadedBatches(CountedBatches):
         return batch, CountedBatch(rows, False) if share is None else share.counted(number, rows)
 
     def set_current_batch(self, batch: Any) -> None:
-        """Declare that the next loss is of `batch`."""
-        # A Trainer may have read one batch ahead, so the last batch read may be the next one.
+        """Declare that the next loss is computed from `batch`."""
+        # A Trainer may have prefetched one batch, so the last batch that was read may be the next
+        # one.
         self.last_rows = batch
         if not self.is_open:
             self.last = CountedBatch(_rows_or_one(batch), is_cut=False)
@@ -183,7 +189,7 @@ class LoadedBatches(CountedBatches):
     def batch_of_loss(self) -> CountedBatch:
         """Return the batch of the current loss.
 
-        Raises UsageError as the base class does, and if its rows are not its samples.
+        Raises UsageError as the base class does, and if the batch's rows are not its samples.
         """
         batch, rows = super().batch_of_loss(), next(_row_counts(self.last_rows), None)
         if self.items_of is not None:
@@ -203,10 +209,11 @@ class LoadedBatches(CountedBatches):
 
 
 class TrainBatches(BatchSampler):
-    """Training batches: this rank's rows of `sampler` without repeated ones.
+    """Training batches: this rank's rows of `sampler` without repeated rows.
 
-    A batch with only repeated samples stays whole, because the other ranks run a forward too. At
-    the start of an iteration, `cuts` returns whether to drop repeated samples.
+    A batch that contains only repeated samples is left unchanged, because the other ranks run a
+    forward pass too. `cuts` is called at the start of each iteration, and returns whether to drop
+    repeated samples.
     """
 
     def __init__(
@@ -235,12 +242,12 @@ class TrainBatches(BatchSampler):
 
 
 def _rows_or_one(batch: Any) -> int:
-    """Return the rows of the first tensor, or 1 for a batch without one, which is not empty."""
+    """Return the number of rows of the first tensor, or 1 for a batch that contains no tensor."""
     return next(_row_counts(batch), 1)
 
 
 def _row_counts(value: Any) -> Iterator[int]:
-    """Yield the number of rows of each tensor in a nest of containers."""
+    """Yield the number of rows of each tensor in a nested structure of containers."""
     if isinstance(value, Tensor):
         if value.ndim:
             yield len(value)

@@ -1,4 +1,4 @@
-"""The strategy of Lightning's Trainer: setup, a step, whole states, and the end."""
+"""The strategy of Lightning's Trainer: setup, a step, full states, and teardown."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ from shardwise.lightning.sharing import LightningShare, count_once, share_in_ord
 from shardwise.lightning.training import StrategyTraining, plain
 
 _ELSEWHERE = ("DeepSpeed", "FSDP", "XLA", "TransformerEngine", "Bitsandbytes")
-"""Prefixes of the names of precision plugins that convert a model for another engine."""
+"""Name prefixes of precision plugins that convert a model for another engine."""
 
 _WITH_GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")
-"""Hooks that may read or change gradients. They get whole gradients."""
+"""Hooks that may read or change gradients. They get full gradients."""
 
 MODEL_PARALLEL = ("ModelParallel", "model_parallel")
-"""Prefixes of the names of strategies that give a module a mesh."""
+"""Name prefixes of strategies that assign a device mesh to a module."""
 
 
 class OverEngines:
-    """Mixin before a DDPStrategy of Lightning, which makes it train by engines.
+    """Mixin that precedes Lightning's DDPStrategy and makes it train with engines.
 
     The result is the same as with DistributedDataParallel. docs/from_lightning.md lists the
     differences.
 
     Args:
         accelerator, checkpoint_io, precision_plugin: As in other strategies of Lightning.
-        exact_mean: If True, every sample of a step counts once, as in one process with the whole
-            batch. Or a function that returns the number of items in a batch. Default: False.
-        **settings: Settings of Shardwise, such as `zero=3` or `offload_optimizer="cpu"`.
+        exact_mean: If True, every sample of a step counts once, as if a single process had the full
+            batch. It may also be a function that returns the number of items in a batch. Default:
+            False.
+        **settings: Shardwise settings, such as `zero=3` or `offload_optimizer="cpu"`.
 
     Raises:
-        UsageError: For an argument that is no setting of Shardwise.
+        UsageError: If an argument is not a Shardwise setting.
     """
 
     library = "Trainer"
     hooks: Any
-    """The Precision, LightningModule and Callback of the strategy's class tree."""
+    """The Precision, LightningModule and Callback classes of the strategy's class tree."""
 
     _accelerator: Any
     _launcher: Any
@@ -75,7 +76,7 @@ class OverEngines:
 
     _precision_keyword = "precision_plugin"
     replaces = ""
-    """The name of the strategy in the script, with --adopt."""
+    """Name of the script's strategy, with --adopt."""
 
     # -- rank and device --------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class OverEngines:
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The devices that the script requests; after the launch, the device of this rank."""
+        """The devices that the script requests or, after the launch, the device of this rank."""
         return self._devices
 
     @parallel_devices.setter
@@ -106,7 +107,7 @@ class OverEngines:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """The arguments of Lightning's samplers, None if there is one rank."""
+        """The arguments of Lightning's samplers, or None if there is one rank."""
         world = self.training.world
         if world.size == 1:
             return None
@@ -118,7 +119,7 @@ class OverEngines:
         refuse_mesh("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
-        """Set no launcher: the ranks have been started from outside."""
+        """Set no launcher, because the ranks are already running."""
         self._launcher = None
         asked = len(self._devices or ()) or 1
         check_devices(self.training.world, asked, self._num_nodes, self.library)
@@ -132,7 +133,7 @@ class OverEngines:
 class TrainerStrategy(OverEngines):
     """The strategy of `Trainer(strategy="shardwise")`.
 
-    It takes the arguments of `OverEngines`.
+    For its arguments, see `OverEngines`.
 
     Example:
         ```python
@@ -146,7 +147,10 @@ class TrainerStrategy(OverEngines):
 
     @property
     def precision_plugin(self) -> Any:
-        """Lightning's plugin, which casts and autocasts. The engine clips and scales the loss."""
+        """Lightning's plugin, which casts and autocasts.
+
+        The engine clips gradients and scales the loss.
+        """
         return self._precision_plugin if self._precision_plugin is not None else self.hooks[0]()
 
     @precision_plugin.setter
@@ -159,14 +163,14 @@ class TrainerStrategy(OverEngines):
         plugin.clip_grad_by_norm = self.training.clip_norm
         plugin.clip_grad_by_value = self.training.clip_value
 
-    # -- setup and the end ------------------------------------------------------------------
+    # -- setup and teardown -----------------------------------------------------------------
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make models that are built inside the block be on the device of this rank.
+        """Create models inside the block on the device of this rank.
 
-        With `empty_init`, parameters that will be sharded have no memory yet. When they get it,
-        they also get the values of a plain build, never uninitialised memory.
+        With `empty_init`, parameters that will be sharded are allocated later. They then get the
+        same values as in a plain build, never uninitialised memory.
         """
         with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
             if empty_init and self.training.shards_parameters:
@@ -176,15 +180,15 @@ class TrainerStrategy(OverEngines):
                 yield
 
     def setup_environment(self) -> None:
-        """Prepare the loaders' samplers, before the script's `setup` hooks."""
+        """Prepare the loaders' samplers, before the script's `setup` hooks run."""
         super().setup_environment()  # type: ignore[misc]
         if self.replaces.startswith(MODEL_PARALLEL):
             self.lightning_module._device_mesh = RefusedMesh()
         share_in_order(self.lightning_module.trainer._data_connector, self.training.world.size)
 
     def setup(self, trainer: Any) -> None:
-        """Move the model to the device, and make optimizers and their engines. Collective."""
-        # After a failure `teardown` could not close the engines, which is collective.
+        """Move the model to the device, and create optimizers and their engines. Collective."""
+        # After a failure, `teardown` could not close the engines, because closing is collective.
         if self._failed:
             self.training.close()
         self._failed = False
@@ -192,7 +196,7 @@ class TrainerStrategy(OverEngines):
         fitting = trainer.state.fn == "fit"
         if fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
-        if not fitting:  # when fitting, the engine gives the model memory, part by part
+        if not fitting:  # when fitting, the engine allocates the model part by part
             give_memory(self.model)
         with casting(self.model):
             self.model = self.precision_plugin.convert_module(self.model)
@@ -205,8 +209,8 @@ class TrainerStrategy(OverEngines):
         self.setup_precision_plugin()  # type: ignore[attr-defined]
         self.training.prepare(self.model, self.optimizers)
         if len(self.optimizers) > 1:
-            # Lightning's own toggle clears requires_grad on all other parameters, so the states
-            # would have a new layout at each change. Instead, an engine leaves a loss out.
+            # Lightning's own toggle clears requires_grad on all other parameters, which would
+            # change the layout of the states each time. Instead, an engine ignores the loss.
             engines = self.training.engines
             own = vars(self.lightning_module)
             own["toggle_optimizer"] = lambda optimizer: setattr(engines, "only", plain(optimizer))
@@ -215,7 +219,7 @@ class TrainerStrategy(OverEngines):
     def teardown(self) -> None:
         """Turn the model and its optimizers back into plain ones, on the CPU.
 
-        Collective, unless this rank has failed: then it does not wait for other ranks.
+        Collective, unless this rank has failed. In that case it does not wait for other ranks.
         """
         if self.lightning_module is not None:
             for name in ("toggle_optimizer", "untoggle_optimizer"):
@@ -236,18 +240,19 @@ class TrainerStrategy(OverEngines):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Declare that more backwards of this step follow the block."""
+        """Declare that this step has more backward passes after the block."""
         with self.training.more_to_come():
             yield
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward by the engines, between Lightning's hooks."""
+        """Run the backward pass in the engines, between Lightning's hooks."""
         plugin, module = self.precision_plugin, self.lightning_module
         if self.training.exact is not None and module.automatic_optimization:
-            # Undo Lightning's division of the loss: the weights divide by the items of the step.
+            # Undo Lightning's division of the loss, because the weights divide by the items of the
+            # step.
             closure_loss = closure_loss * module.trainer.accumulate_grad_batches
-        # Call the methods of the base class Precision: the plugin of mixed precision would scale
-        # the loss, which the engine does.
+        # Call the methods of the base class Precision, because the mixed-precision plugin would
+        # scale the loss, which the engine already does.
         loss: Any = self.hooks[0].pre_backward(plugin, closure_loss, module)
         # LightningModule.backward, or a method that overrides it, calls this.
         loss.backward = lambda *a, **k: self.training.backward(loss, *a, **k)
@@ -301,7 +306,7 @@ class TrainerStrategy(OverEngines):
     def _gradients_for_hooks(
         self, optimizer: optim.Optimizer, module: Any
     ) -> AbstractContextManager[None]:
-        """Return a context manager with whole gradients if the script's hooks may read them."""
+        """Return a context manager that gathers full gradients if hooks may read them."""
         _, base, callback = self.hooks
         for name in _WITH_GRADIENTS:
             if name in vars(module) or getattr(type(module), name) is not getattr(base, name):
@@ -313,21 +318,21 @@ class TrainerStrategy(OverEngines):
         return nullcontext()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `training_step` as its forward."""
+        """Run the module's `training_step` as its forward method."""
         if self.training.exact is not None:
             self.training.exact.set_current_batch(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `validation_step` as its forward."""
+        """Run the module's `validation_step` as its forward method."""
         return self._inside("val", "validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `test_step` as its forward."""
+        """Run the module's `test_step` as its forward method."""
         return self._inside("test", "test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's `predict_step` as its forward."""
+        """Run the module's `predict_step` as its forward method."""
         return self._inside("predict", "predict_step", *args, **kwargs)
 
     def _inside(self, kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -335,17 +340,17 @@ class TrainerStrategy(OverEngines):
         method = getattr(module, name)
         trained = self.training.engines.of_model(module)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
-            # With manual optimization, training_step itself calls backward and step, which must
-            # not happen inside a forward.
+            # With manual optimization, training_step itself calls backward and step, which must not
+            # happen inside a forward pass.
             by_hand = kind == "train" and not self.lightning_module.automatic_optimization
             if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
             return _inside_forward(module, method, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return `tensor` reduced over all ranks. Collective."""
+        """Return `tensor` reduced across all ranks. Collective."""
         # Lightning divides by the mean number of samples per rank, which may be fractional. Over
-        # Gloo, Lightning's mean of integers would be truncated: so take the mean of doubles.
+        # Gloo, Lightning's mean of integers would be truncated, so take the mean of doubles.
         stock = super().reduce  # type: ignore[misc]
         means = str(reduce_op).lower() in ("mean", "avg")
         if not means or not isinstance(tensor, Tensor) or tensor.is_floating_point():
@@ -353,34 +358,34 @@ class TrainerStrategy(OverEngines):
         return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader`, without repeated samples if evaluating or with exact means."""
+        """Return `dataloader`, without repeated samples when evaluating or with exact means."""
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
         if stage == "train" and self.training.exact is not None:
             return self.training.exact.watch(dataloader)
         return count_once(dataloader) if stage in _EVALUATIONS else dataloader
 
-    # -- whole states -----------------------------------------------------------------------
+    # -- full states ------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the module's whole state_dict. Collective.
+        """Return the module's full state_dict. Collective.
 
-        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        If parameters are sharded, rank 0 gets it and the other ranks get an empty dict.
         """
         return self.training.state_dict(self.lightning_module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of `checkpoint` into the module. Collective."""
+        """Load the weights from `checkpoint` into the module. Collective."""
         self.training.load_state_dict(
             self.lightning_module, checkpoint["state_dict"], strict=strict
         )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of `optimizer`, as in one process. Collective."""
+        """Return the full state of `optimizer`, as a single process would have it. Collective."""
         return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizers of `checkpoint`, saved at any world size. Collective."""
+        """Load the optimizer states from `checkpoint`, saved at any world size. Collective."""
         self.training.replace_optimizer_states(checkpoint["optimizer_states"])
 
 
@@ -400,10 +405,10 @@ def refuse_precision(plugin: Any) -> None:
 def _inside_forward(
     module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `module(*args, **kwargs)` with `method` as its forward.
+    """Call `module(*args, **kwargs)` with `method` as its forward method.
 
-    So the engine's hooks on the module run around the whole `training_step`, like the wrappers of
-    Lightning's own strategies. Inside `method`, `module(...)` calls its own forward again.
+    The engine's hooks on the module then run around the entire `training_step`, like the wrappers
+    of Lightning's own strategies. Inside `method`, `module(...)` calls its original forward method.
     """
     own = vars(module)
     before = {"forward": own["forward"]} if "forward" in own else {}
@@ -424,7 +429,7 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """The strategy has no device mesh. An AttributeError, so that `hasattr` returns False."""
+    """The strategy has no device mesh. It is an AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:
@@ -437,7 +442,7 @@ def refuse_mesh(asked: str) -> NoReturn:
 
 
 class RefusedMesh:
-    """Replaces the mesh of a LightningModule, and refuses every use."""
+    """Replaces the mesh of a LightningModule, and raises an error on every use."""
 
     def __getattr__(self, name: str) -> Any:
         refuse_mesh("self.device_mesh")

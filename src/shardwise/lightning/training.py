@@ -1,4 +1,4 @@
-"""The engines of one Trainer or Fabric: their run, and the parts of a step."""
+"""Holds the engines of one Trainer or Fabric, and implements the parts of a step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ class StrategyEngines(TrainedModels):
     def __init__(self, make: Make) -> None:
         super().__init__(make)
         self.only: optim.Optimizer | None = None
-        """The optimizer whose engine alone runs backwards, if the script has toggled one."""
+        """The optimizer that the script has toggled, if any.
+
+        Only its engine runs backward passes.
+        """
 
     def has_gradients(self, optimizer: optim.Optimizer) -> bool:
-        """Return whether a backward has reached the engine of `optimizer` since its last step."""
+        """Return whether a backward pass has reached `optimizer`'s engine since its last step."""
         trained = self.of(optimizer)
         return trained is not None and trained.engine.has_gradients
 
@@ -52,9 +55,9 @@ class StrategyEngines(TrainedModels):
         return reached
 
     def forget_cleared(self) -> None:
-        """Clear the engines whose gradients the script has cleared by a plain `zero_grad`."""
-        # The script calls the optimizer's own method, so the engine learns of it only here: then
-        # no parameter has its placeholder gradient any more.
+        """Clear the engines whose gradients the script has cleared with a plain `zero_grad`."""
+        # The script calls the optimizer's own method, so the engine only learns of it here, from
+        # the fact that no parameter has its placeholder gradient any more.
         for each in self:
             groups = (group for o in each.optimizers for group in o.param_groups)
             trained = [p for group in groups for p in group["params"] if p.requires_grad]
@@ -62,9 +65,10 @@ class StrategyEngines(TrainedModels):
                 each.clear()
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
-        """Step `optimizer`. Without gradients it does nothing, like a plain optimizer. Collective.
+        """Step `optimizer`. Collective.
 
-        Raises UsageError if it has no engine.
+        Without gradients it does nothing, like a plain optimizer. Raises UsageError if it has no
+        engine.
         """
         self.forget_cleared()
         trained = self.of(optimizer)
@@ -78,7 +82,7 @@ class StrategyEngines(TrainedModels):
             trained.step(optimizer, closure)
 
     def forget(self) -> None:
-        """Clear the gradients since the last step."""
+        """Discard the gradients since the last step."""
         for each in self:
             if each.engine.has_gradients:
                 each.clear()
@@ -93,9 +97,9 @@ class StrategyTraining:
     """The models, optimizers and engines of one Trainer or Fabric, and its run.
 
     Args:
-        settings: Settings of Shardwise by name.
-        library: The name of the caller in messages.
-        exact_mean: Whether each sample counts once, or a function that counts a batch's items.
+        settings: Shardwise settings by name.
+        library: Name of the caller in messages.
+        exact_mean: True if each sample counts once, or a function that counts a batch's items.
 
     Attributes:
         world: The run, after `join`.
@@ -130,7 +134,7 @@ class StrategyTraining:
         self._optimizers: list[optim.Optimizer] = []
         self._more_to_come = 0
         self._are_whole = False
-        """Whether gradients are whole now, because the user's hooks are running."""
+        """True while gradients are gathered because the user's hooks are running."""
         self.exact: LoadedBatches | None = None
         if exact_mean:
             items_of = exact_mean if callable(exact_mean) else None
@@ -146,7 +150,7 @@ class StrategyTraining:
     def join(self, accelerator: str) -> None:
         """Join the run on the device of the library's `accelerator` class.
 
-        Raises UsageError if the run computes on another device.
+        Raises UsageError if the run computes on a different device.
         """
         wanted = {"CPUAccelerator": "cpu", "CUDAAccelerator": "cuda"}.get(accelerator)
         if wanted is None:
@@ -165,7 +169,7 @@ class StrategyTraining:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether the engines of this run shard parameters."""
+        """True if the engines of this run shard parameters."""
         settled = self.world.settle(**self._engine_settings)
         return settled.placement.is_sharded("parameters")
 
@@ -174,7 +178,7 @@ class StrategyTraining:
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
         """Train `module` with `optimizers`, in addition to earlier ones. Collective.
 
-        Optimizers without common parameters get separate engines.
+        Optimizers that share no parameters get separate engines.
         """
         if module is not None:
             self._modules.append(module)
@@ -182,17 +186,17 @@ class StrategyTraining:
         self._optimizers += [each for each in optimizers if any(each.param_groups)]
         models = [part for each in self._modules for part in _models_of(each, self._optimizers)]
         if any(each not in models for each in self._models):
-            self.engines.close()  # a second optimizer divides a model that had one engine
+            self.engines.close()  # a second optimizer splits a model that had one engine
         self._models = models
         self.engines.form(models, self._optimizers)
 
     def make_alike(self, module: nn.Module) -> None:
-        """Give all ranks rank 0's values of the parts of `module` without an engine. Collective."""
-        # A Trainer that failed may still have an engine for this module, whose parameters are
-        # shards: they must stay as they are.
+        """Broadcast rank 0's values of the parts of `module` that have no engine. Collective."""
+        # A failed Trainer may still have an engine for this module, whose parameters are shards and
+        # must not be changed.
         models = self._models + [model for each in trained_engines() for model in each.models]
         known = {id(t) for model in models for t in _tensors(model)}
-        # Without meta tensors: the engine sends rank 0's values when it gives them memory.
+        # Skip meta tensors: the engine broadcasts rank 0's values when it allocates them.
         left = [t for t in _tensors(module) if id(t) not in known and not t.is_meta]
         make_alike(left, self.world.collectives)
 
@@ -206,7 +210,7 @@ class StrategyTraining:
         """Load plain `states`, one for each optimizer in order. Collective."""
         self.engines.forget()
         # Lightning has loaded the loss scale into the scaler, which engines read only when they are
-        # made.
+        # created.
         if self.scaler is not None:
             self.engines.close()
             self.engines.form(self._models, self._optimizers)
@@ -217,8 +221,10 @@ class StrategyTraining:
 
     @contextmanager
     def more_to_come(self) -> Iterator[None]:
-        """Declare that more backwards of this step follow the block, so that only the last one
-        communicates."""
+        """Declare that this step has more backward passes after the block.
+
+        Only the last one communicates.
+        """
         self._more_to_come += 1
         try:
             yield
@@ -226,11 +232,11 @@ class StrategyTraining:
             self._more_to_come -= 1
 
     def backward(self, loss: Tensor, *arguments: Any, **keywords: Any) -> None:
-        """Run the backward of `loss` in every engine that it reaches.
+        """Run the backward pass of `loss` in every engine that it reaches.
 
-        It accepts `retain_graph`. With exact means it also accepts `weight`, the number of items
-        that the loss averages (default: the samples of the batch), and `same_items`, as in the
-        engine's backward.
+        `retain_graph` may be passed. With exact means, `weight` may be passed too: the number of
+        items over which the loss is averaged (default: the samples of the batch). So may
+        `same_items`, as in the engine's `backward`.
         """
         retain_graph = bool(keywords.pop("retain_graph", False))
         call, setting = f"{self._library}: backward", "the strategy's exact_mean=True"
@@ -251,7 +257,10 @@ class StrategyTraining:
 
     @contextmanager
     def full_gradients(self, optimizer: optim.Optimizer) -> Iterator[None]:
-        """Make gradients of `optimizer` whole inside the block, to read or write. Collective."""
+        """Gather the full gradients of `optimizer` inside the block, to read or write.
+
+        Collective.
+        """
         optimizer = plain(optimizer)
         self.engines.forget_cleared()
         if not self.engines.has_gradients(optimizer):
@@ -267,7 +276,7 @@ class StrategyTraining:
     def clip_norm(
         self, optimizer: optim.Optimizer, max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the gradients of `optimizer` by their norm over all workers. Collective.
+        """Clip the gradients of `optimizer` by their norm across all workers. Collective.
 
         Returns the norm before clipping.
         """
@@ -292,9 +301,9 @@ class StrategyTraining:
         return torch.tensor(norm, device=self.world.device, dtype=dtype)
 
     def clip_value(self, optimizer: optim.Optimizer, clip_value: float) -> None:
-        """Clip every element of the gradients to [-clip_value, clip_value]. Collective.
+        """Clip every gradient element to [-clip_value, clip_value]. Collective.
 
-        It gathers the whole gradients.
+        The full gradients are gathered first.
         """
         if self._are_whole:
             nn.utils.clip_grad_value_(_parameters(optimizer), clip_value)
@@ -307,12 +316,12 @@ class StrategyTraining:
         if self._optimizers:
             self.engines.step(optimizer, closure)
 
-    # -- whole tensors ----------------------------------------------------------------------
+    # -- full tensors -----------------------------------------------------------------------
 
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return a copy on the CPU of the whole state_dict of `module`. Collective.
+        """Return a CPU copy of the full state_dict of `module`. Collective.
 
-        If parameters are sharded, only rank 0 gets it, and the others get an empty dict.
+        If parameters are sharded, rank 0 gets it and the other ranks get an empty dict.
         """
         sharded = [e for e in self.engines if e.engine.placement.is_sharded("parameters")]
         if not sharded:
@@ -330,24 +339,25 @@ class StrategyTraining:
 
     @contextmanager
     def full_parameters(self, *, write: bool = False) -> Iterator[None]:
-        """Make all parameters whole inside the block, to read or write. Collective."""
+        """Gather all parameters inside the block, to read or write. Collective."""
         with ExitStack() as blocks:
             for each in self.engines:
                 blocks.enter_context(each.engine.full_parameters(write=write))
             yield
 
     def optimizer_state(self, optimizer: optim.Optimizer) -> dict[str, Any]:
-        """Return the state_dict that `optimizer` would have in one process. Collective."""
+        """Return the state_dict that `optimizer` would have in a single process. Collective."""
         trained = self.engines.of(optimizer)
         if trained is None:
             return optimizer.state_dict()
         return trained.engine.optimizer_state_dict(optimizer, for_resume=True)
 
     def load_optimizer_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load `state`, of a plain optimizer, into `optimizer`. Collective."""
+        """Load `state`, which a plain optimizer returned, into `optimizer`. Collective."""
         trained = self.engines.of(optimizer)
         if trained is None:
-            # Call the class's method: FabricStrategy has replaced the object's by this one.
+            # Call the class's method, because FabricStrategy has replaced the object's method with
+            # this one.
             type(optimizer).load_state_dict(optimizer, dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
@@ -356,7 +366,7 @@ class StrategyTraining:
 def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
     """Return the parts of `module` that get separate engines.
 
-    With one optimizer, or optimizers with common parameters, the only part is `module` itself.
+    With one optimizer, or with optimizers that share parameters, the only part is `module` itself.
     Otherwise the parts are the largest modules whose parameters only one optimizer trains. Raises
     UsageError if two optimizers train parameters of the same innermost module.
     """
@@ -371,7 +381,7 @@ def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list
 def _modules(
     module: nn.Module, part: set[int], trained: Sequence[set[int]], name: str = ""
 ) -> Iterator[nn.Module]:
-    """Yield the largest modules in `module` with parameters of `part` and of no other part.
+    """Yield the largest modules in `module` that have parameters of `part` and of no other part.
 
     `name` is the path of `module`, for messages.
     """

@@ -1,8 +1,8 @@
-"""The class trees of Lightning, and Shardwise's strategies in the registry of each.
+"""Registers Shardwise's strategies in each of Lightning's class trees.
 
-`lightning.pytorch` and `pytorch_lightning` contain the same code twice, and neither accepts classes
-of the other. The same is true of `lightning.fabric` and `lightning_fabric`. Each takes seconds to
-import, so the strategies are registered in a tree when the script imports it.
+`lightning.pytorch` and `pytorch_lightning` contain the same code twice, and neither accepts the
+other's classes. The same is true of `lightning.fabric` and `lightning_fabric`. Each takes seconds
+to import, so the strategies are registered in a tree only when the script imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 NAME = "shardwise"
-"""The name of the strategies: Trainer(strategy="shardwise")."""
+"""Name of the strategies, as in Trainer(strategy="shardwise")."""
 
 TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 FABRICS = ("lightning.fabric", "lightning_fabric")
@@ -26,7 +26,7 @@ FABRICS = ("lightning.fabric", "lightning_fabric")
 
 @cache
 def trainer_strategy(tree: str) -> Any:
-    """Return the strategy of the Trainer of `tree`, one of TRAINERS."""
+    """Return the strategy class for the Trainer of `tree`, one of TRAINERS."""
     from shardwise.lightning.trainer_strategy import TrainerStrategy
 
     theirs = import_module(tree)
@@ -38,7 +38,7 @@ def trainer_strategy(tree: str) -> Any:
 
 @cache
 def fabric_strategy(tree: str) -> Any:
-    """Return the strategy of the Fabric of `tree`, one of FABRICS."""
+    """Return the strategy class for the Fabric of `tree`, one of FABRICS."""
     from shardwise.lightning.fabric_strategy import FabricStrategy
 
     base = import_module(f"{tree}.strategies").DDPStrategy
@@ -53,7 +53,7 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Return the tree among `trees` that the script has imported, else the first installed one."""
+    """Return the first of `trees` that the script has imported, else the first installed."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -78,7 +78,7 @@ def register() -> None:
 
 
 def when_imported(name: str, call: Callable[[str], None]) -> None:
-    """Call `call(name)` when the module `name` is imported, or now if it is already."""
+    """Call `call(name)` when the module `name` is imported, or now if it already is."""
     if name in sys.modules:
         call(name)
     else:
@@ -88,13 +88,13 @@ def when_imported(name: str, call: Callable[[str], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Finds modules by the other finders, and runs calls after their import."""
+    """Delegates to the other finders, and runs registered calls after an import."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[str], None]]] = {}
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of the other finders, with its loader wrapped in `_Calling`."""
+        """Return the other finders' spec, with its loader wrapped in `_Calling`."""
         if name not in self.calls:
             return None
         for finder in sys.meta_path:
@@ -108,7 +108,7 @@ class _Waiting(MetaPathFinder):
 
 
 class _Calling(Loader):
-    """Loads a module with `loader`, then runs the calls that wait for it."""
+    """Loads a module with `loader`, then runs the calls registered for it."""
 
     def __init__(self, loader: Loader, waiting: _Waiting) -> None:
         self._loader = loader

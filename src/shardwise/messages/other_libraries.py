@@ -1,8 +1,8 @@
-"""Hints for names of DDP, FSDP, Accelerate, Fabric and DeepSpeed: what to write in Shardwise.
+"""Hints that translate names of DDP, FSDP, Accelerate, Fabric and DeepSpeed to Shardwise.
 
-Every place that refuses an unknown setting, flag, attribute or module name calls `hint` first,
-before it suggests a similar name. Names of other libraries often resemble an unrelated setting of
-Shardwise (`zero_stage` and `stages`).
+Code that rejects an unknown setting, flag, attribute or module name calls `hint` first, before it
+suggests a similar name. Names of other libraries often resemble an unrelated Shardwise setting
+(`zero_stage` and `stages`).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -289,9 +289,9 @@ _HINTS_IN_LOWER_CASE = {name.lower(): sentence for name, sentence in _HINTS.item
 
 
 def hint(name: str) -> str | None:
-    """Return what to write for a name of another library, None if the name is unknown.
+    """Return a sentence on what to write for a name of another library, or None if it is unknown.
 
-    A flag such as `--zero-stage` has the same hint as `zero_stage`.
+    A flag such as `--zero-stage` gets the same hint as `zero_stage`.
     """
     name = name.lstrip("-").replace("-", "_")
     return _HINTS.get(name) or _HINTS_IN_LOWER_CASE.get(name.lower())
@@ -304,7 +304,7 @@ class HintsAtAttributes:
 
         def __getattr__(self, name: str) -> Any:
             try:
-                # This raises the usual error, or the error inside a property that failed.
+                # This raises the usual error, or the error of a property that failed.
                 return object.__getattribute__(self, name)
             except AttributeError as error:
                 if error.name != name or not (sentence := hint(name)):

@@ -1,4 +1,4 @@
-"""Text for terminals: names that are safe to print, and readable numbers."""
+"""Formats text for terminals: names that are safe to print, and readable numbers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def printable(value: object) -> str:
-    """Escape the control characters of `value` as Python does, except line breaks."""
-    # Names of files, hosts and tensors may contain escape sequences, which a terminal would obey.
+    """Escape control characters in `value` as Python does, except line breaks."""
+    # Names of files, hosts and tensors may contain escape sequences, which a terminal would
+    # execute.
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
 
 
 def as_utf8(text: str) -> bytes:
-    """Encode `text` as UTF-8 without failing, even if it has a file name that is not UTF-8.
+    """Encode `text` as UTF-8 without failing, even if it contains a file name that is not UTF-8.
 
     Python represents the bytes of such a name by surrogates, which UTF-8 cannot encode. They become
     escapes, such as \\udce9.
@@ -28,7 +29,7 @@ def as_utf8(text: str) -> bytes:
 
 
 def in_shell(words: Iterable[str]) -> str:
-    """Return `words` as a user types them in bash, on one line and safe to print.
+    """Join `words` as a user would type them in bash, on one line and safe to print.
 
     A word with control characters is written with escapes, such as $'a\\x0ab'.
     """
@@ -55,31 +56,31 @@ def from_here(file: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """Replace the middle of each word of 300 characters or more by an ellipsis."""
+    """Replace the middle of each word of 300 characters or more with an ellipsis."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)
 
 
 BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-"""Units and their bytes, the largest first."""
+"""Units and their size in bytes, largest first."""
 
 
 def in_bytes(number: int) -> str:
-    """Return a number of bytes with its unit, such as "1.6 GB"."""
+    """Format a number of bytes with its unit, such as "1.6 GB"."""
     return _scaled(number, BYTES, " ") or f"{number} B"
 
 
 def byte_unit(largest: int) -> tuple[str, float]:
-    """Return the unit for an axis of bytes up to `largest`, and the bytes in that unit."""
+    """Return the unit for an axis of bytes up to `largest`, and its size in bytes."""
     return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 
 def in_short(number: int) -> str:
-    """Return a count in short form, such as "100.9M"."""
+    """Format a count in short form, such as "100.9M"."""
     return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)), "") or str(number)
 
 
 def many(count: int, name: str, ending: str = "s") -> str:
-    """Return a count with its noun, such as "1 unit" or "2 units"."""
+    """Format a count with its noun, such as "1 unit" or "2 units"."""
     return f"{count} {name}{'' if count == 1 else ending}"
 
 
@@ -95,7 +96,7 @@ WIDTH = 100
 
 
 def plain_console(*, stderr: bool = False, width: int = WIDTH) -> Console:
-    """Return a console that prints text unchanged: it does not interpret `:fire:` or `[red]`."""
+    """Return a console that prints text unchanged, without interpreting `:fire:` or `[red]`."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, stderr=stderr)

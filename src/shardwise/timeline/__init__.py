@@ -1,10 +1,10 @@
-"""The timeline: the events of each rank, in one file of Chrome's trace format.
+"""Records the events of each rank in a file in Chrome's trace format.
 
     recorder.py    records events of this process on the rows of a rank
-    encoding.py    encodes events as lines of JSON
-    file.py        the file that all ranks of a host write, valid JSON at every moment
+    encoding.py    encodes events as JSON lines
+    file.py        writes the file that all ranks of a host share, valid JSON at every moment
 
-If no timeline is recorded, `span` costs one test of an attribute.
+If no timeline is recorded, `span` costs one attribute check.
 """
 
 from shardwise.timeline.recorder import Row, span

@@ -1,4 +1,4 @@
-"""JSON lines of Chrome's trace format, one for each event of a rank.
+"""Encodes the events of a rank as JSON lines in Chrome's trace format.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -16,14 +16,14 @@ from typing import Any
 from shardwise.timeline.recorder import FURTHER_STEPS, LANES, WIDEST, Row, TimelineEvent
 
 LONGEST = 100
-"""Maximum number of characters of a text, so that every line fits into a page of the file."""
+"""Maximum length of a text in characters. With it, every line fits into a page of the file."""
 
 
 class Encoder:
     """Encodes the events of rank `rank`, which runs on `host`.
 
-    `ahead` is the number of nanoseconds by which the clock of this host is ahead of rank 0's clock.
-    The file has rank 0's times.
+    `ahead` is the number of nanoseconds by which this host's clock is ahead of rank 0's clock.
+    Times in the file are rank 0's.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -36,7 +36,7 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """Return the lines that name and order this rank's process."""
+        """Return the lines that name and sort this rank's process."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
@@ -44,7 +44,7 @@ class Encoder:
         ]
 
     def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
-        """Yield the lines of each event, after the name of its row at its first use."""
+        """Yield the lines of each event. The first event on a row is preceded by the row's name."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -63,8 +63,8 @@ class Encoder:
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
 
     def _complete(self, note: TimelineEvent, category: str, thread: int) -> str:
-        # Formatted by hand: the json module takes ten times as long, and there are thousands of
-        # events per second. Times are in microseconds, as the format demands.
+        # Formatted by hand, because the json module takes ten times as long and there are thousands
+        # of events per second. Times are in microseconds, as the format requires.
         begin, lasted = (note.began - self.ahead) / 1000, (note.ended - note.began) / 1000
         about = ""
         if note.about:
@@ -83,7 +83,7 @@ class Encoder:
             return self._lane(note)
         if note.row is not Row.STEPS:
             return int(note.row)
-        # Steps of engines that take turns (a GAN's two) overlap, so each engine has a row.
+        # Steps of engines that take turns (as in a GAN) overlap, so each engine has a row.
         engine = (note.about or {}).get("engine", 0)
         if engine not in self._engines:
             self._engines.append(engine)
@@ -92,7 +92,7 @@ class Encoder:
 
     def _lane(self, note: TimelineEvent) -> int:
         """Return the first thread of the row on which no event overlaps this one."""
-        # Events arrive in the order of their ends, so it suffices to know the last end per lane.
+        # Events arrive in the order of their ends, so the last end of each lane is sufficient.
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
         lane = next(free, min(len(ends), WIDEST - 1))
@@ -110,8 +110,8 @@ class Encoder:
         yield self._metadata("thread_sort_index", thread, {"sort_index": order})
 
     def _flow(self, note: TimelineEvent, thread: int) -> Iterator[str]:
-        # A pair of flow events: viewers draw an arrow from "s" (start, on the row that computes, at
-        # the moment of the launch) to "f" (finish, at the collective).
+        # A pair of flow events: viewers draw an arrow from "s" (start, on the compute row, at the
+        # launch) to "f" (finish, at the collective).
         self._flows += 1
         begin = (note.began - self.ahead) / 1000
         about = (
@@ -140,15 +140,19 @@ MB = 1e6
 
 
 def memory_in_use() -> dict[str, float]:
-    """Return the memory in use, in megabytes, by name: the resident set, and the tensors on an
-    accelerator if this process uses one."""
+    """Return the memory in use in megabytes, by name.
+
+    The names are the resident set and, if this process uses an accelerator, the tensors on the
+    device.
+    """
     try:
         with open("/proc/self/statm", "rb") as table:
             resident = int(table.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:  # macOS has no /proc; its ru_maxrss is the peak so far, in bytes
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     megabytes = {"resident set": resident / MB}
-    # Not imported: a rank that records before it loads torch must not load it in this thread.
+    # Do not import torch: a rank that records before it loads torch must not load it in this
+    # thread.
     torch: Any = sys.modules.get("torch")
     if torch is not None and (nbytes := _on_device(torch)) is not None:
         megabytes["device"] = nbytes / MB
@@ -156,11 +160,11 @@ def memory_in_use() -> dict[str, float]:
 
 
 def _on_device(torch: Any) -> int | None:
-    """Return the bytes of tensors on the accelerator, None if this process uses none."""
+    """Return the number of bytes held by tensors on the accelerator, or None if it is unused."""
     if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
         return None
     module: Any = torch.get_device_module(device)
-    # Asking an uninitialized device would initialize it, which takes memory and time.
+    # Querying an uninitialised device would initialise it, which takes memory and time.
     if not getattr(module, "is_initialized", lambda: True)():
         return None
     allocated = getattr(module, "memory_allocated", None) or module.current_allocated_memory

@@ -1,4 +1,6 @@
-"""The file that all ranks of a host write: valid JSON at every moment, even after a kill -9.
+"""Writes the file that all ranks of a host share.
+
+It is valid JSON at every moment, even after kill -9.
 
     | header |,{...},{...}     |,{...}           |                 |                 |]
       page 0   rank 1's, full    rank 0's          free: spaces      free: spaces      end
@@ -6,8 +8,8 @@
 Free pages are spaces, which JSON allows before the end of the array. A rank overwrites free pages
 with its events, one write per page. Linux does not interrupt such a write, so the file is valid
 before and after it. If no page is free, a rank writes a larger file next to this one and renames
-it. The last rank to leave cuts off the free pages in the same way. A file lock excludes other
-ranks meanwhile; the kernel releases it when a process dies.
+it. The last rank to stop removes the free pages in the same way. During these operations, a file
+lock excludes other ranks. The kernel releases it when a process dies.
 """
 
 from __future__ import annotations
@@ -27,20 +29,21 @@ ROOM = 64
 """Minimum number of pages to add when too few are free."""
 
 LARGEST = 1 << 30
-"""Maximum size of a file in bytes. Viewers do not open larger ones."""
+"""Maximum size of a file in bytes. Viewers cannot open larger ones."""
 
 NAME = "shardwise timeline"
 
 
 class NoTimeline(OSError):
-    """An error about an existing file that is no timeline of Shardwise."""
+    """Raised if a file exists but is not a Shardwise timeline."""
 
 
 class TimelineFile:
-    """The file `path` of the run named `run`, joined by rank `rank`.
+    """The timeline file at `path`, which rank `rank` of the run `run` joins.
 
-    It replaces the timeline of an earlier run. `about` has further fields of the header. Raises
-    OSError if the file cannot be written, and NoTimeline if it would replace any other file.
+    It replaces the timeline of an earlier run. `about` contains further header fields. Raises
+    OSError if the file cannot be written, and NoTimeline if it would replace a file that is not a
+    timeline.
     """
 
     def __init__(self, path: Path, run: str, rank: int, about: dict[str, Any]) -> None:
@@ -59,7 +62,7 @@ class TimelineFile:
                 locked.replace([_header(header)], ROOM, self._temporary)
 
     def write(self, lines: Iterable[str]) -> None:
-        """Append events, one per line. Raises OSError."""
+        """Append events, one per line. Raises OSError if the file cannot be written."""
         last = self._last
         filled = list(packed(lines, b"" if last is None else last[1]))
         if not filled:
@@ -72,15 +75,15 @@ class TimelineFile:
                 )
             if first + more > locked.count:
                 locked.replace(locked.pages(first), max(ROOM, more, first // 2), self._temporary)
-            # Write the last page of this rank again with more lines in it: a page of 4 KB for each
-            # call would make the file many times as large.
+            # Rewrite this rank's last page with more lines in it. A page of 4 KB per call would
+            # make the file many times larger.
             numbers = [*([] if last is None else [last[0]]), *range(first, first + more)]
             for number, page in zip(numbers, filled, strict=True):
                 locked.put(number, page.ljust(PAGE))
         self._last = numbers[-1], filled[-1]
 
     def close(self) -> None:
-        """Stop writing. The last rank to stop cuts off the free pages."""
+        """Stop writing. The last rank to stop removes the free pages."""
         with self._own_file() as locked:
             header = locked.header()
             header["recording"] = [rank for rank in header["recording"] if rank != self._rank]
@@ -97,7 +100,7 @@ class TimelineFile:
 
     @contextmanager
     def _locked(self, flags: int = 0) -> Iterator[_LockedFile]:
-        """Open the file and lock it for this process alone."""
+        """Open the file and lock it exclusively for this process."""
         while True:
             fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
             locked = _LockedFile(self.path, fd)
@@ -105,8 +108,8 @@ class TimelineFile:
                 if not stat.S_ISREG(os.fstat(fd).st_mode):
                     raise NoTimeline(f"{self.path} is no regular file")
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                # While this rank waited for the lock, another one may have renamed a larger file
-                # to this path. Then this is the lock of a deleted file: try again.
+                # While this rank waited for the lock, another rank may have renamed a larger file
+                # to this path. Then this lock is on a deleted file: try again.
                 if os.path.samestat(os.fstat(fd), os.stat(self.path)):
                     yield locked
                     return
@@ -123,11 +126,14 @@ class _LockedFile:
 
     @property
     def count(self) -> int:
-        """The number of pages, without the end of the array."""
+        """The number of pages, excluding the end of the array."""
         return (os.fstat(self._fd).st_size - len(END)) // PAGE
 
     def header(self) -> dict[str, Any]:
-        """Return the header from the first page, empty for a new file. Raises NoTimeline."""
+        """Return the header from the first page, or {} for a new file.
+
+        Raises NoTimeline if the file is not a Shardwise timeline.
+        """
         page = os.pread(self._fd, PAGE, 0)
         if not page:
             return {}
@@ -141,8 +147,9 @@ class _LockedFile:
 
     def used(self) -> int:
         """Return the number of pages in use. All free pages follow them and begin with a space."""
-        # By bisection. The header cannot have this number: it would have to change in the same
-        # instant as the page, or a kill between the two writes would leave them different.
+        # Find it by bisection. The header cannot store it, because header and page would have to
+        # change at the same instant, and a kill between the two writes would make them
+        # inconsistent.
         low, high = 1, self.count
         while low < high:
             middle = (low + high) // 2
@@ -161,15 +168,15 @@ class _LockedFile:
             yield part
 
     def put(self, number: int, page: bytes) -> None:
-        """Overwrite one page, in one write."""
+        """Overwrite one page with a single write."""
         assert len(page) == PAGE
         os.pwrite(self._fd, page, number * PAGE)
 
     def replace(self, pages: Iterable[bytes], free: int, temporary: Path) -> None:
-        """Replace the file atomically by `pages` and `free` empty pages, and keep its lock."""
+        """Atomically replace the file with `pages` and `free` empty pages. Keeps the lock."""
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            # Lock it before the rename: a rank that opens it must wait for this one.
+            # Lock it before the rename, because a rank that opens it must wait for this one.
             fcntl.flock(fd, fcntl.LOCK_EX)
             with os.fdopen(os.dup(fd), "wb") as file:
                 file.writelines(pages)
@@ -186,8 +193,8 @@ class _LockedFile:
 
     def close(self) -> None:
         """Release the lock."""
-        # Unlock before closing: a process that was forked meanwhile shares the open file, and
-        # closing it here alone would keep the lock until that process ends.
+        # Unlock before closing. A child that was forked meanwhile shares the open file, so closing
+        # it only here would hold the lock until the child exits.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         finally:
@@ -209,7 +216,7 @@ def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
 
 
 def header_of(page: bytes) -> dict[str, Any] | None:
-    """Return the header from the first page of a timeline, None if it is another kind of file."""
+    """Return the header from the first page of a timeline, or None for any other kind of file."""
     try:
         first = json.loads(page.removeprefix(b"["))
     except ValueError:

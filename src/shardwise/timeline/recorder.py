@@ -1,7 +1,7 @@
-"""The recorder of this process's events, and the thread that writes them.
+"""Records this process's events, and writes them in a separate thread.
 
-To record an event is to append a few numbers to a queue, which costs the step a microsecond. A
-thread encodes and writes the queue a few times per second.
+Recording an event appends a few numbers to a queue, which takes a microsecond of the step. A thread
+encodes and writes the queue a few times per second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Row(IntEnum):
     """A row of a timeline. The value is its thread number in the file.
 
-    Overlapping events on a row of `LANES` go to the rows with the following numbers.
+    Overlapping events on a row in `LANES` use the rows with the following numbers.
     """
 
     STEPS = 1
@@ -37,7 +37,7 @@ class Row(IntEnum):
 
     @property
     def title(self) -> str:
-        """The title of the row."""
+        """Title of the row."""
         return _TITLES[self]
 
 
@@ -56,29 +56,32 @@ LANES = (Row.COMMUNICATION, Row.TIERS)
 """Rows whose events may overlap."""
 
 WIDEST = 30
-"""Maximum number of rows for one of `LANES`. Further overlapping events go to the last of them."""
+"""Maximum number of lanes for a row in `LANES`. Further overlapping events share the last lane."""
 
 FURTHER_STEPS = 70
-"""First of the rows for the steps of the second and further engines; `WIDEST` in all."""
+"""First row for the steps of the second and further engines.
+
+There are at most `WIDEST` such rows.
+"""
 
 PERIOD = 0.25
-"""Seconds between two writes. A kill loses the events of at most this time."""
+"""Seconds between two writes. A kill loses at most the events of this period."""
 
 MANY = 8
-"""Maximum number of ranks that an event lists by number."""
+"""Maximum number of ranks that an event lists individually."""
 
 PATIENCE = 5.0
 """Seconds that `stop` waits for the last write."""
 
 WAIT = "wait"
-"""Category of waits for other ranks. Other events have the title of their row as category."""
+"""Category of waits for other ranks. For other events, the category is the title of their row."""
 
 WAIT_BESIDE = "wait beside"
 """Category of waits on a thread that communicates while another thread computes."""
 
 
 class TimelineEvent(NamedTuple):
-    """An event. Its begin and end are in nanoseconds of this host's monotonic clock."""
+    """An event. `began` and `ended` are in nanoseconds of this host's monotonic clock."""
 
     row: Row
     name: str
@@ -92,10 +95,10 @@ class EventSink(Protocol):
     """Writes events."""
 
     def write(self, notes: list[TimelineEvent]) -> None:
-        """Write events, and the memory in use. Raises OSError."""
+        """Write events and the memory in use. Raises OSError if writing fails."""
 
     def close(self) -> None:
-        """Finish writing. Raises OSError."""
+        """Finish writing. Raises OSError if writing fails."""
 
 
 class Watcher(Protocol):
@@ -121,15 +124,15 @@ class TimelineRecorder:
         self._stepped: dict[int, int] = {}
         self._began = time.monotonic_ns()
         self._ends = threading.Event()
-        # A daemon thread, so that a process can end although its disk hangs.
+        # A daemon thread, so that the process can exit even if its disk hangs.
         self._thread = threading.Thread(target=self._run, name="shardwise-timeline", daemon=True)
         self._thread.start()
 
     def stepped(self, engine: int, number: int) -> None:
-        """Record step `number` of an engine.
+        """Record that step `number` of an engine has ended.
 
-        It began when the previous step of this engine ended. For the first step of an engine, it
-        began when the latest step of any engine ended.
+        Its recorded start is the end of this engine's previous step. For the first step of an
+        engine, it is the end of the latest step of any engine.
         """
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
@@ -140,10 +143,10 @@ class TimelineRecorder:
     def waited(
         self, call: str, since: float, missing: tuple[int, ...], beside: bool = False
     ) -> None:
-        """Record a wait in `call`, which began at `since` seconds of the monotonic clock.
+        """Record a wait in `call` that began at `since` (monotonic clock, in seconds).
 
-        `missing` are the ranks that had not arrived when it began. `beside`: the thread that waited
-        only communicates, while another one computes.
+        `missing` lists the ranks that had not arrived when the wait began. `beside` is True if the
+        waiting thread only communicates while another thread computes.
         """
         began, now = int(since * 1e9), time.monotonic_ns()
         about = None
@@ -155,7 +158,7 @@ class TimelineRecorder:
         self.notes.append(TimelineEvent(row, f"wait: {call}", began, now, about, category))
 
     def stop(self) -> None:
-        """Write the remaining events and end the thread."""
+        """Write the remaining events and stop the thread."""
         self._ends.set()
         self._thread.join(PATIENCE)
 
@@ -165,19 +168,21 @@ class TimelineRecorder:
                 self._sink.write(self._take_queued())
             self._sink.write(self._take_queued())
             self._sink.close()
-        except Exception as error:  # usually of the disk; `on_failure` reports it
-            # Leave the hooks attached: a forward of the main thread may be running one.
+        except Exception as error:  # usually a disk error, which `on_failure` reports
+            # Leave the hooks attached, because a forward pass in the main thread may be running
+            # one.
             _leave(self)
             self._on_failure(error)
 
     def _take_queued(self) -> list[TimelineEvent]:
-        # By the length at this moment, and not until it is empty: other threads keep appending.
-        # `popleft` and `append` of a deque are atomic, so no lock is needed.
+        # Take as many as there are now, and do not wait until the queue is empty, because other
+        # threads keep appending. `popleft` and `append` of a deque are atomic, so no lock is
+        # needed.
         return [self.notes.popleft() for _ in range(len(self.notes))]
 
 
 class Span:
-    """A context manager that records an event when it ends."""
+    """A context manager that records an event when it exits."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
@@ -198,7 +203,7 @@ class Span:
 
 
 class Launched:
-    """A collective in flight, recorded at the first call of `done`."""
+    """A collective in flight, which is recorded at the first call to `done`."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
@@ -211,7 +216,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Record the collective, whose result has arrived."""
+        """Record the collective, because its result has arrived."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
@@ -221,7 +226,7 @@ class Launched:
 
 
 active: TimelineRecorder | None = None
-"""The recorder of this process, None if no timeline is recorded."""
+"""The recorder of this process, or None if no timeline is recorded."""
 
 _watchers: WeakSet[Watcher] = WeakSet()
 _OFF = nullcontext()
@@ -231,12 +236,12 @@ def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
     """Return a context manager that records an event `name` on a row, with `about` as details."""
-    recorder = active  # read once: the thread that writes may set it to None at any moment
+    recorder = active  # read once, because the writing thread may set it to None at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
 def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
-    """Return the event of a collective over `buffer` that begins now, None if not recording."""
+    """Return the event of a collective over `buffer` that starts now, or None if not recording."""
     recorder = active
     if recorder is None:
         return None
@@ -246,19 +251,19 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
 
 
 def watch(watcher: Watcher) -> None:
-    """Attach the hooks of `watcher` when recording begins, or now if it has begun."""
+    """Attach the hooks of `watcher` when recording starts, or now if it has started."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Do not attach the hooks of `watcher` again."""
+    """Do not attach the hooks of `watcher` when recording starts again."""
     _watchers.discard(watcher)
 
 
 def start(recorder: TimelineRecorder) -> None:
-    """Begin to record with `recorder`."""
+    """Start recording with `recorder`."""
     global active
     active = recorder
     for watcher in list(_watchers):
@@ -279,7 +284,7 @@ def _leave(recorder: TimelineRecorder) -> None:
 
 
 def _stop_in_forked_child() -> None:
-    # The child has no writing thread, and its work is not a rank's.
+    # The child has no writing thread, and its work does not belong to a rank.
     global active
     active = None
 

@@ -1,8 +1,8 @@
-"""The Hugging Face Trainer over this engine: `from shardwise.transformers import Trainer`.
+"""The Hugging Face Trainer on Shardwise engines: `from shardwise.transformers import Trainer`.
 
 `SFT = shardwise.transformers.on(SFTTrainer)` converts another trainer class, and
-`prepare_trainer(trainer)` converts an object. After an import of this package, TrainingArguments
-join the run.
+`prepare_trainer(trainer)` converts an object. Once this package is imported, TrainingArguments join
+the run.
 """
 
 from shardwise.transformers.deepspeed_argument import take_json

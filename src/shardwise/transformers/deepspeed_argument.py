@@ -1,8 +1,8 @@
-"""The DeepSpeed JSON of TrainingArguments. "auto" stands for the value of another argument.
+"""Applies the DeepSpeed config in TrainingArguments. "auto" stands for another argument's value.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-It is hidden from transformers, which would pass it to DeepSpeed.
+The config is hidden from transformers, which would pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from shardwise.deepspeed import optimizers
 from shardwise.errors import ConfigError, UsageError
 
 _KEPT = "_shardwise_deepspeed"
-"""The attribute of TrainingArguments that has the JSON, or the plugin of `accelerate launch`."""
+"""Attribute of TrainingArguments that stores the config, or the `accelerate launch` plugin.
+"""
 _MARK = "_keeps_deepspeed_json"
 """The attribute that marks the replaced `__post_init__`."""
 
@@ -50,7 +51,7 @@ def _wrap_post_init(theirs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _as_object(given: Any) -> Any:
-    """Return `given`, parsed if it is JSON text from a command line. Raises ConfigError."""
+    """Return `given`, parsed if it is JSON text. Raises ConfigError if the text is invalid."""
     if not (isinstance(given, str) and given.lstrip().startswith("{")):
         return given
     try:
@@ -63,7 +64,7 @@ def _as_object(given: Any) -> Any:
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise UsageError if TrainingArguments have a `plugin` that transformers itself has made."""
+    """Raise UsageError if TrainingArguments have a `plugin` that transformers itself created."""
     if plugin is not None:
         raise UsageError(
             "TrainingArguments have a deepspeed_plugin, so DeepSpeed would train. Import "
@@ -72,14 +73,15 @@ def check_plugin(plugin: Any) -> None:
 
 
 def json_of(arguments: Any) -> Any:
-    """Return the JSON of `arguments`, a path or a dict, None if they have none."""
+    """Return the DeepSpeed config of `arguments` (a path or a dict), or None."""
     return getattr(arguments, _KEPT, None)
 
 
 def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
-    """Parse the JSON of `arguments` for a training of `steps` steps, with their values for "auto".
+    """Parse the DeepSpeed config of `arguments` for a run of `steps` steps.
 
-    Returns None if they have no JSON. Raises ConfigError if a key contradicts an argument.
+    "auto" is replaced by the values of `arguments`. Returns None without a config. Raises
+    ConfigError if a key contradicts an argument.
     """
     source = json_of(arguments)
     if source is None:
@@ -98,7 +100,7 @@ def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
 
 
 def _value(job: DeepSpeedJob, key: str) -> Any:
-    """Return the JSON's value of `key`, None if it has none."""
+    """Return the config's value of `key`, or None if it is missing."""
     section, _, name = key.rpartition(".")
     if section.endswith(".params"):
         found = job.document.get(section, {}).get(name)
@@ -122,7 +124,7 @@ _SAME = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps",
 }
-"""Keys that must equal an argument of TrainingArguments, unless they are "auto"."""
+"""Keys that must match an argument of TrainingArguments, unless they are "auto"."""
 
 
 def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
 
 
 class OptimizersOfJson:
-    """The part of a Trainer that makes the optimizer and the schedule of its JSON."""
+    """The part of a Trainer that creates the optimizer and schedule of its DeepSpeed config."""
 
     args: Any
     model: Any
@@ -160,7 +162,7 @@ class OptimizersOfJson:
     _created_lr_scheduler: bool
 
     def check_optimizers(self) -> None:
-        """Raise ConfigError if both the script and the JSON have an optimizer or a schedule."""
+        """Raise ConfigError if both the script and the config define an optimizer or a schedule."""
         job = job_of(self.args)
         if job is None:
             return
@@ -171,7 +173,7 @@ class OptimizersOfJson:
             raise duplicate_error(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """Return the JSON's optimizer over all trained parameters, or the trainer's own."""
+        """Return the config's optimizer for all trained parameters, or the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
@@ -181,7 +183,7 @@ class OptimizersOfJson:
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the JSON's schedule, which steps once per update, or the trainer's own."""
+        """Return the config's schedule, which steps once per update, or the trainer's own."""
         job = job_of(self.args, num_training_steps)
         if self.lr_scheduler is None and job is not None and job.schedule is not None:
             face = self.optimizer if optimizer is None else optimizer

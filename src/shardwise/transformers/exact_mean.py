@@ -1,8 +1,8 @@
-"""`Trainer(exact_mean=True)`: every item of a step counts once.
+"""Implements `Trainer(exact_mean=True)`: every item of a step counts once.
 
-Items are the labels that count (not -100), or the samples if there are no labels of classes. The
-model gets the number of items of its micro-batch. So its loss is a mean over them, whether it
-divides a sum by that number or takes the mean itself. That number is the weight of the backward.
+Items are the labels that count (not -100), or the samples if there are no class labels. The model
+receives the number of items in its micro-batch. So its loss is a mean over them, whether it divides
+a sum by that number or takes the mean itself. That number is also the weight of the backward pass.
 Nothing is divided by the number of micro-batches or multiplied by the number of ranks:
 
     micro-batches of 5, 2 and 9 labels    with exact_mean       stock, model ignores the number
@@ -38,11 +38,14 @@ _UNSHIFTED = {
     "XLMWithLMHeadModel",
     "XLNetLMHeadModel",
 }
-"""Causal models of transformers whose forward compares labels with logits of the same position."""
+"""transformers' causal models whose forward compares labels with logits at the same position."""
 
 
 class WeighingAccelerator(Accelerator):
-    """The Accelerator of a Trainer with `exact_mean`. The loss of a backward averages `items`."""
+    """Accelerator of a Trainer with `exact_mean`.
+
+    The loss of a backward pass is averaged over `items`.
+    """
 
     items: LossItems | None = None
 
@@ -51,7 +54,7 @@ class WeighingAccelerator(Accelerator):
 
 
 class StepItems:
-    """The number of items in each batch of a step of `trainer`, and in all of them together.
+    """Counts the items in each batch of a step of `trainer`, and in all of them together.
 
     `items_of` is the script's function that counts the items of a batch, or None.
     """
@@ -63,11 +66,11 @@ class StepItems:
         """The batches of the step, kept alive so that no other batch gets their id."""
         self._total = torch.zeros(())
         self._losses: list[Tensor] = []
-        """Per batch of an evaluation, (2,) in fp64: the loss times its items, and the items."""
+        """For each evaluation batch, (2,) in fp64: the loss times its items, and the items."""
         self._evaluated_loader: Any = None
         """The loader of the running evaluation, if Accelerate prepared it."""
         self.items_of_evaluated: Tensor | None = None
-        """The number of items, at least 1, in the batch that an evaluation now runs."""
+        """Number of items, at least 1, in the current evaluation batch."""
 
     def window(
         self,
@@ -93,7 +96,7 @@ class StepItems:
             found, _ = read(cut(), count, device)
         self._items = []
         for batch in found:
-            # The user's own `read` may have replaced a batch. Then all of its rows count.
+            # The user's own `read` may have replaced a batch. In that case all of its rows count.
             rows = samples[id(batch)] if id(batch) in samples else find_batch_size(batch)
             self._items.append((batch, self._number(batch, rows, device)))
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -102,8 +105,8 @@ class StepItems:
         return found, self._total
 
     def _cut(self, batch: Any, loader: Any) -> tuple[Any, CountedBatch]:
-        """Return `batch`, the last one of `loader`, without repeated rows; and its counts."""
-        if loader is None:  # the loader was not prepared by Accelerate, so it repeats no samples
+        """Return `batch`, the last one of `loader`, without repeated rows, and its counts."""
+        if loader is None:  # Accelerate did not prepare the loader, so it repeats no samples
             return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
 
@@ -116,7 +119,7 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return how many labels of `batch` count, or its `samples` if labels are not classes."""
+        """Return how many labels of `batch` count, or `samples` if labels are not classes."""
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -142,10 +145,10 @@ class StepItems:
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Make losses means over `batch` inside the block, with its items as a backward's weight.
+        """Make losses means over `batch` inside the block, weighted by its number of items.
 
         Yields the number of items for the model, and a function that converts the loss into its
-        part of the step's loss. The trainer averages that over the workers.
+        part of the step's loss, which the trainer averages over the workers.
         """
         found = [items for known, items in self._items if known is batch]
         if not found:
@@ -171,15 +174,17 @@ class StepItems:
     # -- an evaluation ----------------------------------------------------------------------
 
     def begin_evaluation(self, loader: Any) -> None:
-        """Begin an evaluation on the batches of `loader`."""
+        """Start an evaluation on the batches of `loader`."""
         self._losses.clear()
         is_prepared = hasattr(loader, "end_of_dataloader")
         self._evaluated_loader = loader if is_prepared else None
 
     def evaluate_batch(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
-        """Run the trainer's own `step` on a batch of an evaluation, and count its loss. Collective.
+        """Run the trainer's `step` on an evaluation batch, and add its loss to the mean.
 
-        If a rank's batch has repeated samples, its loss is computed again without them.
+        Collective.
+
+        If a rank's batch has repeated samples, its loss is recomputed without them.
         """
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
@@ -199,7 +204,7 @@ class StepItems:
 
     @contextmanager
     def _item_count_set(self, items: Tensor) -> Iterator[None]:
-        """Make `items` the number of items that the model gets inside the block."""
+        """Set the number of items that the model receives inside the block."""
         self.items_of_evaluated = items.clamp(min=1)
         try:
             with self._means_of_one_batch():
@@ -208,8 +213,10 @@ class StepItems:
             self.items_of_evaluated = None
 
     def mean_of_evaluation(self) -> float | None:
-        """Return the mean loss over all items of all workers, None if there are no losses.
-        Collective."""
+        """Return the mean loss over all items of all workers, or None if there are no losses.
+
+        Collective.
+        """
         if not self._losses:
             return None
         total, items = self._trainer.accelerator.reduce(torch.stack(self._losses).sum(0), "sum")
@@ -217,8 +224,10 @@ class StepItems:
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:
-        """Inside the block, stop the trainer from summing items over workers and from dividing
-        losses by the accumulation steps."""
+        """Make the trainer use each batch's own mean inside the block.
+
+        It does not sum items over workers, and does not divide losses by the accumulation steps.
+        """
         trainer, arguments = self._trainer, self._trainer.args
         before = arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga
         arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga = False, True

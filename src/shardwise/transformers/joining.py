@@ -1,4 +1,4 @@
-"""TrainingArguments that join the run when they look up their rank, before there is a Trainer."""
+"""Makes TrainingArguments join the run when they look up their rank, before a Trainer exists."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from shardwise.bridging.joining import join
 from shardwise.errors import UsageError
 
 _NAME = "_setup_devices"
-"""The cached property of TrainingArguments that determines device, rank and size."""
+"""The cached property of TrainingArguments that determines device, rank and world size."""
 _MARK = "_joins_the_run"
 """The attribute that marks the replaced function."""
 
 
 def join_with_arguments() -> None:
     """Make TrainingArguments join the run when they look up their device. Idempotent."""
-    # Otherwise, on the CPU and under srun or mpirun, they would treat each rank as a separate run.
+    # Otherwise, on the CPU under srun or mpirun, they would treat each rank as a separate run.
     stock: Any = getattr(TrainingArguments, _NAME)
     if hasattr(stock.func, _MARK):
         return
@@ -34,7 +34,7 @@ def join_with_arguments() -> None:
 
 
 def check_arguments(arguments: Any, workers: int) -> None:
-    """Raise UsageError for arguments that a Trainer over engines cannot follow."""
+    """Raise UsageError for arguments that a Trainer on engines does not support."""
     if arguments.n_gpu > 1:
         raise UsageError(
             f"This single process sees {arguments.n_gpu} GPUs, and Trainer would use "

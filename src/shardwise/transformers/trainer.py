@@ -1,4 +1,4 @@
-"""Trainers of transformers, and of libraries on top of it, that train by engines."""
+"""Makes the Trainers of transformers, and of libraries based on it, train with engines."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SCHEDULER = "scheduler.pt"
 
 
 class Sharded(OptimizersOfJson):
-    """Mixin before a Trainer class, which makes it train by engines.
+    """Mixin that precedes a Trainer class and makes it train with engines.
 
     The result is the same as with the stock Trainer and DistributedDataParallel.
     docs/from_transformers.md lists the differences.
 
     Args:
         *arguments: Arguments of the trainer, by position or by keyword.
-        exact_mean: If True, every label of a step counts once, as in one process with the whole
-            batch; without labels of classes, every sample counts once. Or a function that returns
-            the number of items in a batch. Default: False.
-        **keywords: Settings of Shardwise, such as `zero=3`.
+        exact_mean: If True, every label of a step counts once, as if a single process had the full
+            batch. If there are no class labels, every sample counts once. It may also be a function
+            that returns the number of items in a batch. Default: False.
+        **keywords: Shardwise settings, such as `zero=3`.
 
     Example:
         ```python
@@ -62,14 +62,14 @@ class Sharded(OptimizersOfJson):
         self.check_optimizers()
 
     def _take(self, keywords: dict[str, Any]) -> None:
-        """Pop the settings of Shardwise from `keywords`."""
+        """Pop the Shardwise settings from `keywords`."""
         self._settings = {name: keywords.pop(name) for name in SETTINGS & keywords.keys()}
         exact = keywords.pop("exact_mean", False)
         if exact:
             self._exact = StepItems(self, exact if callable(exact) else None)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make Shardwise's Accelerator in place of the stock one."""
+        """Create Shardwise's Accelerator in place of the stock one."""
         job = job_of(self.args)
         settings = self._settings if job is None else settings_of(job) | self._settings
         kind = Accelerator if self._exact is None else WeighingAccelerator
@@ -82,7 +82,7 @@ class Sharded(OptimizersOfJson):
                 arguments["kwargs_handlers"] = handlers
             return kind(**arguments, **settings)
 
-        # transformers looks the class up in its module: replace it there for the time of the call.
+        # transformers looks the class up in its module, so replace it there during the call.
         theirs, stock.Accelerator = stock.Accelerator, make
         try:
             super().create_accelerator_and_postprocess()  # type: ignore[misc]
@@ -93,7 +93,7 @@ class Sharded(OptimizersOfJson):
             say_settings(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move `model` to the device, unless an engine of another Trainer has placed it."""
+        """Move `model` to the device, unless another Trainer's engine has placed it."""
         if not self.accelerator.is_trained(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
@@ -102,7 +102,7 @@ class Sharded(OptimizersOfJson):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
         """Return the batches of a step and the number of their items. Collective.
 
-        With `exact_mean`, the batches have no repeated samples.
+        With `exact_mean`, the batches contain no repeated samples.
         """
         read = super().get_batch_samples  # type: ignore[misc]
         if self._exact is None:
@@ -110,7 +110,10 @@ class Sharded(OptimizersOfJson):
         return self._exact.window(read, epoch_iterator, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        """Return the number of items in a batch; in an exact evaluation, the exact number."""
+        """Return the number of items in a batch.
+
+        In an exact evaluation, it excludes repeated samples.
+        """
         items = None if self._exact is None else self._exact.items_of_evaluated
         if items is not None:
             return items
@@ -119,7 +122,7 @@ class Sharded(OptimizersOfJson):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run forward and backward of a micro-batch, weighted by its items with `exact_mean`."""
+        """Run forward and backward for a micro-batch, weighted by its items with `exact_mean`."""
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
@@ -131,7 +134,7 @@ class Sharded(OptimizersOfJson):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Write the whole model for `from_pretrained`. Collective."""
+        """Write the full model for `from_pretrained`. Collective."""
         if state_dict is None and self.accelerator.is_trained(self.model):
             state_dict = self.accelerator.get_state_dict(self.model)
         super()._save(output_dir, state_dict)  # type: ignore[misc]
@@ -146,7 +149,7 @@ class Sharded(OptimizersOfJson):
     # -- loading ----------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load a save of this class or of a stock Trainer. Collective."""
+        """Load a checkpoint written by this class or by a stock Trainer. Collective."""
         if checkpoint is None or not checkpoints.is_ours(Path(checkpoint)):
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
@@ -160,7 +163,7 @@ class Sharded(OptimizersOfJson):
 
     def _load_best_model(self) -> None:
         """Load the weights of the best checkpoint. Collective."""
-        # The engines load it if they have written it. They can then do so at another world size.
+        # The engines load it if they wrote it, which also works at a different world size.
         best = self.state.best_model_checkpoint
         if self.accelerator.engines and checkpoints.is_ours(Path(best)):
             self.accelerator.load_engines(best, model_only=True)
@@ -170,7 +173,7 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Make weights whole inside the block, to write them."""
+        """Gather full weights inside the block, to write them."""
         with self.accelerator.full_parameters(self.model, write=True):
             yield
 
@@ -195,7 +198,7 @@ class Sharded(OptimizersOfJson):
         ignore_keys: list[str] | None = None,
         **keywords: Any,
     ) -> Any:
-        """Predict a batch. Sequences may be generated with different lengths on the ranks."""
+        """Predict a batch. Generated sequences may differ in length between ranks."""
         step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
             if self._exact is None:
@@ -206,14 +209,14 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
-        """Allow ranks to run different numbers of forwards in `model.generate` inside the block."""
+        """Let ranks run different numbers of forward passes in `generate` inside the block."""
         plain = getattr(self.model, "generate", None)
         if plain is None:
             yield
             return
 
-        # Only around `generate`, not around the whole step: a rank that had finished generating
-        # would wait in the step's collectives, while others still need it for their forwards.
+        # Only wrap `generate`, not the entire step. Otherwise a rank that has finished generating
+        # would wait in the step's collectives, while others still need it for their forward passes.
         def generate(*arguments: Any, **keywords: Any) -> Any:
             with self.accelerator.uneven(self.model):
                 return plain(*arguments, **keywords)
@@ -229,7 +232,7 @@ class Sharded(OptimizersOfJson):
 
 
 def on(trainer: type[Any]) -> type[Any]:
-    """Return a subclass of the class `trainer` that trains by engines.
+    """Return a subclass of the class `trainer` that trains with engines.
 
     Args:
         trainer: A class derived from transformers.Trainer.
@@ -247,14 +250,14 @@ def on(trainer: type[Any]) -> type[Any]:
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Make a trainer that has not trained yet train by engines, and return it.
+    """Make a trainer that has not trained yet train with engines, and return it.
 
     Args:
         trainer: A transformers.Trainer, or an object of a derived class.
-        **settings: Settings of Shardwise, such as `zero=3`, and `exact_mean`.
+        **settings: Shardwise settings, such as `zero=3`, and `exact_mean`.
 
     Raises:
-        TypeError: For an unknown setting.
+        TypeError: If a setting is unknown.
 
     Example:
         ```python

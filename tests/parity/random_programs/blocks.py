@@ -245,7 +245,7 @@ class Transposed(Block):
 
 
 class Counting(Block):
-    """A block that counts its training forwards in a Python attribute, and computes with it."""
+    """A block that counts its training forward passes in a Python attribute and uses the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Counting(Block):
 
 
 class Tally(Block):
-    """A block that counts its forwards in a buffer, and computes with it."""
+    """A block that counts its forward passes in a buffer and uses the count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -421,7 +421,7 @@ class Spectral(Block):
 
 
 class InPlace(Block):
-    """A block that begins with an in-place operation on its input."""
+    """A block that starts with an in-place operation on its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -479,7 +479,7 @@ FURTHER: dict[str, Callable[[], nn.Module]] = {"spectral": Spectral, "in_place":
 """Blocks that further.py adds. In ANY they would change the program of every seed."""
 
 COUNT_FORWARDS = {"counting", "tally", "spectral"}
-"""Blocks that depend on the number of forwards."""
+"""Blocks that depend on the number of forward passes."""
 
 ACROSS_ROWS = {"batch_norm", "batch_norm_own"}
 """Blocks that look at all rows of a forward."""

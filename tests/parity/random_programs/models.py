@@ -85,7 +85,7 @@ def tell_step(models: Sequence[Model], number: int) -> None:
 
 
 def batch(program: Program, step: int, part: int, rows: int) -> Batch:
-    """Return the whole batch of a part of a step."""
+    """Return the global batch of one part of a step."""
     draw = torch.Generator().manual_seed(program.seed * 1009 + step * 31 + part)
     modality = program.nets[0].modality
     if modality == "tokens":

@@ -131,7 +131,7 @@ EPS = 1e-4
 DIVIDING = {"adam", "adamw", "adamax", "nadam", "radam", "rmsprop"}
 
 BY_SIGN = {"rprop", "adafactor"}
-"""Optimizers for which a gradient of 1e-17 is as good as one of 1."""
+"""Optimizers that treat a gradient of 1e-17 like a gradient of 1."""
 
 REAL_ONLY = {"adafactor", "muon", "sparse_adam", "rprop", "nadam", "clipped_tensors"}
 """Optimizers that do not define updates of complex parameters, or no stable ones."""

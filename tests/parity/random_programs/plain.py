@@ -77,7 +77,7 @@ class Script:
             model.kept = []
 
     def warm_up(self) -> None:
-        """Run the steps before an engine exists, each on one whole batch."""
+        """Run the steps before an engine exists, each on one global batch."""
         made_of.tell_step(self.models, 0)
         for number in range(self.program.warm):
             data = made_of.batch(self.program, 500 + number, 0, 6)
@@ -112,7 +112,7 @@ class Script:
         return True
 
     def copies(self) -> list[Model]:
-        """Return copies of the models, without tensors that hooks have kept."""
+        """Return copies of the models, without tensors that hooks have stored."""
         for model in self.models:
             model.kept = []
         return copy.deepcopy(self.models)
@@ -315,7 +315,7 @@ def clipped(trained: list[nn.Parameter], clip: float | None) -> float:
 
 
 class Averaged:
-    """A context in which parameters hold their averages."""
+    """Context manager that sets parameters to their averages."""
 
     def __init__(self, parameters: list[nn.Parameter], averages: list[Tensor]) -> None:
         self.pairs = list(zip(parameters, averages, strict=True))

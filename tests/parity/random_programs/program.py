@@ -65,7 +65,7 @@ class Part:
 class Step:
     """Events `before` the step, its parts, and the norm to clip by.
 
-    With `ahead` all forwards of the step run before its first backward.
+    If `ahead` is true, all forward passes of the step run before its first backward pass.
     """
 
     before: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Program:
 
     @property
     def synchronised(self) -> bool:
-        """Return whether a BatchNorm needs statistics over all workers."""
+        """Return whether a BatchNorm needs statistics across all workers."""
         return any(block.startswith("batch_norm") for net in self.nets for block in net.blocks)
 
     @property

@@ -38,6 +38,6 @@ RIGHT: dict[str, str] = {
 
 
 def why(words: str) -> str | None:
-    """Return why a refusal with these words is valid; None if it is not known to be."""
+    """Return why an error with these words is valid, or None if it is unexpected."""
     flat = " ".join(words.split())
     return next((why for pattern, why in RIGHT.items() if re.search(pattern, flat)), None)

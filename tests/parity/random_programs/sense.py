@@ -17,13 +17,13 @@ SPLITTABLE |= {"attention", "multi_head", "encoder", "decoder", "experts:3", "ex
 
 
 def looks_across(program: Program) -> bool:
-    """Return whether a forward depends on which rows it gets together, or on their number."""
+    """Return whether a forward pass depends on the combination or number of its rows."""
     names = {name for net in program.nets for name in net.blocks}
     return bool(names & (blocks.ACROSS_ROWS | blocks.COUNT_FORWARDS))
 
 
 def counts_forwards(program: Program) -> bool:
-    """Return whether it depends on the number of forwards."""
+    """Return whether a program depends on the number of forward passes."""
     return any(name in blocks.COUNT_FORWARDS for net in program.nets for name in net.blocks)
 
 

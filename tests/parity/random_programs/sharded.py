@@ -180,14 +180,14 @@ class Sharded(Script):
 
     @contextlib.contextmanager
     def whole(self, *, write: bool = False) -> Iterator[None]:
-        """Make all parameters of all engines whole inside the block."""
+        """Gather all parameters of all engines inside the block."""
         with contextlib.ExitStack() as stack:
             for engine in self.engines:
                 stack.enter_context(engine.full_parameters(write=write))
             yield
 
     def state(self) -> list[dict[str, Tensor]]:
-        """Return all tensors of all models, which are whole at this moment."""
+        """Return all tensors of all models while they are gathered."""
         return [{k: v.clone() for k, v in m.state_dict().items()} for m in self.models]
 
     # -- a step ---------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Sharded(Script):
         return stats.loss
 
     def train_by_hand(self, step: Step, engine: int) -> None:
-        """Run all forwards and backwards of a step, with world.share."""
+        """Run all forward and backward passes of a step, with world.share."""
         waiting = []
         for index, part in enumerate(step.parts):
             data, told = self.take(index, part)
@@ -263,7 +263,7 @@ class Sharded(Script):
         ]
 
     def backward_all(self, part: Part, engine: int, data: Batch, told: dict[str, Any]) -> None:
-        """Run forwards and backwards of one share of a batch."""
+        """Run forward and backward passes for one share of a batch."""
         if self.config.call == "forward_backward":
             self.forward_backward(part, engine, data, told)
             return
@@ -331,7 +331,7 @@ class Sharded(Script):
         self.train_mode()
 
     def on_evaluate_copy(self) -> None:
-        """Evaluate a copy made while parameters are whole, which is a plain model."""
+        """Evaluate a copy that was made while parameters were gathered, which is a plain model."""
         with self.whole():
             copies = self.copies()
         self.evaluate_copies(copies)
@@ -370,7 +370,7 @@ class Sharded(Script):
         self.engines = self.make_engines(int(zero))
 
     def on_save(self) -> None:
-        """Save and load at once, which changes nothing and does not move a Loader."""
+        """Save and load immediately, which must change nothing and not move a Loader."""
         self.save()
         if self.loader is not None:
             return

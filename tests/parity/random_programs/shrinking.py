@@ -9,7 +9,7 @@ from tests.parity.random_programs.sense import sensible
 
 
 def shrink(program: Program, same: Callable[[Program], bool]) -> Program:
-    """Return the smallest program for which `same` still holds."""
+    """Return the smallest program that still satisfies `same`."""
     while True:
         for smaller in simpler(program):
             if sensible(smaller) and same(smaller):

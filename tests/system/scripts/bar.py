@@ -1,4 +1,4 @@
-"""Rank 0 draws a bar where it sees a terminal; rank 1 prints a line in the middle of it."""
+"""Rank 0 draws a bar if it has a terminal. Rank 1 prints a line while the bar is shown."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
-"""Run Python programs made of a document's blocks, each in a process of its own.
+"""Run Python programs made of a document's blocks, each in a separate process.
 
-What a block takes for granted is made before, unless a block makes it.
+Names that a block uses without defining them are created first.
 """
 
 import os
@@ -57,7 +57,7 @@ def main() -> int:
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            sys.exit(0)  # what is registered for the end runs as in any program
+            sys.exit(0)  # exit handlers run as in any program
         if os.waitpid(pid, 0)[1]:
             failed.append(path)
     print("failed:", *failed, flush=True)

@@ -1,8 +1,8 @@
-"""A language model by a loop with stock Accelerate, in the manner of transformers'
+"""Trains a language model in a loop with stock Accelerate, like transformers'
 run_clm_no_trainer.py: accumulation, checkpoints by epoch, perplexity, save_pretrained on all ranks.
 
-Arguments: the folder with the text, one for what is written, rows per process, and, to resume, a
-checkpoint.
+Arguments: the folder with the text, the output folder, the number of rows per process and, to
+resume, a checkpoint.
 """
 
 import math

@@ -21,7 +21,7 @@ from transformers import (
 
 @dataclass
 class Files:
-    """Where the text, the tokenizer and the configuration are."""
+    """Paths of the text, the tokenizer and the model config."""
 
     folder: str
 

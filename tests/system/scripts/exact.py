@@ -1,4 +1,4 @@
-"""Trains in the exact mode where there is one, and prints the threads and a hash of the weights."""
+"""Trains, in the exact mode if possible, and prints the threads and a hash of the weights."""
 
 import hashlib
 

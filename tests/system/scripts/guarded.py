@@ -1,6 +1,6 @@
-"""Two ranks that meet while somebody else tries to; they wait for files in the folder given.
+"""Two ranks that meet while an intruder tries to. They wait for files in the given folder.
 
-Rank 1 comes once `tried` is there, and both go on until `disturbed` is.
+Rank 1 starts once `tried` exists. Both continue once `disturbed` exists.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What the blocks of the guides take for granted: a small model, its data and its loss.
+"""Definitions that the blocks of the guides use: a small model, its data and its loss.
 
 As a program it is the train.py that they start: a loop with micro-batches that saves nothing.
 """
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Both, each beside what it is added to."""
+        """Apply attention and the MLP, each with a residual connection."""
         x = x + self.attn(self.norm(x))
         return x + self.down(F.gelu(self.up(x)))
 

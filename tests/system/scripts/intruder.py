@@ -1,9 +1,9 @@
-"""Another user of the host, who tries to be rank 1 of a run, and then to disturb it.
+"""Simulates another user of the host, who tries to join a run as rank 1 and then to disturb it.
 
-    python intruder.py PORT FOLDER            as root: it becomes nobody once all is imported
+    python intruder.py PORT FOLDER            as root: it becomes nobody after all imports
 
-Rank 0 listens at PORT; notes of what was done are left in FOLDER. Where other sockets of the run
-are it is told on standard input: lines of `tcp PORT` or `unix NAME`.
+Rank 0 listens at PORT. The script writes notes of its actions to FOLDER. It reads the addresses of
+the run's other sockets from standard input, as lines of `tcp PORT` or `unix NAME`.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ CROWD = 30
 
 
 class Payload:
-    """What runs in whoever reads its pickle."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -107,7 +107,7 @@ import torch  # noqa: E402
 
 import shardwise.horovod  # noqa: E402, F401
 
-torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # what is imported late is by now
+torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()  # complete all lazy imports first
 become_nobody()
 wait_for(port)
 held = crowd(socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", port))

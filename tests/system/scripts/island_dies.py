@@ -1,6 +1,6 @@
-"""Trains on islands, one of which dies, and saves each rank's state after each boundary.
+"""Trains on islands and saves each rank's state after each boundary. One island dies.
 
-FOLDER/anchor-S-RANK.pt has the anchor after step S. The losses of a rank's steps are printed.
+FOLDER/anchor-S-RANK.pt contains the anchor after step S. Each rank prints the losses of its steps.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Trains on two islands, a host each, and tells what this host has sent over the interface LINK.
+"""Trains on two islands, one per host, and prints the bytes that this host sent over LINK.
 
 The first rank of each host prints a line of JSON: the bytes sent in the steps between two
-boundaries, and at the second of them as a multiple of what the wire's formula says. WIRE names it.
+boundaries, and those at the second boundary as a multiple of the formula's value for WIRE.
 
-The ranks meet in the folder MEETING before and after each count. One that went on alone would wait
-for the others at a boundary, and after a second ask them over the link whether they are in it too.
+The ranks meet in the folder MEETING before and after each count. Otherwise one could wait for the
+others at a boundary, and after a second ask them over the link whether they are in it too.
 """
 
 import json
@@ -44,7 +44,7 @@ def sent(place: str) -> int:
 
 
 def counted() -> int:
-    """What the interface has counted."""
+    """Return the interface's counter of sent bytes."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     line = next(line for line in lines if line.strip().startswith(f"{os.environ['LINK']}:"))
     return int(line.partition(":")[2].split()[8])

@@ -10,5 +10,5 @@ if sys.argv[2] == "joins":
     import shardwise as sw
 
     sw.init(seed=0)
-time.sleep(0.5)  # the other has left by then
+time.sleep(0.5)  # the other rank has exited during this time
 print("done")

@@ -1,7 +1,7 @@
-"""A script for stock Lightning, which knows nothing of us, in the form of their bug reports.
+"""A script for stock Lightning that does not use Shardwise, in the form of Lightning's bug reports.
 
 Arguments: the package (lightning.pytorch or pytorch_lightning), the model of its demos, the
-strategy, and the number of devices. Prints weights and what was measured.
+strategy, and the number of devices. Prints the weights and the logged metrics.
 """
 
 import sys
@@ -57,7 +57,7 @@ def run():
         enable_progress_bar=False,
     )
     trainer.fit(model)
-    valid = trainer.callback_metrics["valid"].item()  # a test forgets what a fit has measured
+    valid = trainer.callback_metrics["valid"].item()  # a test discards the metrics of a fit
     (tested,) = trainer.test(model, verbose=False)
     if trainer.is_global_zero:
         weights = " ".join(f"{value:.4f}" for value in model.layer.weight[0, :4].tolist())

@@ -8,7 +8,7 @@ import torch
 import shardwise as sw
 
 world = sw.init(seed=0)
-x = torch.randn(96, 16)  # before the engine is made: alike on all ranks
+x = torch.randn(96, 16)  # before the engine exists: identical on all ranks
 model = torch.nn.Linear(16, 4)
 engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
 data = torch.utils.data.TensorDataset(x, x[:, :4])

@@ -1,4 +1,4 @@
-"""Rank 0 dies as torch's watchdog of NCCL lets a rank die; rank 1 does not come to the call."""
+"""Rank 0 dies like a rank that torch's NCCL watchdog kills. Rank 1 never makes the call."""
 
 import os
 import sys

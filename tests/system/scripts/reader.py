@@ -1,4 +1,4 @@
-"""Say what comes in on standard input."""
+"""Print the data received on standard input."""
 
 import sys
 

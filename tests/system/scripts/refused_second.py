@@ -1,4 +1,4 @@
-"""Rank 1 asks its engine for a row that there is none of; the others wait for it."""
+"""Rank 1 passes its engine an invalid ZeRO stage while the other ranks wait for it."""
 
 import torch
 from torch import nn

@@ -1,6 +1,6 @@
-"""Trains on, from the newest checkpoint in a folder, and prints a hash of what it came to.
+"""Resumes from the newest checkpoint in a folder, and prints a hash of the final state.
 
-What is hashed depends on schedule, data and dropout too: nothing may differ after a fault.
+The hash depends on schedule, data and dropout too: nothing may differ after a fault.
 """
 
 import argparse

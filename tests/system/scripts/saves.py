@@ -1,4 +1,4 @@
-"""Saves in the background at the very end; with `full`, to a disk that is full by then."""
+"""Saves in the background at the very end. With `full`, the disk is full at that point."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Tells its launcher what a training would, without one.
+"""Sends its launcher the reports of a training run, without training.
 
 fails: rank 1 raises at step 7, `sys.argv[2]` times in all, with the text `sys.argv[3]` if given.
 waits: it saves when asked to end.

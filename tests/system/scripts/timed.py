@@ -12,7 +12,7 @@ WIDTH = 64
 
 world = sw.init(seed=0)
 model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))  # before the engine: alike
+data = torch.utils.data.TensorDataset(torch.randn(64, WIDTH))  # before the engine: identical
 engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.01))
 loader = sw.Loader(data, batch_size=16)
 while engine.steps < STEPS or STEPS == 0:

@@ -1,7 +1,7 @@
-"""Trains a little under each row, and tells what this host has sent for it over the interface LINK.
+"""Trains briefly with each ZeRO stage, and prints the bytes sent over the interface LINK.
 
-The first rank of each host prints a line of JSON: the transport, and by row the bytes sent in a
-step as a multiple of the bytes of the model.
+The first rank of each host prints a line of JSON: the transport, and by stage the bytes sent in a
+step as a multiple of the model's size in bytes.
 """
 
 import json
@@ -34,7 +34,7 @@ def sent_in_a_step(row: int) -> float:
     engine = sw.Engine(model, optimizer, zero=row, bucket_mb=2, quiet=True)
     before = 0
     for step in range(STEPS + 1):
-        if step == 1:  # the first one agrees on what the others need not
+        if step == 1:  # the first step agrees on things that later steps reuse
             before = sent()
         engine.backward(model(torch.randn(4, WIDTH)).square().mean())
         engine.step()

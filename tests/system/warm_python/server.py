@@ -1,8 +1,9 @@
-"""A warm process: it has imported what programs of tests import, torch above all, and forks them.
+"""A warm process, which has imported the modules that test programs need and forks these programs.
 
     python server.py SOCKET MODULES ...
 
-As shardwise.tools.verify.fork_server, whose forks are ranks that record; these are whole programs.
+It resembles shardwise.tools.verify.fork_server, but its forks are complete programs instead of
+ranks that record.
 """
 
 import builtins
@@ -71,10 +72,10 @@ def _run(words: list[str]) -> None:
 
 
 def _enter_namespaces(pid: int) -> None:
-    """Be on the host of the process that asked: its network, its name, and what is mounted there.
+    """Enter the namespaces of the requesting process: its network, host name and mounts.
 
-    Only a process that is started anew can be in another namespace of process numbers: for such
-    hosts the warm process itself runs there.
+    Only a newly started process can enter a different PID namespace. For such hosts, a separate
+    warm process runs there.
     """
     folder = os.getcwd()
     if not os.path.exists(f"/proc/{pid}/ns"):
@@ -87,7 +88,7 @@ def _enter_namespaces(pid: int) -> None:
         with open(theirs) as namespace:
             if setns(namespace.fileno(), 0) != 0:
                 raise OSError(ctypes.get_errno(), f"could not enter {theirs}")
-    os.chdir(folder)  # what is mounted there begins at another root
+    os.chdir(folder)  # the mounts there have a different root
 
 
 def _take_variables() -> None:

@@ -1,9 +1,9 @@
-"""Lets a warm process (server.py) be the Python program that an interpreter was started for.
+"""Lets a warm process (server.py) run the Python program for which an interpreter was started.
 
-Python imports this file at its start where its folder is in PYTHONPATH. A script, a module of ours
-that runs one, or a command of ours that imports torch, is handed over with its arguments,
-environment and open files; this process stands for it, passes signals on, and ends as it ends. All
-else starts as ever.
+Python imports this file at startup if its folder is in PYTHONPATH. It hands over a script, a module
+of ours that runs a script, or a command of ours that imports torch, with its arguments, environment
+and open files. This process then stands in for the program: it forwards signals, and exits with the
+same status. Everything else starts as usual.
 """
 
 import os

@@ -257,7 +257,7 @@ def test_a_disk_that_is_too_small(tmp_path):
 
 
 def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
-    """As on an object store: files can only be appended to."""
+    """Simulates an object store, where files can only be appended to."""
     real = os.pwrite
 
     def pwrite(fd, data, offset):

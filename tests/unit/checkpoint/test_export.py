@@ -94,7 +94,7 @@ def test_a_partial_file_with_a_lock_is_kept(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs Linux")
 def test_torch_save_on_a_full_disk_raises_the_error_of_the_disk():
-    """Not torch's own error, about positions in its file."""
+    """The error must not be torch's own error about positions in its file."""
     with (
         open("/dev/full", "wb", buffering=0) as full,
         pytest.raises(OSError, match="No space left"),

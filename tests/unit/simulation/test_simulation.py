@@ -40,7 +40,7 @@ class TestWithoutFailures:
 
 
 class TestBooks:
-    """The parts of the time add up to the whole."""
+    """The parts of the time add up to the total."""
 
     @pytest.mark.parametrize("seed", range(5))
     def test_parts_add_up_to_the_wall_time(self, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""The file of a timeline: many writers, valid JSON whatever happens to them."""
+"""The timeline file: many writers, and valid JSON at all times."""
 
 import fcntl
 import json
@@ -103,7 +103,7 @@ def test_hosts_have_files_of_their_own() -> None:
 
 @pytest.mark.parametrize("anew", [False, True])
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path: Path, anew: bool) -> None:
-    """As a worker of a DataLoader may be while the thread writes."""
+    """A DataLoader worker may be forked while the thread writes."""
     path = tmp_path / "t.json"
     file = joined(path)
     read, write = os.pipe()
@@ -142,8 +142,10 @@ while True:
 
 
 def test_kills_leave_valid_json(tmp_path: Path) -> None:
-    """Writers are killed at random moments, half of them while the file is written anew: it has
-    whole events, each writer's from the first on."""
+    """Kill writers at random moments, half of them while they replace the file.
+
+    The file must contain only complete events, and each writer's events from the first one on.
+    """
     chance = random.Random(0)
     for turn in range(6):
         path = tmp_path / f"{turn}.json"

@@ -26,7 +26,7 @@ from shardwise.world import timeline_control as recording
 
 
 class Kept:
-    """A sink that keeps what it is given; `full` once it shall fail."""
+    """A sink that stores the events it receives. Writes fail once `full` is set."""
 
     def __init__(self) -> None:
         self.notes: list[TimelineEvent] = []
@@ -188,7 +188,7 @@ def test_the_steps_of_several_engines_stand_on_a_row_each() -> None:
     named = {e["tid"]: e["args"]["name"] for e in found if e["name"] == "thread_name"}
     assert named == {1: "steps", 70: "steps 2", 71: "steps 3"}
     order = {e["tid"]: e["args"]["sort_index"] for e in found if e["name"] == "thread_sort_index"}
-    assert set(order.values()) == {1}  # beside each other, above all else
+    assert set(order.values()) == {1}  # next to each other, above all other rows
     many = [
         TimelineEvent(Row.STEPS, "step 1", n, n + 1, {"step": 1, "engine": n}) for n in range(99)
     ]
@@ -204,7 +204,7 @@ def test_every_line_fits_into_a_page() -> None:
 
 
 class Answering(StatusServer):
-    """A rank whose clock is `behind` ns behind, at an end of a way of some ms."""
+    """A rank whose clock is `behind` ns behind, over a link with a latency of some ms."""
 
     def __init__(self, behind: int) -> None:
         super().__init__(1, 2)

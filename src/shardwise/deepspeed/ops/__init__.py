@@ -1,4 +1,4 @@
-"""deepspeed.ops: optimizers under the names of DeepSpeed's kernels.
+"""Implements deepspeed.ops: optimizers under the names of DeepSpeed's kernels.
 
 adam.py  FusedAdam and DeepSpeedCPUAdam
 """

@@ -1,4 +1,4 @@
-"""deepspeed.ops.adam: DeepSpeed's names for torch's Adam and AdamW."""
+"""Implements deepspeed.ops.adam: DeepSpeed's names for torch's Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class _TorchAdamCheck(type):
-    """Makes `isinstance(optimizer, FusedAdam)` True for the torch optimizers that it returns."""
+    """Makes `isinstance(optimizer, FusedAdam)` true for the torch optimizers that it returns."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type(instance) in (optim.Adam, optim.AdamW)
 
 
 class FusedAdam(metaclass=_TorchAdamCheck):
-    """torch's AdamW, or Adam if `adam_w_mode` is off, without weight decay by default.
+    """torch's AdamW, or Adam if `adam_w_mode` is False, without weight decay by default.
 
     The engine uses torch's fused kernels if the device has them.
 
     Raises:
-        ConfigError: For options that torch's optimizers lack.
+        ConfigError: If torch's optimizers lack an option.
 
     Example:
         ```python
@@ -45,18 +45,18 @@ class FusedAdam(metaclass=_TorchAdamCheck):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> optim.Optimizer:
-        """Return the optimizer over `params`."""
+        """Return the optimizer for `params`."""
         del set_grad_none  # the engine clears gradients
         return _adam(params, lr, betas, eps, weight_decay, amsgrad, bias_correction, adam_w_mode)
 
 
 class DeepSpeedCPUAdam(metaclass=_TorchAdamCheck):
-    """torch's AdamW, or Adam if `adamw_mode` is off, without weight decay by default.
+    """torch's AdamW, or Adam if `adamw_mode` is False, without weight decay by default.
 
-    `--offload-optimizer` decides on which tier its state is.
+    `--offload-optimizer` determines the tier of its state.
 
     Raises:
-        ConfigError: For options that torch's optimizers lack.
+        ConfigError: If torch's optimizers lack an option.
     """
 
     def __new__(  # type: ignore[misc]
@@ -71,7 +71,7 @@ class DeepSpeedCPUAdam(metaclass=_TorchAdamCheck):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> optim.Optimizer:
-        """Return the optimizer over `model_params`."""
+        """Return the optimizer for `model_params`."""
         if not fp32_optimizer_states:
             raise ConfigError(
                 "fp32_optimizer_states=false is not supported, because optimizer state is fp32: "

@@ -1,9 +1,9 @@
-"""deepspeed.pipe: sequences of layers, trained over the stages of a pipeline.
+"""Implements deepspeed.pipe: sequences of layers that are trained on the stages of a pipeline.
 
 layers.py         LayerSpec, TiedLayerSpec: layers to build later; the stages that run them
-partition.py      the layers of each stage; pure
+partition.py      assigns layers to stages (pure arithmetic)
 module.py         PipelineModule: the model, its stages, its loss
-topology.py       the places of ranks along the axes
+topology.py       the coordinates of ranks along the axes
 engine.py         PipelineEngine: train_batch and eval_batch
 """
 

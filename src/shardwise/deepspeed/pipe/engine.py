@@ -1,4 +1,4 @@
-"""PipelineEngine, which trains a PipelineModule, one whole update per call."""
+"""PipelineEngine, which trains a PipelineModule with one complete update per call."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Batches = Iterator[Any]
 
 
 class PipelineEngine(DeepSpeedEngine):
-    """The engine of a PipelineModule. `deepspeed.initialize` makes it.
+    """The engine of a PipelineModule. Created by `deepspeed.initialize`.
 
     `train_batch` reads `gradient_accumulation_steps` batches, which are pairs of inputs and labels,
-    and updates once. All ranks of a pipeline read the same batches, even those of middle stages.
+    and updates the parameters once. All ranks of a pipeline read the same batches, even ranks of
+    middle stages.
 
     Example:
         ```python
@@ -52,8 +53,8 @@ class PipelineEngine(DeepSpeedEngine):
         self.num_stages, self.stage_id = self.module.num_stages, self.module.stage_id
         self.agg_train_loss: Tensor | None = None
         self._data: Batches | None = None
-        # Only the first batches are compared: a wrong sampler shows there, and a collective in
-        # every update would cost time.
+        # Compare only the first batches. A wrong sampler is detected there, and a collective in
+        # every update would take time.
         self._compared = self.world.mesh.replica == 1
         self._batch_fn: Callable[[Any], Any] | None = None
 
@@ -61,13 +62,13 @@ class PipelineEngine(DeepSpeedEngine):
 
     @property
     def micro_batches(self) -> int:
-        """The number of batches per update."""
+        """Number of batches per update."""
         return self.gradient_accumulation_steps()
 
     def read(self, dataset: Any) -> Any:
-        """Make and return a loader for calls of `train_batch` without an iterator.
+        """Create and return a loader for calls of `train_batch` without an iterator.
 
-        It reads the dataset in its own order, again and again.
+        It reads the dataset repeatedly in its own order.
 
         Args:
             dataset: A map-style dataset of pairs of inputs and labels.
@@ -88,11 +89,11 @@ class PipelineEngine(DeepSpeedEngine):
         self._data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that converts batches of a loader to pairs of inputs and labels."""
+        """Set a function that converts a loader's batches to pairs of inputs and labels."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
-        """Do nothing, because shapes may change from batch to batch."""
+        """No-op, because shapes may change from batch to batch."""
 
     def _batch(self, source: Batches | None, call: str) -> tuple[Any, Any]:
         """Return the next pair of inputs and labels, on this rank's device."""
@@ -116,17 +117,18 @@ class PipelineEngine(DeepSpeedEngine):
     # -- training and evaluation ------------------------------------------------------------
 
     def train_batch(self, data_iter: Batches | None = None) -> Tensor:
-        """Train on the next batches, and update. Collective.
+        """Train on the next batches and update the parameters. Collective.
 
         Args:
             data_iter: An iterator over pairs of inputs and labels, the same on all ranks of a
                 pipeline (default: the loader of `training_data`).
 
         Returns:
-            The mean loss over all ranks: a scalar tensor in fp32.
+            The mean loss across all ranks: a scalar tensor in fp32.
 
         Raises:
-            UsageError: If ranks of a pipeline have different batches, which the first call checks.
+            UsageError: If ranks of a pipeline have different batches. Only the first call checks
+                this.
         """
         engine = self._engine("train_batch")
         if data_iter is not None:
@@ -142,8 +144,8 @@ class PipelineEngine(DeepSpeedEngine):
         def loss(inputs: Any, labels: Any) -> Any:
             return self.module.loss_of(inputs, labels) / count
 
-        # `cut=False`: the batches are micro-batches already. The loss is divided by their number
-        # because the engine sums the gradients of micro-batches.
+        # `cut=False`, because the batches are already micro-batches. The loss is divided by their
+        # number, because the engine sums the gradients of micro-batches.
         engine.forward_backward(loss, *batches, reduction=reduction, cut=False)
         stats = engine.step(self._job.clipping or None)
         self._grad_norm, self.losses = stats.grad_norm, stats.loss
@@ -169,17 +171,18 @@ class PipelineEngine(DeepSpeedEngine):
         Args:
             data_iter: An iterator over pairs of inputs and labels, the same on all ranks of a
                 pipeline.
-            return_logits: Whether to return the outputs of the last batch, too.
-            compute_loss: Whether to compute losses. If not, the outputs are averaged instead.
+            return_logits: Whether to return the outputs of the last batch too.
+            compute_loss: Whether to compute losses. If False, the outputs are averaged instead.
             reduce_output: "avg", or None for a list with the value of each batch.
-            bcast_loss: Ignored: all ranks get the result.
+            bcast_loss: Ignored, because all ranks get the result.
             num_micro_batches: Number of batches (default: `gradient_accumulation_steps`).
 
         Returns:
-            The mean over all batches and ranks; with `return_logits`, a pair with the outputs.
+            The mean over all batches and ranks or, with `return_logits`, a pair of the mean and the
+            outputs.
 
         Raises:
-            UsageError: For another `reduce_output`.
+            UsageError: If `reduce_output` has any other value.
         """
         del bcast_loss
         self.module.eval()
@@ -207,26 +210,26 @@ class PipelineEngine(DeepSpeedEngine):
         over_all = [self.world.sum(each) / self.world.size for each in mean]
         return pytree.tree_unflatten(over_all, shape)
 
-    # -- calls of a plain engine --------------------------------------------------------------
+    # -- calls that a plain engine supports ---------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("forward")
 
     def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("backward")
 
     def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raises UsageError."""
+        """Raise UsageError, because stages run different micro-batches at a time."""
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank has the first stage."""
+        """Return whether this rank runs the first stage."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank has the last stage."""
+        """Return whether this rank runs the last stage."""
         return self.stage_id == self.num_stages - 1
 
 
@@ -240,7 +243,9 @@ def _of_batches(call: str) -> UsageError:
 
 def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
     """Raise UsageError on all ranks if ranks of one replica have different `batches`.
-    Collective."""
+
+    Collective.
+    """
     found = world.gather([_described(leaf) for leaf in pytree.tree_leaves(list(batches))])
     for rank, tensors in enumerate(found):
         first = rank - rank % world.mesh.replica
@@ -255,7 +260,7 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """Return a description of `leaf` for comparison. Tensors are compared by a fingerprint."""
+    """Return a description of `leaf` for comparison. Tensors are described by a fingerprint."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))

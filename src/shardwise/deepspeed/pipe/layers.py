@@ -16,8 +16,8 @@ class LayerSpec:
     """A layer to build later.
 
     Args:
-        typename: A class of modules.
-        *module_args, **module_kwargs: Its arguments.
+        typename: A module class.
+        *module_args, **module_kwargs: Its constructor arguments.
 
     Example:
         ```python
@@ -83,29 +83,32 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
-    """A layer with its number.
+    """A layer with its index.
 
-    `call` runs it. `module` has its parameters, and is None for a function.
+    `call` runs the layer. `module` owns its parameters, and is None for a function.
     """
 
     number: int
     call: Callable[[Any], Any]
     module: nn.Module | None
     name: str
-    """The name of its type."""
+    """Name of the layer's type."""
 
 
 @dataclass
 class Recomputing:
-    """Activation checkpointing: backward runs `interval` consecutive layers again, 0 for none."""
+    """Activation checkpointing.
+
+    Backward recomputes `interval` consecutive layers at a time, or none if 0.
+    """
 
     interval: int
     function: Callable[..., Any]
     types: Sequence[str] | None
-    """Types of layers that may run again. None: all consecutive layers that have parameters."""
+    """Types of layers that may be recomputed. None means consecutive layers with parameters."""
 
     def applies_to(self, row: Sequence[PlacedLayer]) -> bool:
-        """Return whether backward runs the layers of `row` again."""
+        """Return whether the backward pass recomputes the layers of `row`."""
         if self.types is not None:
             return all(place.name in self.types for place in row)
         return any(
@@ -115,7 +118,7 @@ class Recomputing:
 
 
 class Stage(nn.Module):
-    """Runs layers one after another. A module of several layers is registered once."""
+    """Runs layers in sequence. A module that several layers share is registered once."""
 
     def __init__(self, places: Sequence[PlacedLayer], recomputing: Recomputing) -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class Stage(nn.Module):
 
 
 def _chained(row: Sequence[PlacedLayer]) -> Callable[..., Any]:
-    """Return a function that runs the layers of `row`. Several inputs are passed on as a tuple."""
+    """Return a function that runs the layers of `row`. Several inputs are passed as a tuple."""
 
     def run(*inputs: Any) -> Any:
         x = inputs[0] if len(inputs) == 1 else inputs

@@ -1,4 +1,4 @@
-"""PipelineModule: a model that is a sequence of layers, over the stages of a pipeline."""
+"""PipelineModule, a model that is a sequence of layers, divided into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -33,36 +33,38 @@ from shardwise.world import randomness
 
 
 class PipelineModule(nn.Module):
-    """A sequence of layers, divided into stages. To make one is collective: it joins the run.
+    """A sequence of layers, divided into stages.
 
-    Every rank builds all layers with the same random numbers, and keeps the layers of its stage
-    when its engine is made. Names in the state_dict are DeepSpeed's: the layer's number, or
-    tied_modules.KEY. With `--schedule interleaved` each rank has two stages, and stage s is on rank
-    s % num_stages of its pipeline. The last stage has the parameters of `loss_fn`.
+    Creating one is collective, because it joins the run.
+
+    Every rank builds all layers with the same random numbers. It keeps only the layers of its stage
+    once its engine is created. Names in the state_dict are DeepSpeed's: the layer's index, or
+    tied_modules.KEY. With `--schedule interleaved`, each rank has two stages, and stage s is on
+    rank s % num_stages of its pipeline. The last stage holds the parameters of `loss_fn`.
 
     Args:
         layers: Modules, LayerSpecs, TiedLayerSpecs or functions.
-        num_stages: The number of stages (default: the axis "pipe" of `topology`). The flag
-            `--pipeline` overrides it.
+        num_stages: Number of stages (default: the axis "pipe" of `topology`). The flag `--pipeline`
+            overrides it.
         topology: The axes of the run, in place of `num_stages`.
         loss_fn: Returns the loss from outputs and labels (default: the last layer's output).
-        seed_layers: Seed the generators before each layer is built, with `base_seed` + its number.
+        seed_layers: Seed the generators with `base_seed` + index before each layer is built.
         seed_fn: A function that seeds them (default: seeds random, numpy and torch).
         base_seed: The first of these seeds.
         partition_method: "parameters", "uniform" or "type:REGEX".
-        activation_checkpoint_interval: Number of consecutive layers that backward runs again, 0
-            for none.
-        activation_checkpoint_func: The function that does it.
-        checkpointable_layers: Names of the layer types that may run again (default: all).
+        activation_checkpoint_interval: Number of consecutive layers that the backward pass
+            recomputes at a time, or 0 for none.
+        activation_checkpoint_func: The function that implements this.
+        checkpointable_layers: Names of the layer types that may be recomputed (default: all).
         dynamic_shape: Ignored, because shapes may change from batch to batch.
 
     Attributes:
         forward_funcs: The function of each layer.
-        parts: The first layer of each stage, and the number of layers.
+        parts: Index of each stage's first layer, followed by the number of layers.
         stage_id: The stage of this rank.
 
     Raises:
-        UsageError: For other layers, and for stages that do not fit.
+        UsageError: If a layer has another type, or if the stages do not fit the run.
 
     Example:
         ```python
@@ -112,7 +114,7 @@ class PipelineModule(nn.Module):
         self._stages: list[nn.Module]
         self.modules_of_stages(1)
         if not any(parameter.is_meta for parameter in self.parameters()):
-            # Meta tensors get memory later, when the engine has chosen this rank's layers.
+            # Meta tensors are allocated later, when the engine has chosen this rank's layers.
             self.to(self._world.device)
 
     # -- layers -----------------------------------------------------------------------------
@@ -155,7 +157,8 @@ class PipelineModule(nn.Module):
         """Return a name and a module for each of `stages` stages, which the pipeline runs."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
-        # Not registered as children of this module: the names in the state_dict are DeepSpeed's.
+        # Do not register them as children of this module, because names in the state_dict are
+        # DeepSpeed's.
         made: list[nn.Module] = [Stage(places, self._recomputing) for places in cut]
         vars(self)["_stages"] = made
         names = [f"layers {places[0].number} to {places[-1].number}" for places in cut]
@@ -168,7 +171,7 @@ class PipelineModule(nn.Module):
             forward_input = stage(forward_input)
         return forward_input
 
-    # -- queries of scripts -----------------------------------------------------------------
+    # -- queries from scripts ---------------------------------------------------------------
 
     def loss_of(self, inputs: Any, labels: Any) -> Any:
         """Return the loss of a micro-batch."""
@@ -176,11 +179,11 @@ class PipelineModule(nn.Module):
         return outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
 
     def partitions(self) -> list[int]:
-        """Return the first layer of each stage, and the number of layers."""
+        """Return the index of each stage's first layer, followed by the number of layers."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the rank on the pipeline axis that has layer `layer_idx`."""
+        """Return the rank on the pipeline axis that runs layer `layer_idx`."""
         stage = sum(layer_idx >= start for start in self.parts[:-1]) - 1
         return stage % self.num_stages
 
@@ -189,29 +192,31 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Set the number of consecutive layers that backward runs again, 0 for none."""
+        """Set the number of consecutive layers that the backward pass recomputes, or 0 for none."""
         self._recomputing.interval = interval
 
     @property
     def activation_checkpoint_interval(self) -> int:
-        """The number of consecutive layers that backward runs again, 0 for none."""
+        """Number of consecutive layers that the backward pass recomputes, or 0 for none."""
         return self._recomputing.interval
 
     def topology(self) -> ProcessTopology:
-        """Return the places of the ranks along the axes."""
+        """Return the coordinates of the ranks along the axes."""
         world = self._world
         return PipeModelDataParallelTopology(
             world.pipeline_size, world.tensor_size, world.data_size
         )
 
     def mpu(self) -> PipelineParallelGrid:
-        """Return this rank's place in the grid."""
+        """Return this rank's position in the grid."""
         return PipelineParallelGrid(self._world)
 
 
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
-    """Return the axes that a script requests. Raises UsageError if it requests none, or a size
-    that does not fit."""
+    """Return the axes that a script requests.
+
+    Raises UsageError if it requests none, or a size that does not fit.
+    """
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:
             raise UsageError(

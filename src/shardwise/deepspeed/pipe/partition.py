@@ -1,4 +1,4 @@
-"""The layers of each stage of a PipelineModule, by its partition_method. Pure arithmetic."""
+"""Assigns the layers of a PipelineModule to stages, by its partition_method. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ def starts_of(
     """Return the first layer of each of `stages` stages. A stage has at least one layer.
 
     Args:
-        method: "uniform" cuts into equal numbers of layers. "parameters" and "type:REGEX" minimise
-            the largest stage, counted in trained elements or in layers of matching types.
+        method: "uniform" gives each stage an equal number of layers. "parameters" and "type:REGEX"
+            minimise the largest stage, measured in trained elements or in layers of matching types.
         names: The types of the layers.
-        sizes: The numbers of trained elements of the layers.
+        sizes: Number of trained elements in each layer.
         adds: For each layer, whether it trains a parameter that no earlier layer has.
 
     Raises:
-        UsageError: For another method, a pattern without a match, or more stages than layers.
+        UsageError: If the method is unknown, the pattern matches nothing, or there are more stages
+            than layers.
     """
     if len(names) < stages:
         raise UsageError(

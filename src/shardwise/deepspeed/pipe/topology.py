@@ -1,8 +1,8 @@
-"""Places of ranks along the axes pipe, data and model, under DeepSpeed's names.
+"""Coordinates of ranks along the axes pipe, data and model, under DeepSpeed's names.
 
-Ranks are numbered as in Shardwise, for any order of these axes:
-rank = (data x stages + stage) x model + part. DeepSpeed numbers them differently, with the data
-axis inside. Scripts that use the methods of these classes see no difference.
+For any order of these axes, ranks are numbered as in Shardwise: rank = (data x stages + stage) x
+model + part. DeepSpeed numbers them differently, with the data axis inside. Scripts that use the
+methods of these classes do not notice the difference.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import shardwise as sw
 from shardwise.errors import UsageError
 
 AXES = ("data", "pipe", "model")
-"""The axes of a run, outermost first: ranks on the last axis are consecutive."""
+"""The axes of a run, outermost first. Ranks on the last axis are consecutive."""
 
 
 class ProcessTopology:
-    """Ranks in a grid with the names `axes` and the lengths `dims`.
+    """Ranks in a grid whose axes have the names `axes` and the lengths `dims`.
 
     If all axes are in AXES, ranks are numbered in the order of AXES, else in the order of `axes`.
     """
@@ -36,7 +36,7 @@ class ProcessTopology:
         }
 
     def get_rank(self, **coordinates: int) -> int:
-        """Return the rank at `coordinates`, one for each axis."""
+        """Return the rank at `coordinates`, one coordinate for each axis."""
         if set(coordinates) != set(self.axes):
             raise UsageError(f"get_rank needs one number for each of {', '.join(self.axes)}.")
         return self.mapping[self.ProcessCoord(**coordinates)]
@@ -46,11 +46,11 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """Return the length of `axis`, 0 if there is no such axis."""
+        """Return the length of `axis`, or 0 if the axis does not exist."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the place of `rank`, a tuple with the axes as names."""
+        """Return the coordinates of `rank`, a named tuple with the names of the axes."""
         return next(place for place, number in self.mapping.items() if number == rank)
 
     def world_size(self) -> int:
@@ -59,21 +59,21 @@ class ProcessTopology:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """`num_pp` stages and `num_dp` replicas."""
+    """A grid of `num_pp` stages and `num_dp` replicas."""
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
         super().__init__(["data", "pipe"], [num_dp, num_pp])
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """`num_pp` stages and `num_dp` replicas, with each layer split over `num_mp` ranks."""
+    """A grid of `num_pp` stages and `num_dp` replicas. `num_mp` ranks split each layer."""
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(["data", "pipe", "model"], [num_dp, num_pp, num_mp])
 
 
 class PipelineParallelGrid:
-    """This rank's place in the grid, under the names of Megatron's `mpu`."""
+    """This rank's position in the grid, under the names of Megatron's `mpu`."""
 
     def __init__(self, world: sw.World) -> None:
         self._world = world
@@ -88,11 +88,11 @@ class PipelineParallelGrid:
         return self.stage_id
 
     def get_global_rank(self) -> int:
-        """Return this rank."""
+        """Return the global rank of this process."""
         return self._world.rank
 
     def get_data_parallel_id(self) -> int:
-        """Return the replica of this rank."""
+        """Return the index of this rank's replica."""
         return self.data_parallel_id
 
     def get_pipe_parallel_world_size(self) -> int:
@@ -104,11 +104,11 @@ class PipelineParallelGrid:
         return self.data_parallel_size
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's part of every split layer."""
+        """Return the index of this rank's part in every split layer."""
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks over which each layer is split."""
+        """Return the number of ranks between which each layer is split."""
         return self.model_parallel_size
 
     get_pipe_parallel_rank = get_stage_id

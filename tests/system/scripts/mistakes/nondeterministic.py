@@ -13,7 +13,7 @@ noise.seed()
 
 
 class Noisy(torch.nn.Module):
-    """Adds what a generator draws that was seeded by the system."""
+    """Adds random values from a generator that the system seeds."""
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values + 0.01 * torch.randn(values.shape[1], generator=noise)
