@@ -63,7 +63,7 @@ def page() -> str:
         lines += [f"\n## {package}\n", "| error | message |", "|---|---|"]
         for name, text in sorted(rows):
             # Code, so that braces, stars and brackets stay as they are.
-            shown = text.replace("|", "&#124;").replace("<", "&lt;")
+            shown = text.replace("|", "&#124;").replace("<", "&lt;").replace("[", "&#91;")
             lines.append(f"| `{name}` | {shown.replace('*', '&#42;').replace('_', '&#95;')} |")
     return "\n".join(lines)
 

@@ -72,8 +72,13 @@ class Loader(HintsAtAttributes):
             order of its parts until it ends. "auto" is "dataset" if the dataset has a method
             `shard` and enough shards, else "slice".
         micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
-        num_workers, collate_fn, pin_memory, persistent_workers, prefetch_factor, worker_init_fn,
-            timeout: Passed to torch's DataLoader, which reads the data.
+        num_workers: Passed to torch's DataLoader, which reads the data, as are the next six.
+        collate_fn: See `torch.utils.data.DataLoader`.
+        pin_memory: See `torch.utils.data.DataLoader`.
+        persistent_workers: See `torch.utils.data.DataLoader`.
+        prefetch_factor: See `torch.utils.data.DataLoader`.
+        worker_init_fn: See `torch.utils.data.DataLoader`.
+        timeout: See `torch.utils.data.DataLoader`.
         name: Name of the Loader in messages (default: `Loader(<type of the dataset>)`).
         seed_samples: Seed torch, numpy and random by (seed, epoch, index) before each sample of a
             map-style dataset, so that augmentation is the same for any number of ranks and
@@ -279,11 +284,11 @@ class Loader(HintsAtAttributes):
 
             - "samples": number of samples consumed since training began.
             - "epoch": the epoch of the next step, or the current epoch if only the rest of its loop
-              body has to run.
+                body has to run.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
-              samples and steps consumed in this epoch.
+                samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
-              every rank reads the full stream.
+                every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if all ranks now read all parts, else 0.
         """
