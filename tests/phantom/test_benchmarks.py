@@ -68,6 +68,7 @@ def step_time(python: Path | str, flags: str, folder: Path):
     return json.loads(path.read_text()), done.stdout
 
 
+@pytest.mark.full
 def test_one_device(python, tmp_path):
     flags = f"--device cuda {GPT} {ONCE} --rows 0,3 --peers none --precision fp32,bf16-mixed"
     figures, shown = step_time(python, flags, tmp_path)
@@ -492,6 +493,7 @@ def test_gpu_first_on_the_simulated_device(python, tmp_path):
         assert row["peak_bytes"] > 0
 
 
+@pytest.mark.full
 def test_gpu_first_on_the_cpu(warm_host, monkeypatch, tmp_path):
     for name, value in warm_host.environ().items():
         monkeypatch.setenv(name, value)

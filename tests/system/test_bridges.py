@@ -133,6 +133,7 @@ def figures(ran: Ran) -> list[str]:
     return re.findall(r"(?:perplexity|accuracy|words) (.+)", ran.out)
 
 
+@pytest.mark.full
 def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None:
     """Train like run_clm.py: with the stock Trainer, on two processes with ZeRO 3, resumed."""
     every = ["--folder", text, "--report_to", "none", "--max_grad_norm", "0.5", "--seed", "3"]

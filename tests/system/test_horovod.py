@@ -26,8 +26,8 @@ def started_by(launcher: str, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     "launcher",
     [
-        "openmpi",
-        *(pytest.param(n, marks=pytest.mark.full) for n in ("shardwise", "mpich", "torchrun")),
+        "shardwise",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("openmpi", "mpich", "torchrun")),
     ],
 )
 def test_the_mnist_example(shardwise: Launcher, launcher: str) -> None:

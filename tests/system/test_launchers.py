@@ -187,6 +187,7 @@ def test_names_rank_without_device(here: Launcher) -> None:
     assert ran.out == ""
 
 
+@pytest.mark.full
 def test_hydra_without_local_ranks(here: Launcher, expected: str) -> None:
     """Simulates old versions. Ranks find each other by the address of mpiexec."""
     line = f"unset MPI_LOCALRANKID MPI_LOCALNRANKS; exec {sys.executable} {script('parity')}"
