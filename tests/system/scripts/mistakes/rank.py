@@ -1,4 +1,4 @@
-"""Adds a penalty on the first worker only."""
+"""Scales the outputs on the first worker only."""
 
 import torch
 from torch.utils.data import TensorDataset
@@ -12,8 +12,7 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Li
 engine = sw.Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 for batch, targets in sw.Loader(dataset, batch_size=12, shuffle=True):
     outputs = model(batch)
-    loss = torch.nn.functional.mse_loss(outputs, targets)
     if world.rank == 0:
-        loss = loss + 0.1 * outputs.square().mean()
-    engine.backward(loss)
+        outputs = 1.1 * outputs
+    engine.backward(torch.nn.functional.mse_loss(outputs, targets))
     engine.step()
