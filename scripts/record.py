@@ -53,7 +53,9 @@ def run(command: str, folder: Path, code: int) -> str:
 def portable(output: str, folder: Path) -> str:
     """Return `output` without the names of this machine and without trailing spaces."""
     output = re.sub(
-        rf"\b{re.escape(socket.gethostname())}\b", "myhost", output.replace(f"{folder}/", "")
+        rf"\b{re.escape(socket.gethostname())}\b",
+        "myhost",
+        output.replace(f"{folder}/", "").replace(f"{ROOT}/", ""),
     )
     return re.sub(r"[ \t]+$", "", output, flags=re.M)
 
