@@ -591,7 +591,7 @@ def test_figures_of_a_gpu_are_published(modules, monkeypatch, tmp_path):
     report = importlib.import_module("gpu_first_report")
     page = tmp_path / "speed.md"
     page.write_text("# Speed\n\n" + report.section(tmp_path))
-    assert "Not measured yet" in page.read_text()
+    assert "has not been measured yet" in page.read_text()
     monkeypatch.setattr(report, "PAGE", page)
     facts = {
         "device": "NVIDIA H100",
@@ -608,4 +608,4 @@ def test_figures_of_a_gpu_are_published(modules, monkeypatch, tmp_path):
     shown = page.read_text()
     assert "One NVIDIA H100, 2026-12-01 10:00 UTC" in shown
     assert "| foreground | 2.00 | 1.50 | 1.33 | - | 100 |" in shown
-    assert "Not measured yet" not in shown
+    assert "has not been measured yet" not in shown

@@ -16,7 +16,7 @@ def shardwise(tmp_path: Path) -> Iterator[Launcher]:
     launcher = Launcher(tmp_path)
     yield launcher
     left = launcher.wait_until_gone()
-    launcher.kill_all()
+    launcher.close()
     assert left == []
     assert launcher.folders_left() == []
 

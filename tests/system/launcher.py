@@ -38,6 +38,7 @@ class Launcher:
     folder: Path
     enter: list[str] = field(default_factory=list)
     mark: str = field(default_factory=lambda: f"mark-{uuid.uuid4().hex}")
+    started: "list[subprocess.Popen[str]]" = field(default_factory=list)
 
     def start(self, *words: str, **options: Any) -> "subprocess.Popen[str]":
         """Start `shardwise WORDS` in the background."""
@@ -46,7 +47,8 @@ class Launcher:
         environ = settings.pop("env", {})
         settings["env"] = self.environ() | environ
         command = [*self.enter, sys.executable, "-m", "shardwise", *words]
-        return subprocess.Popen(command, **settings)
+        self.started.append(subprocess.Popen(command, **settings))
+        return self.started[-1]
 
     def environ(self) -> dict[str, str]:
         """Return our environment with the mark, and a separate folder for temporary files."""
@@ -96,6 +98,19 @@ class Launcher:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
+
+    def close(self) -> None:
+        """Kill the remaining processes, and close the pipes of all runs.
+
+        A test that failed has not waited for its runs. The garbage collector would warn of them in
+        a later test, which would fail too.
+        """
+        self.kill_all()
+        for process in self.started:
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
 
     def folders_left(self) -> list[Path]:
         """Return temporary folders of the launcher that still exist."""

@@ -34,7 +34,7 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
     (tmp_path / "ck").mkdir()
     yield launcher
     left = launcher.wait_until_gone()
-    launcher.kill_all()
+    launcher.close()
     assert left == []
     assert launcher.folders_left() == []
     assert hosts.left() == []

@@ -34,7 +34,10 @@ def listeners(pids: list[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
-            target = os.readlink(fd) if fd.is_symlink() else ""
+            try:
+                target = os.readlink(fd)
+            except FileNotFoundError:  # the process has closed it meanwhile
+                continue
             if target.startswith("socket:"):
                 inodes.add(target.removeprefix("socket:[").removesuffix("]"))
     found = set()
