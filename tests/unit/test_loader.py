@@ -1,10 +1,15 @@
 """The Loader alone: arguments, iteration, position, randomness, torch's DataLoader underneath."""
 
 import collections
-import multiprocessing
+import multiprocessing.util
+import os
 import random
+import signal
+import sys
+import tempfile
 import types
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -207,6 +212,30 @@ def test_leaving_a_loop_closes_its_stream_and_workers(solo, before):
         break
     assert solo.current_batch.streams == []
     assert set(multiprocessing.active_children()) <= set(before)
+
+
+class Killed(Dataset):
+    """Samples that are read by a worker which is killed, as by the kernel without memory."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor(index)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked")
+def test_a_killed_worker_leaves_no_temporary_folder(solo, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
+    # A read from the killed worker may fail before torch has noticed that it is gone.
+    with pytest.raises((RuntimeError, OSError)):
+        list(Loader(Killed(), 2, num_workers=1))
+    folders = list(tmp_path.glob("pymp-*"))
+    # This process removes its own folder when it exits.
+    assert folders == [Path(multiprocessing.util.get_temp_dir())]
 
 
 def test_an_exception_in_the_body_closes_the_stream(solo):

@@ -5,6 +5,7 @@ The order of the samples does not depend on the number of ranks.
 
 from __future__ import annotations
 
+import multiprocessing.util
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -383,6 +384,10 @@ class Loader(HintsAtAttributes):
     def _items(self) -> Iterator[Item]:
         """Yield the micro-batches of this pass as torch's DataLoader delivers them."""
         run = self._pass_number
+        if self._torch_loader.num_workers:
+            # Workers send tensors through sockets in a temporary folder. They inherit this one,
+            # which this process removes. A killed worker would leave its own folder behind.
+            multiprocessing.util.get_temp_dir()
         try:
             yield from self._reader.delivered(iter(self._torch_loader))
         finally:
