@@ -388,8 +388,21 @@ class Loader(HintsAtAttributes):
             # Workers send tensors through sockets in a temporary folder. They inherit this one,
             # which this process removes. A killed worker would leave its own folder behind.
             multiprocessing.util.get_temp_dir()
+        iterator = iter(self._torch_loader)
         try:
-            yield from self._reader.delivered(iter(self._torch_loader))
+            yield from self._reader.delivered(iterator)
+        except (EOFError, ConnectionError) as error:
+            # These also come from a dataset, in which case all workers are alive.
+            for worker in getattr(iterator, "_workers", ()):
+                worker.join(0.5)
+                if worker.exitcode:
+                    raise DataError(
+                        f"A worker process of the Loader (pid {worker.pid}) ended with exit code "
+                        f"{worker.exitcode} while it sent a batch. The kernel kills processes if "
+                        "memory runs out (see dmesg): use fewer workers (num_workers=) or smaller "
+                        "batches."
+                    ) from error
+            raise
         finally:
             if run == self._pass_number:  # otherwise a newer pass reads from the same workers
                 self._reader.close()
