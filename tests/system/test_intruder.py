@@ -14,7 +14,8 @@ from tests.system.launcher import Launcher, script
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
 )
-LIMIT = 90.0
+LIMIT = 240.0
+"""Seconds. On a busy machine the intruder alone needs more than one minute."""
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def listeners(pids: list[int]) -> set[str]:
 def test_another_user_neither_joins_nor_disturbs(shardwise: Launcher, meeting_place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ("run", "-n", "2", "--port", str(port), "--timeout", "60")
+    words = ("run", "-n", "2", "--port", str(port), "--timeout", "180")
     run = shardwise.start(*words, script("guarded"), str(meeting_place))
     environ = {name: v for name, v in os.environ.items() if not name.startswith("SHARDWISE_")}
     intruder = subprocess.Popen(
