@@ -463,6 +463,7 @@ def assert_all_equal(step):
     assert len(step["rows"]) >= 9
 
 
+@pytest.mark.full
 def test_gpu_first_on_the_simulated_device(python, tmp_path):
     steps = ("right", "uncompiled", "offload", "save", "largest")
     figures, shown, code = first(python, tmp_path, *steps)

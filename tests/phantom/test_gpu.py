@@ -34,15 +34,10 @@ def rest(cases, *chosen):
 OVER_NCCL = [
     *((row, {}) for row in range(4)),
     (0, {"optimizer": "cpu"}),
-    (1, {"optimizer": "nvme"}),
     (2, {"optimizer": "device", "gradients": "nvme"}),
-    (3, {"optimizer": "device", "gradients": "cpu"}),
-    *(
-        (3, {"optimizer": one, "params": other})
-        for one, other in (("cpu", "nvme"), ("nvme", "cpu"))
-    ),
+    (3, {"optimizer": "nvme", "params": "cpu"}),
 ]
-"""Each row, and each state on each tier; test_two_ranks.py has more of them with two ranks."""
+"""Each row, and each tier; test_two_ranks.py has more of them with two ranks."""
 
 
 @pytest.mark.parametrize(("row", "named"), rest(test_rows.CASES, *OVER_NCCL))
@@ -75,9 +70,9 @@ def test_state_is_carried_over(phantom, row, named):
 
 
 PRECISION = [
-    (test_precision.bf16_mixed, ()),
+    pytest.param(test_precision.bf16_mixed, (), marks=pytest.mark.full),
     (test_precision.fp16_mixed, ()),
-    (test_precision.bf16, (1,)),
+    pytest.param(test_precision.bf16, (1,), marks=pytest.mark.full),
     (test_precision.bf16, (3,)),
 ]
 

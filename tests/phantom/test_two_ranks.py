@@ -67,7 +67,7 @@ def test_rows_tiers_and_precisions(phantom, group, row, where, precision):
     same(phantom, group, cases.by_precision, settings, named, rtol=2e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("row", [0, 2, 3])
+@pytest.mark.parametrize("row", [*(pytest.param(row, marks=pytest.mark.full) for row in (0, 2)), 3])
 def test_in_fp64(phantom, group, row):
     same(phantom, group, cases.stepped, {"zero": row, "ema_decay": 0.9})
 
