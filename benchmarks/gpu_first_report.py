@@ -213,8 +213,8 @@ def section(results: Path) -> str:
     found = sorted(results.glob("*-gpu-first.json"))
     if not found:
         return (
-            f"{TITLE}\n\nSpeed on a GPU has not been measured yet. `scripts/gpu first` measures it in "
-            "nine minutes ([its steps](../benchmarks/README.md#in-nine-minutes)). The order of "
+            f"{TITLE}\n\nSpeed on a GPU has not been measured yet. `scripts/gpu first` measures it "
+            "in nine minutes ([its steps](../benchmarks/README.md#in-nine-minutes)). The order of "
             "operations, host synchronisations and byte counts are tested on a simulated device.\n"
         )
     figures = json.loads(found[-1].read_text())

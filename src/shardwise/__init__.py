@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
     from shardwise.parallel.tensor.attention import Attention
+    from shardwise.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
     from shardwise.tools.plan.plan_command import plan
     from shardwise.world.initialize import init
@@ -32,6 +33,7 @@ __all__ = [
     "Metrics",
     "World",
     "__version__",
+    "chunked_cross_entropy",
     "cross_entropy",
     "errors",
     "init",
@@ -46,6 +48,7 @@ __all__ = [
 
 _HOMES = {
     "Attention": "shardwise.parallel.tensor.attention",
+    "chunked_cross_entropy": "shardwise.parallel.tensor.chunked_cross_entropy",
     "cross_entropy": "shardwise.parallel.tensor.cross_entropy",
     "Engine": "shardwise.engine",
     "Engines": "shardwise.engine",

@@ -395,6 +395,45 @@ def test_loss_over_a_split_vocabulary(group, size, row):
     assert all(group(size, tensor=2)(split_loss, row))
 
 
+def head_input(model, x):
+    """Run `model`, and return the input of its head."""
+    inputs = []
+    handle = model.head.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model(x)
+    handle.remove()
+    return inputs[0]
+
+
+def chunked_loss(world, row):
+    """Compare the loss without all scores with torch's, over a head that may be split."""
+    plan = {"tokens": "embedding", "head": "colwise"} if world.mesh.tensor > 1 else None
+    model, plain = gpt(), gpt()
+    engine = sw.Engine(model, adamw(model), zero=row, tensor_plan=plan)
+    optimizer = adamw(plain)
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "chunk": 5}
+    options["class_weight"] = torch.linspace(0.5, 2, 25).double()
+    for step in range(3):
+        x = batch(step)
+        y = ((x * 5 + 1) % 24).masked_fill(x % 3 == 0, -100)
+        hidden = head_input(model, world.share(x))
+        engine.backward(sw.chunked_cross_entropy(hidden, world.share(y), model.head, **options))
+        stats = engine.step()
+        theirs = sw.chunked_cross_entropy(head_input(plain, x), y, plain.head, **options)
+        theirs.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
+    with engine.full_parameters(), torch.no_grad():
+        assert torch.allclose(model(batch(9)), plain(batch(9)), rtol=1e-8)
+    engine.close()
+    return True
+
+
+@pytest.mark.parametrize(("size", "tensor", "row"), [(4, 2, 1), (2, 2, 3), (2, 1, 3)])
+def test_chunked_loss(group, size, tensor, row):
+    assert all(group(size, tensor=tensor)(chunked_loss, row))
+
+
 # -- data -------------------------------------------------------------------------------------
 
 

@@ -300,6 +300,12 @@ class _Walk:
                 opened.extend(self._reduced(node, name, scale))
             elif name in _LOSSES:
                 self._loss(node, name, scale)
+            elif name == "_ChunkedCrossEntropy":
+                items = _number(node.items)
+                if node.is_mean:
+                    self._mean(items, "cross_entropy", scale)
+                else:
+                    self._sum(items, node.tokens, "cross_entropy", scale, has_rows=True)
             elif name in ("Select", "Unbind", "Split", "Slice", "Index", "Gather"):
                 self._sum(1, 1, name, scale)
             else:
