@@ -17,6 +17,9 @@ FLAGS = {
     "lora": ["--zero", "3"],
     "gan": ["--zero", "2"],
 }
+SLOW = ("lora",)
+"""Recipes that load a large library, which `make test-all` runs."""
+
 RESULT = re.compile(r"epoch|step|best|mean radius|accuracy|adapter")
 
 
@@ -38,7 +41,13 @@ def assert_close(some: list[str], others: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("warm_programs")
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.py")))
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(path.stem, marks=pytest.mark.full if path.stem in SLOW else ())
+        for path in sorted(RECIPES.glob("*.py"))
+    ],
+)
 def test_recipe_prints_the_same_on_one_and_two_workers(
     shardwise: Launcher, tmp_path: Path, recipe: str
 ) -> None:
