@@ -26,6 +26,7 @@ import figure
 import shardwise as sw
 
 CHUNK = 256
+"""Tokens per chunk, about as many as `sw.chunked_cross_entropy` chooses at the default sizes."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
