@@ -170,8 +170,8 @@ def _weight(world: World, n: Any) -> Number:
     if n is None:
         if batch is None:
             raise UsageError(
-                "Metrics.add does not know how many items these are means over, because no Loader "
-                "gave a batch: write metrics.add(n=len(x), ...)."
+                "Metrics.add does not know the number of items of these means, because no Loader "
+                "has returned a batch: write metrics.add(n=len(x), ...)."
             )
         return float(batch.samples)
     weight = _scalar("n", n)
@@ -221,8 +221,8 @@ def _check_names(ranks: list[Totals]) -> None:
         for names, numbers in ranks_by_names.items()
     )
     raise MetricsError(
-        f"Ranks disagree on what they measured ({differences}). Add the same names on every rank, "
-        "also for a batch whose values do not count."
+        f"Ranks added different metrics ({differences}). Add the same names on every rank, even "
+        "for a batch whose values do not count."
     )
 
 

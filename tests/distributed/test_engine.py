@@ -1103,7 +1103,7 @@ def test_sums_over_groups_of_ranks(group, groups, sums):
 def test_sum_refuses_a_rank_listed_twice(group):
     for error in group(4).errors(raf_table, [[0, 1], [1, 2]]):
         assert error == ("UsageError", error[1])
-        assert "Rank 1 is twice" in error[1]
+        assert "Rank 1 appears twice" in error[1]
 
 
 # -- sharded within a host ------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def means_case(world):
         assert metrics.compute() == {"value": pytest.approx(4.5)}
     assert told.getvalue() == ""
     world.current_batch.batch = None
-    with pytest.raises(DataError, match=r"world\.rows before the first batch"):
+    with pytest.raises(DataError, match=r"world\.rows was read before the first batch"):
         _ = world.rows
 
 

@@ -52,7 +52,8 @@ def _start(
         size = process_set.size()
         if size & (size - 1):
             raise BadCall(
-                f"Adasum combines pairs of pairs: it needs 1, 2, 4, 8 ... ranks, not {size}."
+                "Adasum combines ranks in pairs, then pairs of pairs: it needs a power of two of "
+                f"ranks, not {size}."
             )
         if not all(tensor.is_floating_point() for tensor in tensors):
             raise BadCall("Adasum needs floating tensors, because it compares their directions.")

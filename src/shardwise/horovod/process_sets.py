@@ -51,7 +51,9 @@ class ProcessSet:
         """Return the number of the set. Raises BadCall if the set is not added."""
         number = self.process_set_id
         if number is None:
-            raise BadCall(f"{self} is not added: call hvd.add_process_set(it) first, on all ranks.")
+            raise BadCall(
+                f"{self} has not been added: pass it to hvd.add_process_set first, on all ranks."
+            )
         return number
 
     def included(self) -> bool:

@@ -69,7 +69,7 @@ def sparse_allreduce_async(
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise BadCall(f"sparse_allreduce needs hvd.Average or hvd.Sum, not {ReduceOp(op).name}.")
     if tensor.dtype == torch.bool:
-        raise BadCall("sparse_allreduce cannot sum truth values: convert them first.")
+        raise BadCall("sparse_allreduce cannot sum booleans: convert them to integers first.")
     current().reduces = True
     given = tensor.detach()
     handle = submit(

@@ -280,7 +280,7 @@ class Store:
         """Raise TierError if the store is closed or failed, or if this is a forked process."""
         self._transfers.check()
         if self._closed:
-            raise TierError(f"{self.label} was closed and its data is lost. Make a new store.")
+            raise TierError(f"{self.label} was closed, and its data is lost. Create a new store.")
         # Recycle the buffers of completed writes, and notice their failures.
         for index in [i for i, (_, t) in self._behind.items() if all(map(Future.done, t))]:
             self._retire(index)

@@ -308,9 +308,9 @@ class World(BatchRows, HintsAtAttributes):
                 if sent is not None:
                     return sent[0]
             raise UsageError(
-                f"world.broadcast_object(source={source}): there is no such rank, or its elastic "
-                "island has ended. Broadcast from rank 0: if its island ends, the first remaining "
-                "rank takes its place."
+                f"world.broadcast_object(source={source}): this rank does not exist, or its "
+                "elastic island has ended. Broadcast from rank 0: if its island ends, the first "
+                "remaining rank takes its place."
             )
 
         return self.collectives.steadily(receive)

@@ -210,6 +210,7 @@ def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
 def copy_error(what: str, how: str) -> UsageError:
     """Return the error for a call that needs layers of other ranks."""
     return UsageError(
-        f"{what} of a model when this worker has only some of its layers (--pipeline). Inside with "
-        f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
+        f"{what} of a model is not possible when this worker has only some of its layers "
+        f"(--pipeline). Inside with engine.full_parameters(), {how}; engine.save and "
+        "engine.export write whole models."
     )

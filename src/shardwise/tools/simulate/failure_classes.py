@@ -183,7 +183,7 @@ class _Reading(SourcedFile):
         self.only(entry, _OBSERVED, "[observed]")
         numbers = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
         if broken := [key for key in numbers if key != "days" and numbers[key] % 1]:
-            raise self.wrong(f"[observed] {broken[0]} must be a whole number.")
+            raise self.wrong(f"[observed] {broken[0]} must be an integer.")
         return numbers
 
     def _class(
