@@ -85,7 +85,7 @@ def test_closure_of_other_optimizers_is_called_once(group, zero):
 
 
 def test_refuses_settings_that_lbfgs_does_not_support(group):
-    with pytest.raises(RankFailed, match="LBFGS looks across tensors, so its state cannot be"):
+    with pytest.raises(RankFailed, match="LBFGS combines values of several tensors in its update"):
         group(2)(closure_case, "lbfgs", {"zero": 2}, False)
     with pytest.raises(
         RankFailed, match="16-bit parameters are copied from their fp32 masters only"

@@ -219,10 +219,10 @@ def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_name(path: Path, name: Any, value: Tensor) -> str:
-    """Return `name`.
+    """Check an entry of a state_dict, and return its name.
 
-    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor and so
-    cannot be read by ranges.
+    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor, so
+    that ranges of it cannot be read.
     """
     if value.layout != torch.strided or value.device.type != "cpu":
         raise CheckpointError(

@@ -231,7 +231,7 @@ _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that `shardwise run` passed to this rank.
 
-    Raises ConfigError if their variable is malformed.
+    Raises ConfigError if the environment variable that holds them is malformed.
     """
     text = environ.get(FLAGS_VARIABLE, "{}")
     try:

@@ -250,7 +250,7 @@ class DeepSpeedEngine(Configured):
         """Set whether the next `step` updates the parameters.
 
         Raises:
-            UsageError: If managed_gradient_accumulation is false, because every step updates then.
+            UsageError: If managed_gradient_accumulation is false, because then every step updates.
         """
         if not self._job.manages_accumulation:
             raise UsageError(

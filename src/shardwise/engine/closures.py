@@ -83,7 +83,7 @@ def _check_known(states: States) -> None:
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(
-                f"engine.step(closure=...) with {type(group.optimizer).__name__}, is not "
+                f"engine.step(closure=...) with {type(group.optimizer).__name__} is not "
                 "supported, because its state is sharded and the number of times that it calls "
                 "the closure is unknown. Start with --zero 0, or call engine.backward(loss) and "
                 "engine.step() without a closure."

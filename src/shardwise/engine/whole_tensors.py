@@ -77,9 +77,9 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the group whose first rank's values are broadcast to all its ranks after a write.
+    """Return the group to broadcast to after a write; its first rank is the source.
 
-    This is all ranks. Once islands have taken a step, it is only this island's ranks.
+    The group has all ranks or, once islands have taken a step, only the ranks of this island.
     """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group

@@ -76,7 +76,7 @@ def allreduce_async(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.
         postscale_factor: Factor applied to the result. Integers are truncated towards zero.
@@ -223,7 +223,7 @@ def allreduce(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.

@@ -77,7 +77,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The process set of all ranks, which has the number 0."""
+    """The process set of all ranks; its number is 0."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -98,7 +98,7 @@ class _Global(ProcessSet):
 
 
 global_process_set = _Global()
-"""The process set of all ranks, which has the number 0."""
+"""The process set of all ranks; its number is 0."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -43,7 +43,7 @@ def sparse_allreduce_async(
     Args:
         tensor: Sparse COO tensor of the same shape on every rank. Ranks may have different numbers
             of elements, including none.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
         note: Text for rank 0 that is sent with the request.

@@ -184,7 +184,7 @@ class StatisticsExchange:
         return torch.cat([row, rest, to_device(here, row.device)])
 
     def _count_use(self, call: int) -> _ExpectedUse:
-        """Count an exchange of `call`. Return the expected exchange."""
+        """Count one more exchange in `call`. Return the exchange that all ranks should be in."""
         use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1

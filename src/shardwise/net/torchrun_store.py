@@ -83,8 +83,8 @@ def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
 def adopt(identity: Identity, timeout: float) -> Rendezvous:
     """Connect to the other ranks through torch's default process group.
 
-    The script has initialised this group before sw.init. Raises LaunchError if the group's rank and
-    size differ from the launcher's.
+    The script must have initialised this group before it calls sw.init. Raises LaunchError if the
+    group's rank and size differ from the launcher's.
     """
     if (dist.get_rank(), dist.get_world_size()) != (identity.rank, identity.size):
         raise LaunchError(

@@ -277,7 +277,7 @@ class Store:
                 self._failure = error
 
     def _check(self) -> None:
-        """Raise TierError if the store is closed or failed, or if this is a forked process."""
+        """Raise TierError if the store is closed or has failed, or if this process was forked."""
         self._transfers.check()
         if self._closed:
             raise TierError(f"{self.label} was closed, and its data is lost. Create a new store.")

@@ -136,10 +136,10 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data` on separate channels, for collectives in forward and backward.
+        """The ranks of `data`, with separate channels for collectives in forward and backward.
 
         The order of these collectives relative to the engines' may differ between ranks, so they
-        must not share channels. All ranks create it at its first use.
+        must not share channels. All ranks create this group when they first use it.
         """
         return self.data.second_group()
 

@@ -133,7 +133,7 @@ class SequenceShard(StandsForPart):
             return full
 
     def like(self, local: Tensor) -> SequenceShard:
-        """Return a tensor with the part `local`, split like this one.
+        """Wrap `local` as this rank's part of a tensor that is split in the same way as this one.
 
         If `local` is this tensor's own part, return this tensor itself.
         """

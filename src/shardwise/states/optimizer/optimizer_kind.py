@@ -81,9 +81,9 @@ class OptimizerKind:
     """True if the optimizer evaluates the loss itself (L-BFGS)."""
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether state entry `key` of a tensor of `shape` has the same shape by design.
+        """Return whether state entry `key` always has the shape of its parameter, which is `shape`.
 
-        If the optimizer is element-wise, such an entry is split together with the tensor.
+        If the optimizer is element-wise, such an entry is split together with the parameter.
         """
         if value is None or key in self.single_keys:
             return False

@@ -19,7 +19,7 @@ from shardwise.tools.verify.records import Step, WholeTensor
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
-"""Relative difference up to which a ratio of gradients is taken for an integer."""
+"""Relative difference up to which a ratio of gradients is taken for a whole number."""
 
 
 @dataclass(frozen=True)
