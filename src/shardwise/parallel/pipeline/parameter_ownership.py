@@ -195,7 +195,7 @@ class CopyGuard:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Return whether the values of one of `module`'s own parameters are on another rank."""
+    """Return whether another rank has the values of a parameter that `module` itself registers."""
     parameters = [p for p in module._parameters.values() if p is not None]
     # A placeholder is a single element, expanded to the parameter's shape.
     return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in parameters)

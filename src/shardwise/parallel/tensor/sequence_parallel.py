@@ -353,7 +353,7 @@ def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
 def _local_arguments(
     tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """Return the arguments for this rank's part of `tokens`, or None if that is impossible.
+    """Cut the arguments to this rank's part of `tokens`. Return None if that is impossible.
 
     Tensors with tokens are replaced with their parts. Other arguments stay unchanged, but the
     gradients of other tensors are summed over ranks. If `casts` is true, tensors only provide a

@@ -34,7 +34,7 @@ def is_torchs(optimizer: optim.Optimizer) -> bool:
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
-    """Return whether `optimizer` is of one of torch's own classes, so that it needs no trial.
+    """Return whether torch defines the class of `optimizer`, which then needs no trial.
 
     A derived class may override anything, so it does not count.
     """
@@ -198,7 +198,7 @@ def placed(
 
 
 def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
-    """Return whether two options or attributes, or nested containers of them, are equal.
+    """Return whether two options or attributes are equal, including nested containers.
 
     Unless `exactly` is true, numbers may differ by fp32 rounding errors. Objects are compared by
     their attributes.
