@@ -41,9 +41,9 @@ def factor(workers: float, scaling: str = "linear") -> float:
         2.0
     """
     if not 0 < workers < math.inf:
-        raise ConfigError(f"workers is a number above 0, not {workers!r}.")
+        raise ConfigError(f"workers must be a number above 0, not {workers!r}.")
     if scaling not in SCALINGS:
-        raise ConfigError(f"scaling is one of {', '.join(SCALINGS)}, not {scaling!r}.")
+        raise ConfigError(f"scaling must be one of {', '.join(SCALINGS)}, not {scaling!r}.")
     return {"linear": float(workers), "sqrt": math.sqrt(workers), "none": 1.0}[scaling]
 
 
@@ -114,9 +114,11 @@ class ScaledLR(LRScheduler):
         momentum_correction: bool = False,
     ) -> None:
         if steps_per_epoch < 1:
-            raise ConfigError(f"steps_per_epoch is 1 or more, len(loader), not {steps_per_epoch}.")
+            raise ConfigError(
+                f"steps_per_epoch must be 1 or more (usually len(loader)), not {steps_per_epoch}."
+            )
         if not 0 <= warmup_epochs < math.inf:
-            raise ConfigError(f"warmup_epochs is a number of 0 or more, not {warmup_epochs}.")
+            raise ConfigError(f"warmup_epochs must be a number of 0 or more, not {warmup_epochs}.")
         if momentum_correction:
             _check_momentum(optimizer)
         if workers is None:
@@ -204,9 +206,8 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
     # velocity (v = m v + g). Otherwise the velocity already contains the rate of its own step.
     if abs(_moved(optimizer, 0.5) / _moved(optimizer, 1.0) - 1) > 0.1:
         raise ModelError(
-            f"The velocity of {name} does not contain the learning rate (v = m v + g), so a change "
-            "of the rate already applies to it and needs no correction: remove "
-            "momentum_correction."
+            f"The velocity of {name} does not contain the learning rate (v = m v + g), so it "
+            "needs no correction when the learning rate changes: remove momentum_correction."
         )
 
 

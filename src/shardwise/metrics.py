@@ -40,11 +40,11 @@ class Metrics:
         self._skipped_before = self._world.current_batch.skipped_batches
 
     def add(self, n: Number | None = None, **means: Any) -> None:
-        """Add means over `n` items of this rank.
+        """Add means that were computed over `n` items of this rank.
 
         Tensors stay on their device (in float64 if the device supports it), so this never
-        synchronises. If the batch is a stand-in or `n` is 0, the values are ignored, even if they
-        are NaN.
+        synchronises. If the batch is a stand-in (a repeated sample for a rank without rows) or `n`
+        is 0, the values are ignored, even if they are NaN.
 
         Args:
             n: Number of items, as a number or a tensor with one element, at least 0. Default: the
@@ -52,9 +52,9 @@ class Metrics:
             **means: Means by name, as numbers or tensors with one element.
 
         Raises:
-            UsageError: There is neither `n` nor a batch, or a metric is called `weight` (which is
-                the name of `n` in `engine.backward`).
-            MetricsError: `n` is below 0, or a value is not a scalar.
+            UsageError: If `n` is not given and there is no current batch, or if a metric is called
+                `weight` (which is the name of `n` in `engine.backward`).
+            MetricsError: If `n` is below 0, or a value is not a scalar.
 
         Example:
             >>> import shardwise as sw
@@ -170,8 +170,8 @@ def _weight(world: World, n: Any) -> Number:
     if n is None:
         if batch is None:
             raise UsageError(
-                "Metrics.add does not know how many items these are means over, because no Loader "
-                "gave a batch: write metrics.add(n=len(x), ...)."
+                "Metrics.add does not know the number of items of these means, because no Loader "
+                "has returned a batch: write metrics.add(n=len(x), ...)."
             )
         return float(batch.samples)
     weight = _scalar("n", n)
@@ -221,8 +221,8 @@ def _check_names(ranks: list[Totals]) -> None:
         for names, numbers in ranks_by_names.items()
     )
     raise MetricsError(
-        f"Ranks disagree on what they measured ({differences}). Add the same names on every rank, "
-        "also for a batch whose values do not count."
+        f"Ranks added different metrics ({differences}). Add the same names on every rank, even "
+        "for a batch whose values do not count."
     )
 
 

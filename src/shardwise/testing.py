@@ -132,8 +132,8 @@ def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
     name, path = getattr(make, "__qualname__", ""), inspect.getsourcefile(make)
     if path is None or not name.isidentifier():
         raise UsageError(
-            "assert_same_training takes a function at the top level of a module, which every rank "
-            f"imports, not {name or make!r}."
+            "assert_same_training takes a function that is defined at the top level of a module, "
+            f"so that every rank can import it, not {name or make!r}."
         )
     folders = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     return str(Path(path).resolve()), name, make.__module__, folders

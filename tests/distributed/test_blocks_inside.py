@@ -82,13 +82,13 @@ def refusals_case(world):
     engine, model, _ = built(3)
     with (
         engine.full_parameters(),
-        pytest.raises(UsageError, match=r"inside a full_parameters\(\) block that is only for"),
+        pytest.raises(UsageError, match=r"inside a full_parameters\(\) block that is read-only"),
         engine.full_parameters(write=True),
     ):
         pass
     with (
         engine.full_parameters(model.head, write=True),
-        pytest.raises(UsageError, match="for another part of the model"),
+        pytest.raises(UsageError, match="gathers another part of the model"),
         engine.full_parameters(write=True),
     ):
         pass

@@ -93,7 +93,7 @@ def test_a_loader_from_before_the_stages(group):
 
 def unlike_case(world):
     engine = made(world, 2, json_of())
-    with pytest.raises(UsageError, match="other batches on worker 1 than on worker 0"):
+    with pytest.raises(UsageError, match="different batches on worker 1 than on worker 0"):
         engine.train_batch(batches(world.rank))
     close(engine, world)
 

@@ -319,7 +319,9 @@ class AcrossTensors(torch.optim.Optimizer):
 
 def across_tensors_case(world):
     model = mlp()
-    with pytest.raises(ModelError, match=r"AcrossTensors looks across tensors.*--zero 0"):
+    with pytest.raises(
+        ModelError, match=r"AcrossTensors combines values of several tensors.*--zero 0"
+    ):
         sw.Engine(model, AcrossTensors(model.parameters()), zero=1)
     world.engines = 0
     model, plain = mlp(), mlp()
@@ -746,7 +748,7 @@ def bad_models_case(world):
     with pytest.raises(ModelError, match="sparse=False"):
         engine.backward(loss)
     model = nn.Linear(2, 2)
-    with pytest.raises(ModelError, match="LBFGS looks across tensors"):
+    with pytest.raises(ModelError, match="LBFGS combines values of several tensors"):
         sw.Engine(model, torch.optim.LBFGS(model.parameters()), zero=1)
     with pytest.raises(PlacementError, match="nearest legal row is ZERO_2"):
         sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=("gradients",))
@@ -1103,7 +1105,7 @@ def test_sums_over_groups_of_ranks(group, groups, sums):
 def test_sum_refuses_a_rank_listed_twice(group):
     for error in group(4).errors(raf_table, [[0, 1], [1, 2]]):
         assert error == ("UsageError", error[1])
-        assert "Rank 1 is twice" in error[1]
+        assert "Rank 1 appears twice" in error[1]
 
 
 # -- sharded within a host ------------------------------------------------------------------------

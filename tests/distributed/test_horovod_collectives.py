@@ -339,7 +339,7 @@ def _sets(world):
         assert outside.rank() == -1
         assert hvd.remove_process_set(sets[0])
         assert not hvd.remove_process_set(sets[0])
-        with pytest.raises(ValueError, match="is not added"):
+        with pytest.raises(ValueError, match="has not been added"):
             hvd.allreduce(x, process_set=sets[0])
         again = hvd.add_process_set([0, 1])
         assert again.process_set_id == 4

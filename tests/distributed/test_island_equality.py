@@ -103,7 +103,7 @@ def apart_case(world):
     for _ in range(2):
         engine.backward(loss_of(model, world.share(batches(1)[0])))
         with pytest.raises(
-            sw.errors.ModelMismatch, match="worker 1 has other values than worker 0"
+            sw.errors.ModelMismatch, match="worker 1 and worker 0 hold the same part"
         ):
             engine.step()
     engine.close()

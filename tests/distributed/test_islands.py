@@ -510,7 +510,7 @@ def test_start_lines_describe_the_averaging(group):
 
 def rows_case(world):
     world.share(batches(1)[0])
-    with pytest.raises(sw.errors.UsageError, match="remove --islands for a loss over pairs"):
+    with pytest.raises(sw.errors.UsageError, match="Remove --islands"):
         world.gather_rows(torch.zeros(8, 2))
     dataset = torch.utils.data.TensorDataset(torch.arange(32.0))
     assert len(sw.Loader(dataset, 8)) == 4

@@ -199,7 +199,7 @@ class TestRefusals:
             ({"hosts": "a:1"}, ConfigError, "--hosts is only a flag of shardwise run"),
             ({"zero": 7}, ConfigError, "takes 0, 1, 2 or 3"),
             ({"micro_batch_size": 0}, ConfigError, "sw.launch: micro_batch_size takes"),
-            ({"workers": 0}, ConfigError, "sw.launch: workers takes a whole number"),
+            ({"workers": 0}, ConfigError, "sw.launch: workers takes an integer"),
             (
                 {"start_method": "forkserver"},
                 ConfigError,

@@ -219,7 +219,7 @@ def test_ranks_with_different_orders_are_named_on_all_ranks(group, kind):
     assert len(set(errors)) == 1
     name, message = errors[0]
     assert name == "DataError"
-    assert f"The {kind} gave rank 0 another order than rank(s) 2, 3 in epoch 0" in message
+    assert f"The {kind} gave rank 0 a different order than rank(s) 2, 3 in epoch 0" in message
 
 
 def _too_small(world):

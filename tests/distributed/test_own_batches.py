@@ -168,7 +168,7 @@ def means_case(world):
         assert metrics.compute() == {"value": pytest.approx(4.5)}
     assert told.getvalue() == ""
     world.current_batch.batch = None
-    with pytest.raises(DataError, match=r"world\.rows before the first batch"):
+    with pytest.raises(DataError, match=r"world\.rows was read before the first batch"):
         _ = world.rows
 
 
@@ -241,10 +241,10 @@ def inside_case(world):
             drawn = [torch.rand(1).item()]
             loss = model(world.share(torch.ones(6, 5).double())).mean()
             drawn.append(torch.rand(1).item())
-            with pytest.raises(UsageError, match=r"engine\.backward inside world\.alike.*do not t"):
+            with pytest.raises(UsageError, match=r"engine\.backward was called inside .*do not t"):
                 engine.backward(loss)
         engine.backward(loss)
-        with world.alike(), pytest.raises(UsageError, match=r"engine\.step\(\) inside"):
+        with world.alike(), pytest.raises(UsageError, match=r"engine\.step\(\) was called inside"):
             engine.step()
         engine.step()
         with world.alike():

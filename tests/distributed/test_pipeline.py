@@ -539,8 +539,11 @@ def misused(world, how):
         ("ragged", "tensors of the same first dimension above 0, not \\[3, 8\\]"),
         ("vector", "loss_of must return a scalar loss"),
         ("odd", "does not support 5 micro-batches.*multiple of 2"),
-        ("copy", "A copy of a model when this worker has only some of its layers"),
-        ("state", "state_dict\\(\\) of a model when this worker has only some of its layers"),
+        ("copy", "A copy of a model is not possible when this worker has only some of its layers"),
+        (
+            "state",
+            "state_dict\\(\\) of a model is not possible when this worker has only some",
+        ),
         ("whole", "engine.backward inside engine.full_parameters"),
         ("failing", "in the middle"),
         ("failing, two stages on each", "in the middle"),
@@ -833,7 +836,7 @@ def what_is_said(world, how):
         ("mask", "has a shape or number that depends on values"),
         ("mask in a plain loop", "has a shape or number that depends on values"),
         ("in place", "add_ writes a value that only one stage has"),
-        ("kept", "kept after engine.forward_backward"),
+        ("kept", "used after engine.forward_backward"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*trainable parameter")

@@ -75,7 +75,7 @@ def test_a_resume_ignores_a_save_of_one_engine_only(group, tmp_path):
 def names_case(world):
     with pytest.raises(UsageError, match="takes engines by name"):
         sw.Engines()
-    with pytest.raises(UsageError, match="takes an engine, under a name"):
+    with pytest.raises(UsageError, match="takes an engine, and its name"):
         sw.Engines(maker=nn.Linear(1, 1))
 
 

@@ -91,11 +91,11 @@ def kinds_case(world, weight):
     return said.getvalue(), stats.weight
 
 
-def test_refuses_means_over_items_of_several_kinds_without_weights(group):
-    with pytest.raises(RankFailed, match=r"items of several kinds \(mean, cross_entropy\)"):
+def test_refuses_means_over_different_kinds_of_items_without_weights(group):
+    with pytest.raises(RankFailed, match=r"different kinds of items \(mean, cross_entropy\)"):
         group(2)(kinds_case, None)
     said, weight = group(2)(kinds_case, True)[0]
-    assert "several kinds" not in said
+    assert "different kinds" not in said
     assert weight == 8
 
 

@@ -381,7 +381,7 @@ def split_loss(world, row):
         optimizer.step()
         optimizer.zero_grad()
         assert stats.loss == pytest.approx(theirs.item(), rel=1e-9)
-    with pytest.raises(UsageError, match="takes the scores as the head returned them"):
+    with pytest.raises(UsageError, match="takes the scores exactly as the head returned them"):
         sw.cross_entropy(torch.zeros(2, 25).double(), torch.zeros(2).long(), model.head)
     x = batch(9)
     with engine.full_parameters(), torch.no_grad():
@@ -862,7 +862,7 @@ def nests(world, row, folder):
         assert torch.equal(model.blocks[0].widen.weight, wanted["blocks.0.widen.weight"])
         assert model.state_dict().keys() == wanted.keys()
         with (
-            pytest.raises(UsageError, match="give the outer block write=True"),
+            pytest.raises(UsageError, match="pass write=True to the outer block"),
             engine.full_parameters(write=True),
         ):
             pass

@@ -206,7 +206,7 @@ def refused_case(world, name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("wrapper", "Lookahead is a wrapper: it updates through another optimizer, the AdamW in"),
+        ("wrapper", "Lookahead is a wrapper around another optimizer, the AdamW in"),
         ("by position", "ByPosition cannot update a float32 tensor"),
     ],
 )

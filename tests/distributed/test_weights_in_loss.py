@@ -292,11 +292,11 @@ def misuses(world, how):
         ("init", {"tensor": 2}, "uniform_ writes into .*full_parameters\\(write=True\\)"),
         ("copy_", {"tensor": 2}, "copy_ writes into .*full_parameters\\(write=True\\)"),
         ("data", {"tensor": 2}, "p.data = .*full_parameters\\(write=True\\)"),
-        ("deepcopy", {"tensor": 2}, "A copy of a split parameter"),
+        ("deepcopy", {"tensor": 2}, "A split parameter cannot be copied"),
         (
             "deepcopy",
             {"pipeline": 2},
-            "A copy of a model when this worker has only some of its layers",
+            "A copy of a model is not possible when this worker has only some of its layers",
         ),
         ("grad", {"pipeline": 2}, "each worker has only a part of the graph"),
     ],

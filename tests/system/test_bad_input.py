@@ -25,7 +25,7 @@ def test_seed_determines_input():
     assert {each.kind for each in several} == KINDS.keys()
 
 
-SAID = "shardwise: --zero takes a whole number, not 'x'.\n"
+SAID = "shardwise: --zero takes an integer, not 'x'.\n"
 TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
 
 

@@ -182,8 +182,8 @@ def test_names_rank_without_device(here: Launcher) -> None:
     device = "CUDA_VISIBLE_DEVICES= SHARDWISE_DEVICE=$([ $r = 1 ] && echo cuda || echo cpu)"
     line = f"for r in 0 1; do {each} {device} {sys.executable} {script('parity')} & done; wait"
     ran = run(here, "sh", "-c", line)
-    assert "rank 0 of 2: Rank 1 cannot take part: 2 ranks run on this host, but it" in ran.err
-    assert "rank 1 of 2: 2 ranks run on this host, but it shows 0 GPU(s)" in ran.err
+    assert "rank 0 of 2: Rank 1 cannot take part: 2 ranks run on this host, but only" in ran.err
+    assert "rank 1 of 2: 2 ranks run on this host, but only 0 GPU(s) are visible" in ran.err
     assert ran.out == ""
 
 

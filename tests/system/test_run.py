@@ -478,9 +478,9 @@ class TestRefusing:
     @pytest.mark.parametrize(
         ("words", "message"),
         [
-            (["run", "-n", "0", "x.py"], "-n takes a whole number of 1 or more, not '0'"),
-            (["run", "-n", "-2", "x.py"], "-n takes a whole number of 1 or more"),
-            (["run", "-n", "two", "x.py"], "-n takes a whole number, not 'two'"),
+            (["run", "-n", "0", "x.py"], "-n takes an integer of 1 or more, not '0'"),
+            (["run", "-n", "-2", "x.py"], "-n takes an integer of 1 or more"),
+            (["run", "-n", "two", "x.py"], "-n takes an integer, not 'two'"),
             (["run", "-n", "2", "--nproc-per-node", "3", "x.py"], "-n 2 and --nproc-per-node 3"),
             (["run", "-H", "h1", "--hostfile", "f", "x.py"], "-H h1 and --hostfile f: give one"),
             (
@@ -489,12 +489,15 @@ class TestRefusing:
             ),
             (["run", "-n", "2", "--show", "2", "x.py"], "--show 2: the 2 ranks of this run are 0"),
             (["run", "-x", "NO_SUCH", "x.py"], "-x NO_SUCH: this variable is not set here"),
-            (["run", "--interface", "no0", "train.py"], "--interface no0: no such interface"),
+            (
+                ["run", "--interface", "no0", "train.py"],
+                "--interface no0: this host has no such interface",
+            ),
             (["run", "--log-dir", "train.py", "train.py"], "--log-dir train.py cannot be written"),
             (["run", "--node-rank", "0", "train.py"], "--node-rank needs --nnodes, the number"),
             (
                 ["run", "--restarts", "-1", "train.py"],
-                "--restarts takes a whole number of 0 or more",
+                "--restarts takes an integer of 0 or more",
             ),
             (
                 ["run", "--nnodes", "2", "-n", "4", "train.py"],

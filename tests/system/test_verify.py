@@ -109,7 +109,7 @@ def test_refuses_a_script_without_an_engine(shardwise: Launcher) -> None:
     (shardwise.folder / "plain.py").write_text(PLAIN)
     ran = verify(shardwise, "-n", "2", "--steps", "2", "plain.py", env=QUICK)
     assert ran.code == 2
-    assert "plain.py makes no sw.Engine" in ran.err
+    assert "plain.py creates no sw.Engine" in ran.err
     assert "--against plain.py PORTED.py" in ran.err
 
 

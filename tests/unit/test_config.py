@@ -77,8 +77,8 @@ class TestTypes:
     @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
-            ("zero", "two", "here: zero takes a whole number, not 'two'"),
-            ("micro_batch_size", "0", "a whole number of 1 or more, not '0'"),
+            ("zero", "two", "here: zero takes an integer, not 'two'"),
+            ("micro_batch_size", "0", "an integer of 1 or more, not '0'"),
             ("timeout", "-1", "a number above 0"),
             ("record", "", "here: record takes the name of a folder, not ''"),
             ("timeout", "inf", "a number above 0"),
@@ -93,7 +93,7 @@ class TestTypes:
             config.parse(name, text, "here")
 
     def test_message_spells_flag_as_typed(self) -> None:
-        with pytest.raises(ConfigError, match=r"^--micro-batch-size takes a whole number"):
+        with pytest.raises(ConfigError, match=r"^--micro-batch-size takes an integer"):
             resolve(flags(micro_batch_size="x"))
 
 
@@ -149,7 +149,7 @@ class TestRow:
         assert settings.placement.level == level
 
     def test_refuses_contradicting_rows(self) -> None:
-        with pytest.raises(ConfigError, match="ask for different rows"):
+        with pytest.raises(ConfigError, match="select different rows"):
             _ = Settings(zero=2, shard=("optimizer",)).placement
 
     def test_refuses_illegal_row(self) -> None:

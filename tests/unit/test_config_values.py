@@ -70,7 +70,7 @@ def test_accepts_value(name: str, value: Any, wanted: Any) -> None:
         (b"micro-batch-size = 1\nmicro_batch_size = 1", "the same setting"),
         (b"zero = '\xff'", "is not UTF-8"),
         (b"zero = " + b"[" * 5000 + b"]" * 5000, "is not TOML"),
-        (b"zero = " + b"9" * 5000, "is not TOML|takes a whole number"),
+        (b"zero = " + b"9" * 5000, "is not TOML|takes an integer"),
     ],
 )
 def test_refuses_malformed_file(tmp_path: Path, text: bytes, message: str) -> None:

@@ -142,7 +142,7 @@ def test_keys_become_legal_settings(tree, settings):
         ({"gradient_allreduce_op": "max"}, ["gradient_allreduce_op", "'max'"]),
         ({"gradient_clipping": -1}, ["gradient_clipping"]),
         ({"gradient_clipping": float("nan")}, ["gradient_clipping takes a number"]),
-        ({"train_batch_size": 2.5}, ["train_batch_size takes a whole number", "2.5"]),
+        ({"train_batch_size": 2.5}, ["train_batch_size takes an integer", "2.5"]),
         ({"optimizer": {"type": "Lamb"}}, ["Lamb is not supported", "AdamW"]),
         ({"optimizer": {"type": "OneBitAdam"}}, ["OneBitAdam is not supported"]),
         (

@@ -72,7 +72,7 @@ def test_an_unknown_warmup_is_logarithmic(name):
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps"),
         ("WarmupLR", {"warmup_min_lr": [0.1]}, "1 values, but the optimizer has 2 groups"),
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0}, "above 0"),
-        ("LRRangeTest", {"lr_range_test_step_size": 1.5}, "a whole number of 1 or more"),
+        ("LRRangeTest", {"lr_range_test_step_size": 1.5}, "an integer of 1 or more"),
     ],
 )
 def test_what_a_schedule_does_not_take(name, params, words):

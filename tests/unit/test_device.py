@@ -58,7 +58,7 @@ def test_a_rank_that_sees_its_own_gpus_only_counts_them_from_0(gpus):
     ("count", "sharing", "said"),
     [
         (1, False, r"Start 1 rank\(s\) here, let them share GPUs with --transport gloo, or"),
-        (0, True, r"shows 0 GPU\(s\). Start 1 rank\(s\) here, or train on the CPU"),
+        (0, True, r"only 0 GPU\(s\) are visible. Start 1 rank\(s\) here, or train on the CPU"),
     ],
 )
 def test_too_few_gpus_are_said(gpus, count, sharing, said):

@@ -40,7 +40,7 @@ class TestMeeting:
             ("4:2", "h:1", None, "MIN:MAX such as 2:4, not '4:2'"),
             ("two", None, None, "MIN:MAX such as 2:4, not 'two'"),
             ("2:", None, None, "MIN:MAX such as 2:4, not '2:'"),
-            ("2", None, None, "--nnodes 2: the hosts need a meeting place. Add the same --rdzv"),
+            ("2", None, None, "--nnodes 2: the hosts need an address to connect to. Add"),
             ("2", "node1", None, r"--rdzv-endpoint takes HOST:PORT, .*, not 'node1'"),
             ("2", "node1:0", None, r"--rdzv-endpoint takes HOST:PORT, .*, not 'node1:0'"),
             ("2", ":29500", None, r"--rdzv-endpoint takes HOST:PORT, .*, not ':29500'"),

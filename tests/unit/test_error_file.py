@@ -51,10 +51,10 @@ def raised(call: Any, *args: Any, **options: Any) -> ShardwiseError:
 
 def test_invalid_setting_is_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     said = refusal_sentence(raised(sw.init, exact=0))
-    assert said.startswith("the script: exact takes a whole number of 1 or more, not 0. [")
+    assert said.startswith("the script: exact takes an integer of 1 or more, not 0. [")
     assert said.endswith(": call(*args, **options)]")
     monkeypatch.setenv("SHARDWISE_EXACT", "0")
-    assert refusal_sentence(raised(hvd.init)).startswith("environment: exact takes a whole number")
+    assert refusal_sentence(raised(hvd.init)).startswith("environment: exact takes an integer")
 
 
 def test_error_of_hvd_init_is_refusal(solo: World) -> None:
@@ -182,12 +182,12 @@ class TestHabits:
         loss = model(torch.ones(3, 2)).square().mean()
         said = refusal_sentence(raised(loss.backward))
         assert said.startswith("loss.backward() reached weight without the engine, so")
-        assert refusal_sentence(raised(optimizer.step)).startswith("SGD.step() would update")
+        assert refusal_sentence(raised(optimizer.step)).startswith("SGD.step() would use gradients")
 
     def test_mistake_in_our_calls_is_refusal(self, made: Any, tmp_path: Path) -> None:
         model, _, engine = made
         output = model(torch.ones(3, 2))
-        assert "takes a scalar loss, not (3, 1). Take" in refusal_sentence(
+        assert "takes a scalar loss, not a tensor of shape (3, 1). Take" in refusal_sentence(
             raised(engine.backward, output)
         )
         assert "as a tensor, not float: pass" in refusal_sentence(raised(engine.backward, 1.5))
@@ -206,7 +206,7 @@ class TestHabits:
 class TestShowing:
     """The exception hook that each process has after `sw.init`."""
 
-    REFUSED = "the script: exact takes a whole number of 1 or more, not 0. ["
+    REFUSED = "the script: exact takes an integer of 1 or more, not 0. ["
 
     @pytest.fixture(autouse=True)
     def before(self, monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:

@@ -113,7 +113,11 @@ class TestProgram:
         [
             ("trian.py", False, "There is no script trian.py in .* Did you mean train.py"),
             ("none/x.py", False, r"no script none/x.py \(nor a directory none\)"),
-            ("pack", False, "pack is a directory: give the script in it, such as pack/__init__.py"),
+            (
+                "pack",
+                False,
+                "pack is a directory: give the path of a script in it, such as pack/__init__.py",
+            ),
             ("train", False, "There is no program train on PATH. Did you mean train.py"),
             ("./notes", False, "not executable: run chmod"),
             ("nope", True, "There is no module 'nope' for"),

@@ -32,7 +32,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--nnodes", "1", "--grace", "0"], "--grace 0.0 has no effect in a run with --nnodes"),
         (["--grace", "nan"], "--grace takes a number of 0 or more"),
         (["--host-timeout", "nan"], "--host-timeout takes a number of 2 or more"),
-        (["--nproc-per-node", "0"], "--nproc-per-node takes a whole number of 1 or more"),
+        (["--nproc-per-node", "0"], "--nproc-per-node takes an integer of 1 or more"),
         (["-n", "99999"], "99999 ranks on one host: the limit is"),
         (["-H", "a", "--ssh", "'x"], "--ssh 'x cannot be read as a command: no closing quot"),
         (["--elastic-islands"], "--elastic-islands with --islands 1: write the number"),
@@ -186,7 +186,7 @@ def test_refuses_removed_working_folder(tmp_path: Path, capsys: pytest.CaptureFi
     os.chdir(folder)
     folder.rmdir()
     assert cli.main(["run", str(tmp_path / SCRIPT)]) == 2
-    assert "does not exist any more" in capsys.readouterr().err
+    assert "no longer exists" in capsys.readouterr().err
 
 
 def test_flags_without_effect_exist() -> None:

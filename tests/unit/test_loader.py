@@ -121,7 +121,7 @@ def before(solo):
         (Stream(), {"batch_size": 2, "sampler": [1]}, "no sampler can"),
         (Stream(), {"batch_sampler": [[1]]}, "no batch_sampler can"),
         (iter([1, 2]), {"batch_size": 2}, "read only once"),
-        (3, {"batch_size": 2}, "int is no dataset"),
+        (3, {"batch_size": 2}, "int is not a dataset"),
         (
             tensors(),
             {"batch_size": 2, "sampler": DistributedSampler(tensors(), 2, 0)},
@@ -332,7 +332,7 @@ def test_a_step_can_be_left_out_whole_but_not_in_part(solo):
     assert loader.state_dict() == {"samples": 11, "epoch": 1}
     steps = Loader(tensors(), 4, micro_batch_size=2).steps()
     next(iter(next(steps)))
-    with pytest.raises(UsageError, match="has 2 micro-batches and 1 were taken"):
+    with pytest.raises(UsageError, match="has 2 micro-batches, but the loop took only 1"):
         next(steps)
 
 
@@ -340,7 +340,7 @@ def test_a_step_is_iterated_once_and_inside_its_loop(solo):
     steps = Loader(tensors(), 4).steps()
     step, later = next(steps), None
     assert len(list(step)) == 1
-    with pytest.raises(UsageError, match="iterated before"):
+    with pytest.raises(UsageError, match="already iterated over"):
         list(step)
     later = next(steps)
     steps.close()
@@ -614,7 +614,7 @@ def test_the_length_of_a_stream(solo):
 
 
 def test_an_empty_stream_is_refused(solo):
-    with pytest.raises(DataError, match="gave no sample in epoch 0"):
+    with pytest.raises(DataError, match="yielded no sample in epoch 0"):
         list(Loader(Stream(0), 4))
 
 

@@ -85,7 +85,7 @@ class TestNoWarning:
             engine.backward(loss)
 
     def test_of_a_step_that_failed(self) -> None:
-        with pytest.raises(UsageError, match="max_norm takes"):
+        with pytest.raises(UsageError, match="max_norm must be"):
             trained([-1]).step(max_norm=-1.0)
 
     def test_after_an_exception_of_the_script(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_sums_have_the_factor_one_and_no_weight():
     assert weigh(Batch(samples=0), None, summed=True) == LossWeight(
         factor=0.0, items=0.0, shown=0.0
     )
-    with pytest.raises(UsageError, match="sums with means"):
+    with pytest.raises(UsageError, match="different values of `reduction`"):
         count(accumulation, ONE)
     accumulation.clear()
     assert not count(accumulation, ONE)

@@ -89,7 +89,7 @@ class TestHosts:
             ("h1 slots=x", "^F:1: 'slots=x': the number of slots takes a number above 0, not 'x'"),
             ("h1 slots=4 max_slots=2", "^F:1: h1 has 4 slots, more than max_slots=2"),
             ("h1:4\n::1:4", "^F:2: .* in brackets"),
-            ("# none\n", "^F names no host. Write one per line"),
+            ("# none\n", "^F contains no hosts. Write one per line"),
         ],
     )
     def test_refuses_malformed_hostfile(self, text: str, message: str) -> None:
@@ -128,7 +128,7 @@ class TestHosts:
     @pytest.mark.parametrize(
         ("total", "per_host", "message"),
         [
-            (9, None, r"-n 9: the 2 hosts have 8 slots in all. Give them more \(h1:5\)"),
+            (9, None, r"-n 9: the 2 hosts have 8 slots in total. Increase their slots \(h1:5\)"),
             (0, None, "-n 0: a run has at least one rank"),
             (None, 2, "--nproc-per-node 2 contradicts the 4 slots of h1"),
         ],
@@ -192,7 +192,8 @@ class TestInterface:
 
     def test_refuses_unknown_interface_and_host(self) -> None:
         with pytest.raises(
-            LaunchError, match=r"no such interface here. The interfaces are: .*\(127.0.0.1\)"
+            LaunchError,
+            match=r"has no such interface. Its interfaces are: .*\(127.0.0.1\)",
         ):
             network.address_of_interface("nope0")
         with pytest.raises(LaunchError, match=r"There is no route from this host to no-such"):

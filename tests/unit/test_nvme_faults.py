@@ -50,7 +50,7 @@ def test_a_folder_that_may_not_be_written_to(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
 def test_a_folder_in_memory() -> None:
-    with pytest.raises(TierError, match="a tmpfs, which is memory and not a disk"):
+    with pytest.raises(TierError, match="a tmpfs, which is memory, not a disk"):
         Store(Path("/dev/shm"), "moments", [10], rank=0)
 
 

@@ -214,7 +214,7 @@ def test_batch_per_worker(solo: World) -> None:
     solo.settings = Settings(batch="worker")
     data = torch.utils.data.TensorDataset(torch.ones(60, 2))
     assert sw.Loader(data, batch_size=5).batch_size == 15
-    with pytest.raises(sw.errors.DataError, match="--batch worker cannot make larger"):
+    with pytest.raises(sw.errors.DataError, match="so --batch worker cannot be applied"):
         sw.Loader(data, batch_sampler=[[0, 1, 2], [3, 4, 5]])
 
 

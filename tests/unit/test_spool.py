@@ -139,7 +139,7 @@ class TestFailures:
 
     @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm here")
     def test_memory(self) -> None:
-        with pytest.raises(TierError, match="a tmpfs, which is memory and not a disk"):
+        with pytest.raises(TierError, match="a tmpfs, which is memory, not a disk"):
             make(Path("/dev/shm"))
 
     def test_full_disk_is_reported_by_the_write(

@@ -569,7 +569,7 @@ class TestVerdicts:
         def make(run: Run, words: str) -> RecordedTraining:
             return replace(training(), facts={"driver": ""})
 
-        with pytest.raises(LaunchError, match=r"train.py makes no sw.Engine"):
+        with pytest.raises(LaunchError, match=r"train.py creates no sw.Engine"):
             judged(tmp_path, make)
 
     def test_each_verdict_has_words_and_its_own_exit_code(self) -> None:

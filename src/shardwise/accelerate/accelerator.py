@@ -260,8 +260,9 @@ class Accelerator(Clipping, Stock):
         weight = self._items_of(kwargs)
         if kwargs:
             raise UsageError(
-                f"accelerator.backward(loss, {next(iter(kwargs))}=...) is not supported: gradients "
-                "go to all prepared parameters that the loss reaches, exactly once. Leave it out."
+                f"accelerator.backward(loss, {next(iter(kwargs))}=...) is not supported: every "
+                "prepared parameter that the loss reaches gets its gradient exactly once. Leave "
+                "the argument out."
             )
         if weight is None:
             loss = loss / self.gradient_accumulation_steps
@@ -306,9 +307,9 @@ class Accelerator(Clipping, Stock):
         if self.use_distributed and not even:
             raise UsageError(
                 "join_uneven_inputs with even_batches=False is not supported: a worker without a "
-                "batch could not take part in the backwards of the others. Leave even_batches on, "
-                "which repeats samples; or use a shardwise.Loader, which gives such a worker a "
-                "sample of weight 0."
+                "batch could not take part in the backward passes of the others. Leave "
+                "even_batches on, which repeats samples; or use a shardwise.Loader, which gives "
+                "such a worker a sample of weight 0."
             )
         samplers: list[Any] = [getattr(each, "batch_sampler", None) for each in self._dataloaders]
         found = [(s, s.even_batches) for s in samplers if hasattr(s, "even_batches")]
@@ -395,8 +396,8 @@ class Accelerator(Clipping, Stock):
         """
         if self.engines and not self.sync_gradients:
             raise UsageError(
-                "accelerator.save_state() between micro-batches of a step would lose the gradients "
-                "of the earlier ones. Write before it: if accelerator.sync_gradients:"
+                "accelerator.save_state() between micro-batches of a step would lose the "
+                "gradients of the earlier ones. Call it only if accelerator.sync_gradients."
             )
         if not safe_serialization:
             self.world.say_once(

@@ -84,8 +84,8 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
     for number, each in enumerate(trained):
         if len(each.models) > 1:
             raise CheckpointError(
-                f"{folder} was saved by stock Accelerate, and an engine of this script has several "
-                "models. Load them before they are prepared."
+                f"{folder} was saved by stock Accelerate, and an engine of this script has "
+                "several models. Load their weights before accelerator.prepare()."
             )
         each.engine.load(_first(folder, "model", "pytorch_model", number), model_only=True)
         for optimizer in each.optimizers:
@@ -104,6 +104,6 @@ def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
         if path.is_file():
             return path
     raise BrokenCheckpoint(
-        f"{folder} has neither {MARK} nor {plain}{ending}.bin: either it is no checkpoint, or its "
-        "save was killed before it was complete. Load another one."
+        f"{folder} has neither {MARK} nor {plain}{ending}.bin: either it is not a checkpoint, or "
+        "its save was killed before it was complete. Load another one."
     )

@@ -63,7 +63,7 @@ class Clipping:
         if not max_norm > 0:
             raise UsageError(
                 f"accelerator.clip_grad_norm_(..., {max_norm}) needs a norm above 0. To step "
-                "without clipping, leave the call out. To update nothing, leave the step out."
+                "without clipping, leave the call out. To skip the update, do not call step()."
             )
         norm = self._trained.clip(several, float(max_norm)) if norm_type == 2 else None
         if norm is None:
@@ -90,7 +90,7 @@ class Clipping:
         if not self.sync_gradients:
             raise UsageError(
                 f"accelerator.{call} between micro-batches of a step would clip an incomplete "
-                "gradient, which differs between workers. Write before it: "
-                "if accelerator.sync_gradients:"
+                "gradient, which differs between workers. Call it only if "
+                "accelerator.sync_gradients."
             )
         self._trained.check_trained(parameters, f"accelerator.{call}")

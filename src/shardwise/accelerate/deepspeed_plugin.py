@@ -65,8 +65,8 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
     if isinstance(plugin, Mapping):
         if len(plugin) > 1:
             raise UsageError(
-                f"Accelerator(deepspeed_plugins=...) has {len(plugin)} plugins, but an Accelerator "
-                "trains with one. Make an Accelerator for each plugin."
+                f"Accelerator(deepspeed_plugins=...) has {len(plugin)} plugins, but an "
+                "Accelerator trains with one. Create one Accelerator per plugin."
             )
         plugin = next(iter(plugin.values()), None)
     return _plugin_of_process(given) if plugin is None else plugin

@@ -54,8 +54,8 @@ def _make_gathering(stock: Method) -> Method:
             return None
         if not state:
             raise UsageError(
-                "save_pretrained(is_main_process=True) on a rank other than 0: with --zero 3 only "
-                "rank 0 gets the whole weights. Write "
+                "save_pretrained(is_main_process=True) on a rank other than 0: with --zero 3 "
+                "only rank 0 gets the full weights. Write "
                 "is_main_process=accelerator.is_main_process."
             )
         return _saved(stock, model, arguments, keywords | {"state_dict": state})
@@ -86,9 +86,9 @@ def _make_refusing(stock: Method) -> Method:
             now = model.get_input_embeddings().num_embeddings
             if size != now:
                 raise UsageError(
-                    f"resize_token_embeddings({size}) while an engine trains the model with {now}: "
-                    "its optimizer would continue to update the old ones. Call it before "
-                    "accelerator.prepare() or trainer.train(), or after "
+                    f"resize_token_embeddings({size}) while an engine trains the model with "
+                    f"{now}: its optimizer would continue to update the old embeddings. Call it "
+                    "before accelerator.prepare() or trainer.train(), or after "
                     "accelerator.free_memory(), which returns the plain model."
                 )
         return stock(model, *arguments, **keywords)

@@ -81,8 +81,8 @@ def check_compiler(plugin: Any) -> None:
     mode = getattr(plugin, "mode", None)
     if str(backend).upper() not in ("NO", "INDUCTOR") or mode not in (None, "default"):
         raise UsageError(
-            f"dynamo_backend={str(backend).lower()!r}, mode={mode!r} is not supported: units are "
-            "compiled by torch.compile with its defaults (--compile). Write "
+            f"dynamo_backend={str(backend).lower()!r}, mode={mode!r} is not supported: --compile "
+            "calls torch.compile with its default options. Write "
             'dynamo_backend="inductor", or leave it out.'
         )
 
@@ -101,9 +101,9 @@ def refuse_local_steps(kind: type[Any]) -> None:
         if enabled and isinstance(accelerator, kind) and accelerator.use_distributed:
             raise UsageError(
                 f"LocalSGD(local_sgd_steps={local_sgd_steps}) is not supported: the workers of "
-                "this Accelerator step together, and each may have a part of the model. Leave it "
-                "out, or write enabled=False. For local steps, write the loop with sw.Engine and "
-                f"start it with --islands {accelerator.num_processes} --equal-every "
+                "this Accelerator step together, and each may hold only a part of the model. "
+                "Leave it out, or write enabled=False. For local steps, write the loop with "
+                f"sw.Engine and start it with --islands {accelerator.num_processes} --equal-every "
                 f"{local_sgd_steps}."
             )
         stock(self, accelerator, model, local_sgd_steps, enabled)

@@ -38,7 +38,7 @@ def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -
     instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
         f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "
-        f"Remove it from the JSON, or leave the script's out{instead}."
+        f"Remove it from the JSON, or do not pass one in the script{instead}."
     )
 
 

@@ -143,6 +143,6 @@ def items_of_loss(
     if number is None and same is None:
         return None
     raise UsageError(
-        f"{call}(loss, weight=...) has an effect only with {setting}. Without that, the losses of "
-        "the workers are averaged with equal weights: set it, or leave the weight out."
+        f"{call}(loss, weight=...) has an effect only with {setting}. Without it, the losses of "
+        "the workers are averaged with equal weights. Set it, or leave weight= out."
     )

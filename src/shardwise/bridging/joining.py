@@ -71,8 +71,9 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
     # Use `world.any`, because the ranks' garbage collectors may have collected different engines.
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
         raise UsageError(
-            f"{library} is too late: an engine already trains a model that is divided in another "
-            "way. Close that engine first, or pass --pipeline and --tensor as flags."
+            f"{library} is too late: an engine already trains a model with other values of "
+            "--pipeline or --tensor. Close that engine first, or pass --pipeline and --tensor as "
+            "flags."
         )
     initialize.divide(world, axes)
 

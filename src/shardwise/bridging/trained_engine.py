@@ -92,9 +92,9 @@ class TrainedEngine:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
             raise UsageError(
-                f"{type(optimizer).__name__}.step(closure) of a model with several optimizers: "
-                "they step together, so no closure can run for one of them. Call backward before, "
-                "and step without a closure."
+                f"{type(optimizer).__name__}.step(closure) is not supported for a model with "
+                "several optimizers: they step together, so a closure cannot run for only one of "
+                "them. Call backward first, and step without a closure."
             )
         self._stepped.append(optimizer)
         if len(self._stepped) < len(self.optimizers):
@@ -120,9 +120,8 @@ class TrainedEngine:
         if self.engine.has_gradients or self.cleared:
             return self.engine.has_gradients
         raise UsageError(
-            f"{call} again without a backward since the last step, which has cleared its "
-            "gradients. Call backward before; or call zero_grad() before, for a step that does "
-            "nothing."
+            f"{call} was called again without a backward since the last step, which cleared the "
+            "gradients. Call backward first, or zero_grad() for a step that does nothing."
         )
 
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ChecksumPart:
 
 
 def combine(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
-    """Return the CRC-32 of a tensor of `nbytes` bytes from the CRCs of its parts.
+    """Combine the CRCs of a tensor's parts into the CRC-32 of its `nbytes` bytes.
 
     The parts may be in any order. Returns None if they do not cover each byte exactly once.
     """

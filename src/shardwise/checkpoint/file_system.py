@@ -37,8 +37,8 @@ def open_to_read(path: Path) -> int:
     if not stat.S_ISREG(mode):
         os.close(fd)
         raise BrokenCheckpoint(
-            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, but must be a file. "
-            "Restore the file, or use another checkpoint."
+            f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a file. Restore "
+            "the file, or use another checkpoint."
         )
     return fd
 

@@ -108,8 +108,8 @@ def take(folder: Path, patience: float | None = None) -> FolderClaim:
         if time.monotonic() >= deadline:
             raise FolderInUse(
                 f"Another job saves into {folder}: {claim}. Two jobs would remove each other's "
-                "checkpoints. Give this job its own folder, or stop the other one. To load what it "
-                f'has saved: engine.load("{folder}/step-N").'
+                "checkpoints. Give this job its own folder, or stop the other one. To load one of "
+                f'its checkpoints: engine.load("{folder}/step-N").'
             )
         time.sleep(PAUSE)
 

@@ -126,7 +126,7 @@ def file_names(stem: str, count: int) -> list[str]:
 
 
 def index_name(stem: str) -> str:
-    """Return the file name of the index of a set that is split into several files."""
+    """Return the name of the index file for a set that is split into several files."""
     return f"{stem}.safetensors.index.json"
 
 

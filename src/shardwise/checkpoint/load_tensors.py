@@ -119,7 +119,7 @@ def fill_optimizers(
 
 
 def part_of(value: Any, shard: Shard) -> Any:
-    """Return this rank's part of `value` if it is a tensor with as many elements as the parameter.
+    """Cut `value` to this rank's part if it is a tensor with as many elements as the parameter.
 
     Returns any other value unchanged.
     """

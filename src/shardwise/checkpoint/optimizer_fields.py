@@ -99,8 +99,8 @@ def _encode(value: Any, what: str) -> Any:
         return json_values.encode(value)
     except json_values.NotPlain as error:
         raise CheckpointError(
-            f"The optimizer stores {what} as {error}, which a checkpoint cannot hold. Use tensors, "
-            "numbers, text, and lists and maps of those."
+            f"The optimizer stores {what} as {error}, which a checkpoint cannot hold. Use "
+            "tensors, numbers, strings, and lists and dicts of these."
         ) from error
 
 
@@ -170,7 +170,7 @@ def check(
 
         raise CheckpointMismatch(
             f"The checkpoint has the optimizers {describe(saved)}, but this engine has "
-            f"{describe(classes)}. Build the same ones, or load only the model: "
+            f"{describe(classes)}. Create the same optimizers, or load only the model: "
             "engine.load(path, model_only=True)."
         )
     # From the most general to the most specific check, so that the message names the real cause.

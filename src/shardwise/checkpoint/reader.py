@@ -189,8 +189,8 @@ def _unpickle(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is damaged, or contains more than tensors and plain values. Shardwise does "
-            "not read those, because unpickling them could run code. Load the file in a program "
-            "that trusts it, and save only its state_dict()."
+            "not read such files, because unpickling them could run code. Load the file in a "
+            "program that trusts it, and save only its state_dict()."
         ) from error
     except BrokenCheckpoint:
         raise
@@ -219,10 +219,10 @@ def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_name(path: Path, name: Any, value: Tensor) -> str:
-    """Return `name`.
+    """Check an entry of a state_dict, and return its name.
 
-    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor and so
-    cannot be read by ranges.
+    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor, so
+    that ranges of it cannot be read.
     """
     if value.layout != torch.strided or value.device.type != "cpu":
         raise CheckpointError(
@@ -232,7 +232,7 @@ def _check_name(path: Path, name: Any, value: Tensor) -> str:
     if not isinstance(name, str):
         raise CheckpointError(
             f"{path} has a tensor under {name!r:.60}, which is not a name: the keys of a "
-            "state_dict() are text. Save only model.state_dict()."
+            "state_dict() are strings. Save only model.state_dict()."
         )
     return name
 

@@ -166,7 +166,7 @@ def _check(
     *,
     strict: bool,
 ) -> None:
-    """Raise CheckpointMismatch if tensors do not match. The message lists all of them."""
+    """Raise CheckpointMismatch, listing every tensor that does not match the model."""
     inventory = engine_tensors.inventory
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}

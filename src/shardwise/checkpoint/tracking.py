@@ -188,8 +188,8 @@ def _pickle(name: str, state: Any, odd: str) -> bytes:
     if unsafe:
         raise CheckpointError(
             f"The state of {name} contains {odd}. Reading {', '.join(unsafe)} could run code, "
-            "which a checkpoint never does. Return only tensors, numbers, text, and lists and "
-            "maps of those from its state_dict()."
+            "which a checkpoint never does. Return only tensors, numbers, strings, and lists and "
+            "dicts of these from its state_dict()."
         )
     return buffer.getvalue()
 

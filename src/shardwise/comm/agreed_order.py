@@ -267,11 +267,11 @@ class AgreedOrder:
         before = self._names[self._taken[-1]] if self._taken else "the start"
         what = "The statistics of" if self._owners[entry].exchanges else "Unit"
         return OrderError(
-            f"{what} {self._names[entry]} is needed after {before}, but earlier passes of this "
-            "kind did not need it there. All ranks gather sharded parameters together, in one "
-            "order. If ranks run different numbers of forwards (generation, evaluation on one "
-            "rank), write: with engine.uneven(). If the order really changes, name larger units "
-            "with --units, or replicate the parameters with --zero 2."
+            f"{what} {self._names[entry]} is needed after {before}, but earlier passes did not "
+            "need it there. All ranks gather sharded parameters together, in the same order. If "
+            "ranks run different numbers of forwards (generation, evaluation on one rank), "
+            "write: with engine.uneven(). If the order really changes, name larger units with "
+            "--units, or replicate the parameters with --zero 2."
         )
 
 

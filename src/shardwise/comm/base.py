@@ -458,7 +458,7 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
             raise UsageError(f"Rank {rank} in {groups} does not exist: there are {size} ranks.")
         if rank in seen:
             raise UsageError(
-                f"Rank {rank} is twice in {groups}: list each rank in at most one group."
+                f"Rank {rank} appears twice in {groups}: list each rank in at most one group."
             )
         seen.add(rank)
 

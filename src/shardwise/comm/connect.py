@@ -293,7 +293,7 @@ def _join(
         if made != backend:
             raise LaunchError(
                 f"torch.distributed was initialised with {made} before sw.init, which needs "
-                f"{backend} here. Call sw.init first, and leave init_process_group out."
+                f"{backend} here. Call sw.init first, and remove init_process_group."
             )
         return met.secret
     try:

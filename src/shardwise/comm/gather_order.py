@@ -164,7 +164,7 @@ class GatherOrder:
             self._opener = None
 
     def drop(self, opener: Member) -> None:
-        """End the pass of `opener` without running the entries that other ranks need."""
+        """End the pass of `opener`. Skip its remaining entries, even if other ranks need them."""
         if self._opener is opener:
             self._opener = None
 

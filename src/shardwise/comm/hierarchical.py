@@ -327,7 +327,7 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """Return the ranks of `group` on each host, without hosts that have none of them."""
+        """Group the ranks of `group` by host. Hosts without such ranks are left out."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 

@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError
 
 
 class HybridShard(Collectives):
-    """The ranks of this host, with sums across all hosts.
+    """Collectives that shard within this host, and sum gradients across hosts.
 
     `rank` and `size` refer to this host's ranks. `copies` is the number of hosts.
     """

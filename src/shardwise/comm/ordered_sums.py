@@ -37,7 +37,7 @@ class Sum:
 
     @property
     def partial(self) -> Sum:
-        """The same sum over a subset of the ranks, unscaled because it is a term of another sum."""
+        """The same sum over some of the ranks, unscaled because a larger sum includes it."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def sum_in_rank_order(rows: Sequence[Tensor], out: Tensor, how: Sum) -> None:
 def sum_in_tree(
     rows: Sequence[Tensor], out: Tensor, dtype: torch.dtype, scale: float = 1.0
 ) -> None:
-    """Set `out` to the sum of `rows`, in the tree of `sum_tree` and in `dtype`, times `scale`."""
+    """Add `rows` in `dtype` in the order of `sum_tree`. Write the sum times `scale` to `out`."""
     total = sum_tree.fold([row.to(dtype) for row in rows], torch.add)
     out.copy_(total if scale == 1.0 else total * scale)
 

@@ -95,8 +95,8 @@ class ProgressThread:
         """Raise CollectiveError if the thread no longer accepts work."""
         if self._dismissed:
             raise CollectiveError(
-                "This rank has closed this group of ranks, as at the end of a run. It can no "
-                "longer send or receive in it: make all calls before the run ends."
+                "This rank has already closed its connections to the other ranks, as it does at "
+                "the end of a run. Make all calls before the run ends."
             )
 
     def dismiss(self) -> None:

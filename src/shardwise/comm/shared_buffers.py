@@ -92,7 +92,7 @@ class SharedBuffers:
         return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
     def rows(self, messages: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
-        """Return all ranks' values of this rank's interval, which starts at element `first`."""
+        """Return every rank's values in this rank's interval, which starts at element `first`."""
         return [
             own if rank == self._rank else self.read(rank, messages[rank], first, own)
             for rank in range(self._size)

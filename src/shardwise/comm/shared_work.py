@@ -89,7 +89,7 @@ class SharedWork(Handle):
 
 
 class ProcessWork:
-    """The calls of all groups of this process. Any wait advances all of them."""
+    """The pending calls of this process in all its groups. Waiting for one advances all."""
 
     def __init__(self, status_server: StatusServer) -> None:
         self.status_server = status_server

@@ -128,8 +128,8 @@ class IslandRule:
     def __post_init__(self) -> None:
         if self.late >= self.every:
             raise ConfigError(
-                f"--late {self.late} with --equal-every {self.every}: a difference must arrive "
-                f"before the next one is sent. Write --late {self.every - 1} or less, or "
+                f"--late {self.late} with --equal-every {self.every}: a difference must be "
+                f"applied before the next one is sent. Write --late {self.every - 1} or less, or "
                 f"--equal-every {self.late + 1} or more."
             )
 

@@ -330,8 +330,9 @@ class Settings:
             row = Placement.sharding(self.shard)
             if self.zero is not None and self.zero != row.level:
                 raise ConfigError(
-                    f"zero={self.zero} and shard={','.join(self.shard)} ask for different rows "
-                    f"({Placement.zero(self.zero).name} and {row.name}): give only one of them."
+                    f"zero={self.zero} and shard={','.join(self.shard)} select different rows of "
+                    f"the placement table ({Placement.zero(self.zero).name} and {row.name}): give "
+                    "only one of them."
                 )
         else:
             row = Placement.zero(self.zero or 0)

@@ -231,7 +231,7 @@ _LAUNCH_PREFIX = PREFIX + "LAUNCH_"
 def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that `shardwise run` passed to this rank.
 
-    Raises ConfigError if their variable is malformed.
+    Raises ConfigError if the environment variable that holds them is malformed.
     """
     text = environ.get(FLAGS_VARIABLE, "{}")
     try:
@@ -298,7 +298,7 @@ def _table(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"The config file {path} is not UTF-8 at byte {error.start}. TOML is UTF-8: save the "
-            "file in that encoding."
+            "file as UTF-8."
         ) from None
     except RecursionError:
         raise ConfigError(f"The config file {path} is not TOML: it is nested too deeply.") from None
@@ -307,4 +307,6 @@ def _table(path: Path) -> dict[str, Any]:
 
 
 def _twice(where: str, first: str, second: str) -> ConfigError:
-    return ConfigError(f"{where} has {first} and {second}, the same setting: leave one out.")
+    return ConfigError(
+        f"{where} has {first} and {second}, which are the same setting: leave one of them out."
+    )

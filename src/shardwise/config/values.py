@@ -1,6 +1,6 @@
 """Parses the text of settings and flags into their types.
 
-A parser raises ValueError with a description of the valid values, such as "a whole number of 1 or
+A parser raises ValueError with a description of the valid values, such as "an integer of 1 or
 more". The caller turns it into a message that names the setting and its source.
 """
 
@@ -40,20 +40,20 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
 
 def whole(low: int, high: int = MOST) -> Parse[int]:
-    """Return a parser for whole numbers from `low` to `high`."""
+    """Return a parser for integers from `low` to `high`."""
 
     def parse(text: str) -> int:
         text = text.strip()
         if not _WHOLE.fullmatch(text):
-            raise ValueError("a whole number")
+            raise ValueError("an integer")
         # int() rejects thousands of digits with a message about an internal limit of Python. A
         # number of 40 digits is too large for any setting, so replace it with one that fails below.
         digits = text.lstrip("+-0_")
         value = int(text) if len(digits) < 40 else (-1 if text[0] == "-" else 1) * 10**40
         if value < low:
-            raise ValueError(f"a whole number of {low} or more")
+            raise ValueError(f"an integer of {low} or more")
         if value > high:
-            raise ValueError(f"a whole number from {low} to {high}")
+            raise ValueError(f"an integer from {low} to {high}")
         return value
 
     return parse

@@ -111,7 +111,8 @@ class FromBatchSampler(BatchSchedule):
             if not batch:
                 raise DataError(
                     f"The batch_sampler returned an empty batch (number {number} of epoch "
-                    f"{epoch}). Each of its lists is a total batch and needs at least one index."
+                    f"{epoch}). Each list that it returns is a total batch, and needs at least "
+                    "one index."
                 )
             if passed >= offset:
                 yield batch
@@ -176,9 +177,9 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
         if theirs != gathered[0]:
             one, other = (f"{kind} of {length}" for kind, length, _ in (gathered[0], theirs))
             raise DataError(
-                f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a {other}"
-                f"{' with other contents' if one == other else ''}. Pass the same whole dataset on "
-                "every rank, because the Loader takes the rank's share. Random splits and random "
+                f"Ranks hold different datasets: rank 0 has a {one}, rank {rank} a "
+                f"{other}{' with other contents' if one == other else ''}. Pass the full dataset "
+                "on every rank: the Loader takes each rank's share. Random splits and random "
                 "values must be the same too: draw them before the first forward in training, "
                 "inside world.alike(), or with a torch.Generator of a fixed seed."
             )
@@ -214,10 +215,10 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
     if others:
         listed = ", ".join(map(str, others))
         raise DataError(
-            f"The {what} gave rank 0 another order than rank(s) {listed} in epoch {epoch}. Every "
-            "rank needs the same total order, because the Loader takes each rank's share of it. "
-            "Draw from torch's global generator, which has the same seed on all ranks, or from a "
-            "generator with a fixed seed."
+            f"The {what} gave rank 0 a different order than rank(s) {listed} in epoch {epoch}. "
+            "Every rank needs the same total order, because the Loader takes each rank's share "
+            "of it. Draw from torch's global generator, which has the same seed on all ranks, or "
+            "from a generator with a fixed seed."
         )
 
 

@@ -74,7 +74,7 @@ class LoaderArguments:
                 "A Loader needs batch_size, the TOTAL batch of all workers, or a batch_sampler."
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise DataError(f"batch_size must be a whole number of 1 or more, not {size!r}.")
+            raise DataError(f"batch_size must be an integer of 1 or more, not {size!r}.")
         if size < self.size:
             raise DataError(
                 f"batch_size={size} is the TOTAL batch and cannot be shared by {self.size} "
@@ -83,8 +83,8 @@ class LoaderArguments:
         if self.shards is not None and size < self.shards.count:
             raise DataError(
                 f"batch_size={size} cannot be cut into the {self.shards.count} micro-shards of "
-                f"--exact {self.shards.count}. Make it {self.shards.count} or more, or pass "
-                "--exact a smaller number."
+                f"--exact {self.shards.count}. Make it {self.shards.count} or more, or use a "
+                "smaller --exact."
             )
 
     def _check_batch_sampler(self) -> None:
@@ -104,8 +104,8 @@ class LoaderArguments:
         kind = type(self.dataset).__name__
         if not hasattr(self.dataset, "__iter__"):
             raise DataError(
-                f"{kind} is no dataset: it has neither __getitem__ and __len__ nor __iter__. Pass "
-                "a torch Dataset or IterableDataset."
+                f"{kind} is not a dataset: it has neither __getitem__ and __len__ nor __iter__. "
+                "Pass a torch Dataset or IterableDataset."
             )
         if isinstance(self.dataset, Iterator):
             raise DataError(

@@ -32,8 +32,8 @@ class JoinedParts(WrappedStream):
                 f"read a part of {type(dataset).__name__}, in total batches of "
                 f"{part_order.batch}. On another number of workers, or with another batch_size, "
                 "this Loader must read all parts, and the dataset has no method "
-                "shard(num_shards, index) to get them. Resume with the same numbers, or save at "
-                "the end of an epoch."
+                "shard(num_shards, index) to get them. Resume with the same number of workers "
+                "and the same batch_size, or save at the end of an epoch."
             )
         self.dataset = dataset
         self._part_order, self._seed = part_order, seed

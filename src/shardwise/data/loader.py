@@ -261,7 +261,7 @@ class Loader(HintsAtAttributes):
             DataError: If `total` is not a non-negative integer.
         """
         if not isinstance(total, int) or isinstance(total, bool) or total < 0:
-            raise DataError(f"epochs needs a whole number of 0 or more, not {total!r}.")
+            raise DataError(f"epochs must be an integer of 0 or more, not {total!r}.")
         if total and self._resumes and self._position.epoch >= total:
             over = (
                 f"all {total} epochs of {self.name}" if total > 1 else f"the epoch of {self.name}"
@@ -432,8 +432,8 @@ def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | No
         return batch_size
     if batch_sampler is not None:
         raise DataError(
-            "A batch_sampler returns total batches, which --batch worker cannot make larger. Pass "
-            "batch_size, or leave --batch out."
+            "A batch_sampler already returns total batches, so --batch worker cannot be applied "
+            "to it. Pass batch_size, or leave --batch out."
         )
     whole = isinstance(batch_size, int) and not isinstance(batch_size, bool)
     return batch_size * world.data_size if whole and batch_size is not None else batch_size

@@ -97,13 +97,14 @@ def restored(
                 order = PartOrder(parts=parts, batch=batch, joined=bool(state["joined"]))
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(
-            "The state of a Loader holds samples (and epoch, offset and steps for a sampler or a "
-            f"stream), not {dict(state)!r}. Pass the result of Loader.state_dict()."
+            "The state of a Loader has the key samples (and epoch, offset and steps for a "
+            f"sampler or a stream), but this is {dict(state)!r}. Pass the result of "
+            "Loader.state_dict()."
         ) from error
     is_order = order is None or order.parts == 0 or 0 < order.parts <= order.batch
     if min(samples, epoch, offset, steps) < 0 or offset > samples or not is_order:
         raise DataError(
-            f"{dict(state)!r} is no position in the data. Pass the result of Loader.state_dict()."
+            f"{dict(state)!r} is not the state of a Loader. Pass the result of Loader.state_dict()."
         )
     before = samples - offset
     return Position(epoch=epoch, offset=offset, steps=steps, before=before, order=order)

@@ -203,7 +203,7 @@ class StreamSource:
             yield end, list(newest)
         elif not newest:
             raise DataError(
-                f"The stream {type(self.dataset).__name__} gave no sample in epoch "
+                f"The stream {type(self.dataset).__name__} yielded no sample in epoch "
                 f"{request.epoch}. Check its input files, and that its __iter__ can be called "
                 "again."
             )

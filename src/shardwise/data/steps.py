@@ -164,8 +164,8 @@ class LoaderStep:
     def __iter__(self) -> Iterator[Any]:
         if self._taken:
             raise UsageError(
-                f"Step {self.number} was iterated before, and its batches are gone. To use them "
-                "twice, keep them with list(step)."
+                f"Step {self.number} was already iterated over, and its batches are not kept. To "
+                "use them twice, store them with list(step)."
             )
         for part in range(len(self)):
             item = self._pass.next_item() if part else self._first
@@ -192,9 +192,9 @@ class LoaderStep:
             self._pass.skip_step(self._first[0], len(self) - 1)
         elif self._taken < len(self):
             raise UsageError(
-                f"Step {self.number} has {len(self)} micro-batches and {self._taken} were taken. "
-                "Take all of them: otherwise other ranks wait for this rank's gradients. To leave "
-                "the epoch, break out of the loop over the steps."
+                f"Step {self.number} has {len(self)} micro-batches, but the loop took only "
+                f"{self._taken} of them. Take all of them, because the other ranks wait for the "
+                "gradients of each. To end an epoch early, break out of the loop over the steps."
             )
 
 

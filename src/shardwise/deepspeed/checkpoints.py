@@ -209,20 +209,21 @@ def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) ->
     if not hasattr(schedule, "state_dict") or not hasattr(schedule, "load_state_dict"):
         raise CheckpointMismatch(
             f"{place} has the state of a schedule, but {name} in this script has no state_dict() "
-            f"and load_state_dict(). Write them, or {advice}"
+            f"and load_state_dict(). Define these methods, or {advice}"
         )
     if kind is not None and kind != name:
         raise CheckpointMismatch(
-            f"{place} has the schedule {kind}, but this script has {name}. Make the one that was "
-            f"saved, or {advice}"
+            f"{place} has the schedule {kind}, but this script has {name}. Create the one that "
+            f"was saved, or {advice}"
         )
     here, there = schedule.state_dict(), state if isinstance(state, dict) else {}
     # Private entries differ between versions of torch.
     known = {entry for entry in here if not entry.startswith("_")}
     if kind is None and not known <= there.keys():
         raise CheckpointMismatch(
-            f"{place} has a schedule of another kind than {name}: its state has {_listed(there)}, "
-            f"but this one has {_listed(here)}. Make the schedule that was saved, or {advice}"
+            f"{place} has a schedule of a different class than {name}: its state has "
+            f"{_listed(there)}, but this one has {_listed(here)}. Create the schedule that was "
+            f"saved, or {advice}"
         )
 
 

@@ -215,7 +215,9 @@ class DeepSpeedEngine(Configured):
             UsageError: If blocks are nested.
         """
         if self._inside_no_sync:
-            raise UsageError("no_sync() was entered inside no_sync(): leave the inner block out.")
+            raise UsageError(
+                "no_sync() was entered inside another no_sync(): remove the inner block."
+            )
         self._inside_no_sync = True
         try:
             yield
@@ -248,7 +250,7 @@ class DeepSpeedEngine(Configured):
         """Set whether the next `step` updates the parameters.
 
         Raises:
-            UsageError: If managed_gradient_accumulation is false, because every step updates then.
+            UsageError: If managed_gradient_accumulation is false, because then every step updates.
         """
         if not self._job.manages_accumulation:
             raise UsageError(

@@ -90,8 +90,8 @@ def initialize(
     if mesh_param is not None or not isinstance(mpu, PipelineParallelGrid | None):
         raise UsageError(
             "deepspeed.initialize(mpu=..., mesh_param=...) is not supported, because Shardwise "
-            "makes the groups of ranks. Leave them out, and write tensor_parallel.autotp_size in "
-            "the JSON."
+            "creates the groups of ranks. Leave them out, and write tensor_parallel.autotp_size "
+            "in the JSON."
         )
     job = parse(_json_of(args, config if config is not None else config_params))
     world = join_run({})
@@ -119,8 +119,8 @@ def _checked(model: Any) -> nn.Module:
     is_theirs = any(kind.__name__ == "PipelineModule" for kind in type(model).__mro__)
     if is_theirs and not isinstance(model, PipelineModule):
         raise UsageError(
-            "deepspeed.initialize(model=...) has a PipelineModule of another library. Make it with "
-            "shardwise.deepspeed.pipe.PipelineModule, or start with --adopt deepspeed."
+            "deepspeed.initialize(model=...) has a PipelineModule of another library. Create it "
+            "with shardwise.deepspeed.pipe.PipelineModule, or start with --adopt deepspeed."
         )
     return model
 
@@ -141,7 +141,7 @@ def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
     if (replicas := job.document.get(key := "data_parallel_size", 0)) not in (0, world.data_size):
         raise ConfigError(
             f"{job.document.name} has {key} {replicas}, but this run has {world.data_size} "
-            "replica(s). Leave it out, or start another number of workers."
+            "replica(s). Leave it out, or start a different number of workers."
         )
 
 

@@ -54,7 +54,7 @@ class _Missing(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return None for other modules. Raises ModuleNotFoundError for a DeepSpeed module."""
+        """Raise ModuleNotFoundError for DeepSpeed modules; return None for all others."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None

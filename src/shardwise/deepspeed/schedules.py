@@ -240,7 +240,7 @@ class LRRangeTest(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         if not isinstance(lr_range_test_step_size, int) or lr_range_test_step_size <= 0:
             raise BadSchedule(
-                "lr_range_test_step_size must be a whole number of 1 or more, not "
+                "lr_range_test_step_size must be an integer of 1 or more, not "
                 f"{lr_range_test_step_size!r}."
             )
         self.min_lr = self._each(lr_range_test_min_lr, "lr_range_test_min_lr")
@@ -393,7 +393,7 @@ def _warmed_up(done: int, steps: int, kind: str) -> float:
 
 def _warmup_steps(count: Any) -> int:
     if not isinstance(count, int) or count <= 0:
-        raise BadSchedule(f"warmup_num_steps must be a whole number of 1 or more, not {count!r}.")
+        raise BadSchedule(f"warmup_num_steps must be an integer of 1 or more, not {count!r}.")
     return max(2, count)  # at 1, `_warmed_up` would divide by log(1) = 0
 
 

@@ -148,6 +148,6 @@ def _refuse_words(**words: bool) -> None:
     for name, value in words.items():
         if value:
             raise UsageError(
-                f"{name}=True is not supported: all weights are read whole. Leave it out, and "
-                "select from the returned weights."
+                f"{name}=True is not supported: all weights are read. Leave it out, and select "
+                "from the returned weights."
             )

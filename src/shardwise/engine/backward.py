@@ -264,9 +264,9 @@ class BackwardRunner:
         if self._accumulation.backwards > 1 and len(kinds := self._accumulation.kinds) > 1:
             # A mean over elements and a mean over rows have no common item to be averaged by.
             raise UsageError(
-                "Losses of several batches in one step are means over items of several kinds "
-                f"({', '.join(kinds)}), so it is unclear how much each of them counts. Give each "
-                "its weight: engine.backward(loss, weight=rows) to weight all of them by rows, or "
+                "The losses of this step are means over different kinds of items "
+                f"({', '.join(kinds)}), so their weights are ambiguous. Pass a weight with each "
+                "loss: engine.backward(loss, weight=rows) to weight all of them by rows, or "
                 "weight=items."
             )
         # Reseeds after every backward pass in exact mode; otherwise only a step reseeds.

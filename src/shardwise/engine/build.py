@@ -317,14 +317,15 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
     """
     if not kind.separable and spec.placement.is_sharded("optimizer"):
         raise ModelError(
-            f"{name} looks across tensors, so its state cannot be sharded "
-            f"({spec.placement.name}). Train with --zero 0, or use an optimizer that updates each "
-            "tensor independently."
+            f"{name} combines values of several tensors in its update, so its state cannot be "
+            f"sharded ({spec.placement.name}). Train with --zero 0, or use an optimizer that "
+            "updates each tensor independently."
         )
     if not kind.separable and spec.pipeline is not None:
         raise ModelError(
-            f"{name} looks across tensors, but with --pipeline no worker has all of them. Use an "
-            "optimizer that updates each tensor independently, or start without --pipeline."
+            f"{name} combines values of several tensors in its update, but with --pipeline no "
+            "worker has all tensors. Use an optimizer that updates each tensor independently, or "
+            "start without --pipeline."
         )
     if not kind.elementwise and split:
         raise ModelError(
@@ -361,12 +362,13 @@ def _check_trainable(
     if not any(t.parameter.requires_grad for t in located):
         raise ModelError(
             "The model has no trainable parameter (all have requires_grad=False, or there are "
-            "none): there is nothing for the engine to train."
+            "none), so there is nothing to train."
         )
     lost = [t.name for t in located if t.parameter.requires_grad and t.parameter not in owners]
     if len(lost) == sum(t.parameter.requires_grad for t in located):
         raise ModelError(
-            "No optimizer holds a trainable parameter of the model: pass model.parameters() to it."
+            "No optimizer has a trainable parameter of the model: pass model.parameters() to the "
+            "optimizer."
         )
     # Warn only on the main rank: all ranks build the same model and would repeat the message.
     if lost and main:

@@ -18,8 +18,9 @@ def check(
     # The gradients of earlier backward passes would be added to the closure's.
     if accumulation.backwards:
         raise UsageError(
-            "engine.step(closure=...) after engine.backward: the closure runs the backward of its "
-            "step itself. Remove the other backward, or discard it with engine.zero_grad()."
+            "engine.step(closure=...) was called after engine.backward, but the closure calls "
+            "engine.backward itself. Remove the other call, or discard its gradients with "
+            "engine.zero_grad()."
         )
     if not may_call_repeatedly(states):
         _check_known(states)
@@ -40,8 +41,8 @@ def check(
         )
     if states.optimizer.has_masters:
         raise UsageError(
-            f"{names} calls the closure between its own updates, but 16-bit parameters follow "
-            "their masters only after the step. Write --precision fp32 or bf16-mixed."
+            f"{names} calls the closure between its own updates, but 16-bit parameters are copied "
+            "from their fp32 masters only after the step. Write --precision fp32 or bf16-mixed."
         )
     # At the second evaluation parameters have already been updated, so the step cannot be undone.
     why = (
@@ -82,7 +83,8 @@ def _check_known(states: States) -> None:
     for group in states.optimizer.groups:
         if not group.kind.known:
             raise UsageError(
-                f"engine.step(closure=...) with {type(group.optimizer).__name__}, whose state is "
-                "sharded: it is not known how often it calls the closure. Start with --zero 0, or "
-                "call engine.backward(loss) and engine.step() without a closure."
+                f"engine.step(closure=...) with {type(group.optimizer).__name__} is not "
+                "supported, because its state is sharded and the number of times that it calls "
+                "the closure is unknown. Start with --zero 0, or call engine.backward(loss) and "
+                "engine.step() without a closure."
             )

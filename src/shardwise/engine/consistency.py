@@ -61,11 +61,11 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
             other, expected = first.setdefault(key, (rank, value))
             if value != expected:
                 raise ModelMismatch(
-                    f"{key[1]} was written to since the last step, on rank {rank} with other "
-                    f"values than on rank {other}: in a forward that renormalises or clips its "
-                    "own weights, or between two steps. A replicated parameter must be the same on "
-                    "all ranks. Write the same values on every rank, or rank 0's values on all: "
-                    "with engine.full_parameters(write=True)."
+                    f"{key[1]} was written to since the last step, with different values on rank "
+                    f"{rank} and rank {other}, for example by a forward that renormalises or "
+                    "clips its own weights. A replicated parameter must be the same on all "
+                    "ranks. Write the same values on every rank, or rank 0's values on all: with "
+                    "engine.full_parameters(write=True)."
                 )
 
 

@@ -68,8 +68,8 @@ def nonfinite_error(
     names = sorted({name for each in reports for name in each.parameters})
     return NonFiniteError(
         f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
-        "Nothing was updated. Check those samples, lower the learning rate or clip with "
-        "engine.step(max_norm=1.0). To skip such steps: --nonfinite skip."
+        "Nothing was updated. Check these samples, lower the learning rate, or clip with "
+        "engine.step(max_norm=1.0). To skip such steps, use --nonfinite skip."
     )
 
 

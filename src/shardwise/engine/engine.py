@@ -611,10 +611,10 @@ class _RefusedInChild:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise UsageError(
-            f"Process {os.getpid()} was forked from rank {self._rank}, and an engine works only in "
-            "the process that created it. The model here is a private copy from the moment of the "
-            "fork: use it as in plain PyTorch. To train it further, call loss.backward() and step "
-            "a new optimizer over model.parameters()."
+            f"Process {os.getpid()} was forked from rank {self._rank}, and an engine works only "
+            "in the process that created it. The model in this process is a private copy, made "
+            "by the fork: use it as in plain PyTorch. To train it further, call loss.backward() "
+            "and step a new optimizer over model.parameters()."
         )
 
 

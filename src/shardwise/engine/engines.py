@@ -32,8 +32,8 @@ _NAME = re.compile(r"together-(\d+)\.json")
 class Engines:
     """Several engines that are saved and resumed together, in one folder.
 
-    The engines may take different numbers of steps. Objects tracked with `engine.track` are saved
-    with their engine.
+    The engines may take different numbers of steps. To save a Loader or another object, pass it
+    to `engine.track` of one of the engines.
 
     Args:
         **engines: The engines by name. Each gets a subfolder of that name.
@@ -46,6 +46,7 @@ class Engines:
             folder name.
 
     Example:
+        g_engine.track(loader=loader)
         both = sw.Engines(generator=g_engine, discriminator=d_engine)
         both.resume("checkpoints")
         ...
@@ -56,8 +57,8 @@ class Engines:
         for name, engine in engines.items():
             if not isinstance(engine, Engine) or not is_plain_name(name):
                 raise UsageError(
-                    f"sw.Engines({name}=...) takes an engine, under a name that can name a folder "
-                    "(without / and NUL)."
+                    f"sw.Engines({name}=...) takes an engine, and its name must be a valid folder "
+                    "name (without / and NUL)."
                 )
         if not engines:
             raise UsageError("sw.Engines() takes engines by name: sw.Engines(generator=engine).")
@@ -149,7 +150,11 @@ class Engines:
         if fields:
             self._joined = self._world.steps_made, home / f"together-{number}.json"
         if not self._world.settings.quiet:
-            line = f"resumed from {home / f'together-{number}.json'}" if fields else "starting anew"
+            line = (
+                f"resumed from {home / f'together-{number}.json'}"
+                if fields
+                else "no checkpoint to resume: starting at step 0"
+            )
             self._world.print(f"shardwise: {line}")
         return number
 

@@ -76,10 +76,10 @@ class ExactAggregation(Aggregation):
         shards = self._shards
         if backwards != shards.turns:
             raise UsageError(
-                f"--exact {shards.count} on {shards.workers} worker(s) takes {shards.turns} "
-                f"backward(s) per worker and step, and this step had {backwards}. Write "
-                "`for step in loader.steps():`, in it `for x, y in step: engine.backward(...)`, "
-                "then engine.step() once."
+                f"--exact {shards.count} on {shards.workers} worker(s) needs {shards.turns} "
+                f"backward(s) per worker and step, but this step had {backwards}. Write `for step "
+                "in loader.steps():`, in it `for x, y in step: engine.backward(...)`, then "
+                "engine.step() once."
             )
 
     def report(self, values: Sequence[Number]) -> list[Number]:

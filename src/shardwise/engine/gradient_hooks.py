@@ -74,11 +74,11 @@ class _Trial:
         if code is not None:
             where = f"{from_here(code.co_filename)}:{code.co_firstlineno}"
         raise UsageError(
-            f"A hook on {self._name} ({where}) is not linear, and backward gives it the gradient "
-            "of a part of the batch: its results for the parts do not add up to its result for the "
-            "whole batch. Change the whole gradient instead, between engine.backward and "
-            "engine.step: with engine.full_gradients(): p.grad.clamp_(...). To clip by the norm: "
-            "engine.step(max_norm=...)."
+            f"A hook on {self._name} ({where}) is not linear, and backward calls it with the "
+            "gradient of only a part of the batch. Its results for the parts do not add up to "
+            "its result for the total batch. Change the complete gradient instead, between "
+            "engine.backward and engine.step: with engine.full_gradients(): p.grad.clamp_(...). "
+            "To clip by the norm: engine.step(max_norm=...)."
         )
 
 

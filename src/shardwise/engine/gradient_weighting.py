@@ -113,7 +113,7 @@ def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
     "sum" or "ddp".
     """
     if reduction not in REDUCTIONS:
-        raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
+        raise UsageError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
     if reduction == "mean":
         return 0.0
     if weighted:
@@ -132,14 +132,14 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
     if isinstance(given, Tensor):
         if given.numel() != 1:
             shape = tuple(given.shape)
-            raise UsageError(f"weight takes one number, not a tensor of shape {shape}.")
+            raise UsageError(f"weight must be one number, not a tensor of shape {shape}.")
         # Reading it would synchronise with the GPU. The exchange reads it later, with the other
         # statistics.
         if given.device.type != "cpu":
             return given.detach().double().reshape(())
         given = given.item()
     if not 0 <= given < math.inf:
-        raise UsageError(f"weight takes a number of 0 or more, not {given}.")
+        raise UsageError(f"weight must be a number of 0 or more, not {given}.")
     return float(given)
 
 

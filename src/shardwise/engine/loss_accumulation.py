@@ -253,9 +253,9 @@ class LossAccumulation:
         """Raise UsageError if an earlier loss of the step has a different divisor."""
         if not self._is_open and divisor != self.divisor:
             raise UsageError(
-                "Losses of one step have a different `reduction` (sums with means, or both kinds "
-                'of sums, "sum" and "ddp"), and are divided by different numbers: add them to one '
-                "loss before engine.backward, or use the same reduction for all."
+                "The losses of one step have different values of `reduction`, so they would be "
+                "divided by different numbers. Use the same `reduction` for all of them, or add "
+                "them up and call engine.backward once."
             )
 
     def _counted_by(

@@ -592,7 +592,7 @@ def _stacked(node: Any) -> list[tuple[Any, int]]:
 
 
 def _added(node: Any) -> list[Any]:
-    """Return the scalars that `node` adds, either by additions or by summing a stack of them."""
+    """Return the scalars that `node` adds, by `+` or by summing a stacked tensor."""
     opened, scalars = [node], []
     while opened:
         one = opened.pop()

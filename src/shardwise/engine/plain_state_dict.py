@@ -42,7 +42,7 @@ ATTRIBUTES = "attributes"
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
     """Return `optimizer`, or the engine's only one. Raises UsageError if ambiguous or unknown."""
     if optimizer is None and len(spec.optimizers) != 1:
-        raise UsageError("This engine has several optimizers: pass one as `optimizer`.")
+        raise UsageError("This engine has several optimizers: pass one of them as `optimizer`.")
     if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
         raise UsageError(
             f"This {type(optimizer).__name__} does not belong to this engine: pass one of the "

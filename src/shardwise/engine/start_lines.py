@@ -100,7 +100,7 @@ def announce_batch(
     parts = max([parts or 1, *(stream.plan.micro_batches for stream in streams)])
     outside = outside_promise(spec, parts) if spec.micro_shards is None else []
     if outside:
-        world.print(f"  not the same on every number of workers: {'; '.join(outside)}")
+        world.print(f"  the result depends on the number of workers: {'; '.join(outside)}")
 
 
 def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
@@ -112,8 +112,8 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
         return
     if terms.curved and spec.micro_shards is None:
         world.print(
-            "  not the same on every number of workers: the loss is not a mean or a sum over the "
-            f"batch, but a function of them ({', '.join(terms.curved)})"
+            "  the result depends on the number of workers: the loss is not a mean or a sum over "
+            f"the batch, but a function of them ({', '.join(terms.curved)})"
         )
     if is_said:
         return

@@ -29,14 +29,13 @@ class StateAccess:
         state = self._state
         if write and state.accumulation.backwards and state.spec.pipeline is not None:
             raise UsageError(
-                "full_parameters(write=True) between engine.backward and engine.step with "
-                "--pipeline: write before or after."
+                "full_parameters(write=True) between engine.backward and engine.step is not "
+                "supported with --pipeline: enter it before the backward or after the step."
             )
         if write and state.in_ema:
             raise UsageError(
-                "full_parameters(write=True) inside engine.ema() or anchor(): the block has "
-                "replaced the parameters by averages, or the last common weights, and would undo "
-                "the writes. Write before or after it."
+                "full_parameters(write=True) inside engine.ema() or anchor(): leaving that block "
+                "would undo the writes. Write before or after it."
             )
         with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
             yield
@@ -77,7 +76,7 @@ class StateAccess:
         state = self._state
         if state.states.averages is None:
             raise UsageError(
-                "engine.ema() without a moving average: set --ema-decay 0.999 or ema_decay=0.999."
+                "engine.ema() needs a moving average: set --ema-decay 0.999 or ema_decay=0.999."
             )
         self._check_enters("ema")
         state.objects.look_for_changes()

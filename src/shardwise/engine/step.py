@@ -82,7 +82,7 @@ class StepRunner:
         # a step.
         self._accumulation.stepping = self._accumulation.backwards > 0
         if max_norm is not None and not max_norm > 0:
-            raise UsageError(f"max_norm takes a number above 0, not {max_norm}.")
+            raise UsageError(f"max_norm must be a number above 0, not {max_norm}.")
         if closure is not None:
             scaled = self._state.scale.active
             closures.check(self._spec, states, self._accumulation, scaled=scaled)
@@ -148,7 +148,8 @@ class StepRunner:
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
-                f"{call} without engine.backward(loss) since the last step: call backward first."
+                f"{call} was called without engine.backward(loss) since the last step: call "
+                "backward first."
             )
 
     def _refuse_parts(self, call: str) -> None:

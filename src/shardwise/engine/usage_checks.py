@@ -43,7 +43,7 @@ def cleared_gradients() -> UsageError:
         "Gradients were cleared between engine.backward and engine.step, by zero_grad() or "
         "param.grad = None. That does not clear the gradients that are already being reduced. "
         "engine.step() clears all of them: remove zero_grad(), or call it before backward. To "
-        "discard the gradients of this step, call engine.zero_grad()."
+        "discard this step's gradients, call engine.zero_grad()."
     )
 
 
@@ -52,8 +52,8 @@ def check_unreduced(*, is_reduced: bool) -> None:
     if is_reduced:
         raise UsageError(
             "engine.backward after engine.full_gradients() or engine.reduce() and before "
-            "engine.step(): the gradients of this step are already summed over the workers. Run "
-            "all backwards before that, or discard the gradients with engine.zero_grad()."
+            "engine.step(): the gradients of this step are already summed over the workers. Call "
+            "engine.backward before that, or discard the gradients with engine.zero_grad()."
         )
 
 
@@ -70,8 +70,8 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"engine.backward takes a scalar loss, not {tuple(loss.shape)}. Take the mean over the "
-            "items of this batch: loss.mean(), or reduction='mean'."
+            f"engine.backward takes a scalar loss, not a tensor of shape {tuple(loss.shape)}. "
+            "Take the mean over the items of this batch: loss.mean(), or reduction='mean'."
         )
     if not loss.is_floating_point():
         raise UsageError(f"engine.backward takes a real floating loss, not {loss.dtype}.")
@@ -107,9 +107,9 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
     if (difference := find_call_difference(calls_of_ranks)) is not None:
         raise UsageError(
             f"Workers made different calls before this step: since the last one {difference[1]}. "
-            "Every worker must call world.draw and world.alike equally often, or they draw "
-            "different numbers. If a worker left a loop early because of its rows, let all workers "
-            f"decide by a value that they share: {_shared_values(world)}."
+            "Every worker must call world.draw and world.alike the same number of times, or they "
+            "draw different numbers. If a worker left a loop early because of its own rows, "
+            f"decide with a value that all workers share: {_shared_values(world)}."
         )
     # Each warning is printed once: afterwards its check is off, on all ranks from the same step on.
     if calls_differ:
@@ -188,11 +188,10 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
             if module.weight.requires_grad:
                 shown = f"{name or type(module).__name__} (max_norm={module.max_norm:g})"
                 raise ModelError(
-                    f"{shown} rewrites the rows that a worker looks up in forward, so "
-                    f"{workers} worker(s) at {placement.name} would drift apart. Remove max_norm "
-                    "and clip the rows after engine.step(), inside "
-                    "with engine.full_parameters(write=True); or start one worker at --zero 2 or "
-                    "less."
+                    f"{shown} rescales in forward the rows that a worker looks up, so {workers} "
+                    f"worker(s) at {placement.name} would drift apart. Remove max_norm and clip "
+                    "the rows after engine.step(), inside with "
+                    "engine.full_parameters(write=True); or start one worker at --zero 2 or less."
                 )
 
 
@@ -206,8 +205,9 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
     """
     if whole:
         raise UsageError(
-            "engine.backward inside engine.full_parameters(): the block gathers a split model, and "
-            "gradients of whole layers do not fit its parts. Leave the block first."
+            "engine.backward inside engine.full_parameters(): the block gathers a split model, "
+            "and gradients of the full layers cannot be added to its parts. Leave the block "
+            "first."
         )
     if averaged:
         raise UsageError(
@@ -412,8 +412,8 @@ def mark_schedulers(optimizers: Sequence[optim.Optimizer]) -> None:
 
 def _refuse_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
     raise UsageError(
-        f"{type(optimizer).__name__}.step() would update from gradients that are not averaged "
-        "over the workers. Write stats = engine.step(max_norm=...) instead, or "
+        f"{type(optimizer).__name__}.step() would use gradients that are not averaged over the "
+        "workers. Write stats = engine.step(max_norm=...) instead, or "
         "engine.step(closure=closure) (a GradScaler goes into sw.Engine(..., scaler=scaler))."
     )
 

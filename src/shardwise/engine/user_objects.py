@@ -499,8 +499,8 @@ class UserObjects:
             if splits is not None:
                 raise UsageError(
                     f"{call} uses parameters or their optimizer state, but with --{name} "
-                    f"{getattr(settings, name)} a worker has only parts of them. Start without "
-                    f"--{name}."
+                    f"{getattr(settings, name)} each worker has only a part of them. Start "
+                    f"without --{name}."
                 )
         where = None
         if self._accumulation.backwards:
@@ -513,8 +513,9 @@ class UserObjects:
             where = "between a forward and engine.backward"
         if where is not None:
             raise UsageError(
-                f"{call} {where}: it uses parameters or their optimizer state, and the engine "
-                "cannot give them back there. Call it right after engine.step()."
+                f"{call} {where}: the call uses parameters or their optimizer state, and the "
+                "engine cannot make them available at this point. Call it right after "
+                "engine.step()."
             )
         self.look_for_changes()
 

@@ -29,8 +29,8 @@ def full_parameters(
     if spec.is_whole:
         if write and not spec.takes_writes:
             raise UsageError(
-                "full_parameters(write=True) inside full_parameters() of layers that are split: "
-                "give the outer block write=True."
+                "full_parameters(write=True) of split layers inside full_parameters(): pass "
+                "write=True to the outer block."
             )
         yield  # already gathered; the outer block stores the writes
         return
@@ -47,9 +47,9 @@ def full_parameters(
         if write and shown is not None and shown.residency.in_block:
             if not shown.residency.is_writable(numbers):
                 raise UsageError(
-                    "full_parameters(write=True) inside a full_parameters() block that is only for "
-                    "reading, or for another part of the model: give the outer block write=True "
-                    "and the same module, or leave it first."
+                    "full_parameters(write=True) inside a full_parameters() block that is "
+                    "read-only, or that gathers another part of the model: pass write=True and "
+                    "the same module to the outer block, or leave it first."
                 )
             yield  # the outer block stores the writes
             return
@@ -77,9 +77,9 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the group whose first rank's values are broadcast to all its ranks after a write.
+    """Return the group to broadcast to after a write; its first rank is the source.
 
-    This is all ranks. Once islands have taken a step, it is only this island's ranks.
+    The group has all ranks or, once islands have taken a step, only the ranks of this island.
     """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
@@ -153,8 +153,8 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
         if states.shown is not None:
             states.parameters.remember()  # do not report the same write again
         raise BrokenView(
-            f"{name} is split over {spec.tensor.group.size} ranks, and was written to in a block "
-            "that is only for reading, so the write is lost. To write parameters: with "
+            f"{name} is split over {spec.tensor.group.size} ranks, and was written to in a "
+            "read-only block, so the write is lost. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
 

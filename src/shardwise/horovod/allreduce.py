@@ -52,7 +52,8 @@ def _start(
         size = process_set.size()
         if size & (size - 1):
             raise BadCall(
-                f"Adasum combines pairs of pairs: it needs 1, 2, 4, 8 ... ranks, not {size}."
+                "Adasum combines ranks in pairs, then pairs of pairs: it needs a power of two of "
+                f"ranks, not {size}."
             )
         if not all(tensor.is_floating_point() for tensor in tensors):
             raise BadCall("Adasum needs floating tensors, because it compares their directions.")
@@ -75,7 +76,7 @@ def allreduce_async(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.
         postscale_factor: Factor applied to the result. Integers are truncated towards zero.
@@ -222,7 +223,7 @@ def allreduce(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.

@@ -204,7 +204,7 @@ def run(
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name shared by all starts of this run, or None if nothing would restart it."""
+    """Return the name that this run keeps across restarts, or None if nothing restarts it."""
     if environment.RUN_VARIABLE in environ:
         return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" not in environ:

@@ -343,7 +343,7 @@ class GradientHooks:
         self._left = [passes] * len(self._left)
 
     def mark_ready(self, index: int) -> None:
-        """Record a backward pass of a parameter, and launch its bucket if it is full."""
+        """Record that backward computed a parameter's gradient, and launch its bucket if full."""
         if self._left[index] <= 0:
             raise HookOrder(
                 "Gradients were computed more than backward_passes_per_step "

@@ -48,7 +48,7 @@ def resolve_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     Raises BadCall if both are given.
     """
     if op is not None and average is not None:
-        raise BadCall("op and average both select the reduction: pass op alone.")
+        raise BadCall("op and average both select the reduction: pass only op.")
     if op is not None:
         return ReduceOp(op)
     return ReduceOp.Sum if average is False else ReduceOp.Average
@@ -131,7 +131,7 @@ def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return a group of tensors as a list. Raises BadCall if it is empty."""
     found = list(tensors)
     if not found:
-        raise BadCall(f"a grouped {kind} of no tensors: pass at least one.")
+        raise BadCall(f"a grouped {kind} has no tensors: pass at least one.")
     return found
 
 
@@ -140,7 +140,7 @@ def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
     check_dense(kind, tensors)
     for tensor in tensors:
         if tensor.dtype == torch.bool:
-            raise BadCall(f"{kind} cannot sum truth values: convert them with tensor.int().")
+            raise BadCall(f"{kind} cannot sum booleans: convert them with tensor.int().")
 
 
 def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
@@ -148,7 +148,9 @@ def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
     check_dense(kind, tensors)
     for tensor in tensors:
         if not tensor.ndim:
-            raise BadCall(f"{kind} of a scalar, which has no rows: write tensor.view(1).")
+            raise BadCall(
+                f"{kind} of a scalar is not possible, because it has no rows: write tensor.view(1)."
+            )
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:

@@ -51,7 +51,9 @@ class ProcessSet:
         """Return the number of the set. Raises BadCall if the set is not added."""
         number = self.process_set_id
         if number is None:
-            raise BadCall(f"{self} is not added: call hvd.add_process_set(it) first, on all ranks.")
+            raise BadCall(
+                f"{self} has not been added: pass it to hvd.add_process_set first, on all ranks."
+            )
         return number
 
     def included(self) -> bool:
@@ -75,7 +77,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The process set of all ranks, which has the number 0."""
+    """The process set of all ranks; its number is 0."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -96,7 +98,7 @@ class _Global(ProcessSet):
 
 
 global_process_set = _Global()
-"""The process set of all ranks, which has the number 0."""
+"""The process set of all ranks; its number is 0."""
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

@@ -43,7 +43,7 @@ def sparse_allreduce_async(
     Args:
         tensor: Sparse COO tensor of the same shape on every rank. Ranks may have different numbers
             of elements, including none.
-        name: Name of the operation, the same on all ranks. Default: a number.
+        name: Name of the operation, the same on all ranks. By default it is numbered.
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
         note: Text for rank 0 that is sent with the request.
@@ -69,7 +69,7 @@ def sparse_allreduce_async(
     if op not in (ReduceOp.Average, ReduceOp.Sum):
         raise BadCall(f"sparse_allreduce needs hvd.Average or hvd.Sum, not {ReduceOp(op).name}.")
     if tensor.dtype == torch.bool:
-        raise BadCall("sparse_allreduce cannot sum truth values: convert them first.")
+        raise BadCall("sparse_allreduce cannot sum booleans: convert them to integers first.")
     current().reduces = True
     given = tensor.detach()
     handle = submit(

@@ -123,7 +123,7 @@ class Anchor:
         return self._optimizer.intervals[index].bucket
 
     def _master(self, index: int) -> Tensor:
-        """Return this rank's part of bucket `index`'s current master weights."""
+        """Return this rank's part of the current master weights in bucket `index`."""
         interval, (first, end) = self._optimizer.intervals[index], self.parts[index]
         return interval.master.loaded()[first - interval.own[0] : end - interval.own[0]]
 
@@ -222,7 +222,7 @@ class Anchor:
         _keep(self.storages[key][index], value)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Write `value` to this rank's part of bucket `index`'s weights.
+        """Write `value` to this rank's part of the weights in bucket `index`.
 
         Collective over the island.
         """
@@ -308,7 +308,7 @@ class Anchor:
         return crc32(repr(sums).encode())
 
     def loaded_value(self, index: int) -> Tensor:
-        """Return this rank's part of bucket `index`'s anchor."""
+        """Return this rank's part of the anchor of bucket `index`."""
         return self._value(VALUE, index)
 
     # -- for checkpoints ----------------------------------------------------------------------

@@ -165,9 +165,9 @@ class BoundedStaleness(StepHooks):
         if engine.buffers.form():
             raise ModelError(
                 f"--behind {self._rule.behind} does not work with a model whose forward changes "
-                "buffers, such as BatchNorm's running statistics: each island would have other "
-                "ones. Use GroupNorm or LayerNorm, or remove --behind, so that islands average "
-                "parameters and buffers every --equal-every steps."
+                "buffers, such as BatchNorm's running statistics: each island would have "
+                "different buffers. Use GroupNorm or LayerNorm, or remove --behind, so that "
+                "islands average parameters and buffers every --equal-every steps."
             )
         step = engine.steps + 1
         with torch.no_grad():
@@ -307,8 +307,8 @@ def _check(reports: Sequence[SumsReport]) -> None:
             step = max(other.step for other in reports)
             raise UsageError(
                 f"Island {island} has closed its engine, loaded a checkpoint or changed its "
-                f"parameters before step {step:g}, but other islands make that step. All "
-                "islands must make the same number of steps, and do this between the same two."
+                f"parameters before step {step:g}, but other islands make that step. All islands "
+                "must do this after the same number of steps."
             )
     for island, report in enumerate(reports):
         if report.step != first.step:

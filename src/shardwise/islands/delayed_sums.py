@@ -181,7 +181,10 @@ class DelayedSums:
         return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
 
     def _pack(self, index: int, factor: float, losses: list[Tensor]) -> Tensor:
-        """Pack this rank's part of bucket `index`'s sum. Append its rounding errors to `losses`."""
+        """Pack this rank's part of the sum of bucket `index`.
+
+        Append rounding errors to `losses`.
+        """
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
         gradient = self._buckets[index].reduced.loaded(device)[first - own : end - own]

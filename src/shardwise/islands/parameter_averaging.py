@@ -188,10 +188,10 @@ class ParameterAveraging(StepHooks):
         for rank, checksum in enumerate(checksums):
             if checksum != checksums[rank % length]:
                 raise ModelMismatch(
-                    f"Islands start with different weights: worker {rank} has other values than "
-                    f"worker {rank % length}, which has the same part of the model. Write the same "
-                    "values on every worker, or rank 0's values on all: "
-                    "with engine.full_parameters(write=True)."
+                    f"Islands start with different weights: worker {rank} and worker "
+                    f"{rank % length} hold the same part of the model with different values. "
+                    "Write the same values on every worker, or rank 0's values on all: with "
+                    "engine.full_parameters(write=True)."
                 )
         self.exchange.has_begun = True
 

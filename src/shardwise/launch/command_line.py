@@ -28,7 +28,7 @@ PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
 def check_settings(flags: dict[str, str]) -> None:
     """Check settings before any rank starts, so that an error is raised only once."""
     if environment.current_folder() is None:
-        raise LaunchError("The current folder does not exist any more: change to another one (cd).")
+        raise LaunchError("The current folder no longer exists: change to another folder (cd).")
     # Resolve settings from all sources, as each rank will do later.
     environ = {**os.environ, config.FLAGS_VARIABLE: json.dumps(flags)}
     settings, _ = config.resolve(config.sources(environ, {}))

@@ -66,8 +66,9 @@ class ElasticRendezvous:
             )
         if endpoint is None and most > 1:
             raise LaunchError(
-                f"--nnodes {nnodes}: the hosts need a meeting place. Add the same --rdzv-endpoint "
-                "HOST:PORT on all of them: one of the hosts, and a port that is free there."
+                f"--nnodes {nnodes}: the hosts need an address to connect to. Add the same "
+                "--rdzv-endpoint HOST:PORT on all of them, where HOST is one of the hosts and "
+                "PORT is free on it."
             )
         host, port = (None, 0) if endpoint is None else _place(endpoint)
         return cls(fewest=fewest, most=most, host=host, port=port, node_rank=node_rank, name=name)

@@ -31,7 +31,7 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
     if path.is_dir():
         scripts = sorted(path.glob("*.py"))
         example = f", such as {scripts[0]}" if scripts else ""
-        raise LaunchError(f"{name} is a directory: give the script in it{example}.")
+        raise LaunchError(f"{name} is a directory: give the path of a script in it{example}.")
     if is_script(name):
         if not path.is_file():
             raise LaunchError(f"There is no script {name} {_place(path)}.{_near(path)}")

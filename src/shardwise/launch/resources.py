@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Return the current memory of this host."""
+    """Return this host's total and available memory, and how often the kernel ran out of it."""
     fields = {}
     for line in _text(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")

@@ -157,8 +157,9 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     assert request.nnodes is not None
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
         raise LaunchError(
-            "--nnodes cannot be combined with -H, --hostfile or --show: it is for a command that "
-            "you start on each host, they are for one that starts all ranks. Give one or the other."
+            "--nnodes cannot be combined with -H, --hostfile or --show: with --nnodes you start "
+            "the command on each host, with the others one command starts all ranks. Use one or "
+            "the other."
         )
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
     if request.part_runner is not None:

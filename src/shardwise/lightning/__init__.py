@@ -3,7 +3,7 @@
     Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
     Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
 
-trees.py              Lightning's two class trees, and the strategies in each
+trees.py              Lightning's two packages of classes, and the strategies in each
 trainer_strategy.py   the Trainer's strategy: setup, a step, full states
 fabric_strategy.py    the strategy of Fabric
 training.py           the engines of one Trainer or Fabric, and the parts of a step

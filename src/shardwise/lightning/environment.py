@@ -71,9 +71,9 @@ def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> No
     wanted = f"devices={devices}" + (f", num_nodes={nodes}" if nodes > 1 else "")
     if world.size == 1:
         raise UsageError(
-            f"{library} requests {wanted}, but this is one process, and the strategy starts no "
-            f"workers. Write: shardwise run -n {requested} script.py (or torchrun, srun, mpirun). "
-            "For one worker, write devices=1."
+            f"{library} requests {wanted}, but this is a single process, and the strategy does "
+            f"not start workers. Write: shardwise run -n {requested} script.py (or torchrun, "
+            "srun, mpirun). For one worker, write devices=1."
         )
     world.say_once(
         f"{library}({wanted}) is ignored: this run was started with {world.size} workers."

@@ -274,7 +274,7 @@ class TrainerStrategy(OverEngines):
         if kwargs:
             raise UsageError(
                 f"{type(optimizer).__name__}.step({next(iter(kwargs))}=...) is not supported: the "
-                "engine steps without further arguments. Leave it out."
+                "engine calls step without other arguments. Leave it out."
             )
         module = model or self.lightning_module
         if isinstance(optimizer, optim.LBFGS):

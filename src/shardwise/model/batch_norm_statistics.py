@@ -184,7 +184,7 @@ class StatisticsExchange:
         return torch.cat([row, rest, to_device(here, row.device)])
 
     def _count_use(self, call: int) -> _ExpectedUse:
-        """Count an exchange of `call`. Return the expected exchange."""
+        """Count one more exchange in `call`. Return the exchange that all ranks should be in."""
         use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
@@ -196,10 +196,9 @@ class StatisticsExchange:
 
 def _order_error(name: str) -> OrderError:
     return OrderError(
-        f"Workers reached {name} in different forwards, or one worker reached it after the "
-        "others, so each would use statistics of different rows. With --sync-batch-norm all "
-        "workers must run a BatchNorm equally often in a forward, or not at all, and all "
-        "BatchNorms in the same order."
+        f"Workers ran {name} in different forwards, so they would use statistics of different "
+        "rows. With --sync-batch-norm, every worker must run the same BatchNorms in a forward, "
+        "in the same order and the same number of times."
     )
 
 

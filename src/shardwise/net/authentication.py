@@ -72,7 +72,7 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether the connecting end knows the secret and wants to reach this role."""
+        """Return whether the peer knows the secret and meant to connect to this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:

@@ -168,8 +168,9 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
     given = environ.get(SECRET_VARIABLE)
     if given is not None and len(given) < SHORTEST_SECRET:
         raise LaunchError(
-            f"{SECRET_VARIABLE} has {len(given)} characters, and fewer than {SHORTEST_SECRET} can "
-            f"be guessed. Draw one for all ranks: export {SECRET_VARIABLE}=$(openssl rand -hex 32)"
+            f"{SECRET_VARIABLE} has {len(given)} characters, but needs at least "
+            f"{SHORTEST_SECRET}, so that it cannot be guessed. Create one for all ranks: export "
+            f"{SECRET_VARIABLE}=$(openssl rand -hex 32)"
         )
     return given
 

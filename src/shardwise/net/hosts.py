@@ -110,7 +110,7 @@ def from_file(text: str, name: str) -> list[Host]:
         except ValueError as fault:
             raise LaunchError(f"{name}:{number}: {fault}") from None
     if not hosts:
-        raise LaunchError(f"{name} names no host. Write one per line, such as: node1 slots=4")
+        raise LaunchError(f"{name} contains no hosts. Write one per line, such as: node1 slots=4")
     return merge(hosts)
 
 
@@ -150,8 +150,8 @@ def spread(
         raise LaunchError(f"{sum(slots)} ranks: the limit for a run is {MOST_RANKS}.")
     if total is not None and total > sum(slots):
         raise LaunchError(
-            f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in all. Give them more "
-            f"({hosts[0].name}:{-(-total // len(hosts))}), or write -n {sum(slots)} or less."
+            f"-n {total}: the {len(hosts)} hosts have {sum(slots)} slots in total. Increase their "
+            f"slots ({hosts[0].name}:{-(-total // len(hosts))}), or write -n {sum(slots)} or less."
         )
     if total is not None and total < 1:
         raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")

@@ -29,8 +29,12 @@ def address_of_interface(name: str) -> str:
         return found[0]
     known = ", ".join(f"{interface} ({address})" for interface, address in _addresses())
     if name in dict(_indices()):
-        raise LaunchError(f"--interface {name} has no address here. These have one: {known}.")
-    raise LaunchError(f"--interface {name}: no such interface here. The interfaces are: {known}.")
+        raise LaunchError(
+            f"--interface {name} has no address on this host. Interfaces with an address: {known}."
+        )
+    raise LaunchError(
+        f"--interface {name}: this host has no such interface. Its interfaces are: {known}."
+    )
 
 
 def interface_of(address: str) -> str | None:

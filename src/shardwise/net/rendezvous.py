@@ -130,9 +130,9 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
         if identity.launcher == "the user" and place is None and identity.size > 1:
             raise LaunchError(
                 f"SHARDWISE_RANK={identity.rank} and SHARDWISE_SIZE={identity.size} do not say "
-                f"where the ranks meet: set {rendezvous_file.VARIABLE}=HOST:PORT on all of them, "
-                "to rank 0's host and a port that is free there (or to a folder that they share "
-                "and no other run uses)."
+                f"how the ranks find each other: set {rendezvous_file.VARIABLE}=HOST:PORT on all "
+                "ranks, with rank 0's host and a free port on it (or set it to a shared folder "
+                "that no other run uses)."
             )
         path = rendezvous_file.path(identity, place)
     elif secret is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
@@ -287,8 +287,8 @@ def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
         return
     if gone := progress.ended_early(missing):
         raise LaunchError(
-            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before sw.init, and "
-            "the other ranks wait there: call it on all ranks, or on none."
+            f"{_ranks(gone)} of {terms.identity.size} ended with exit code 0 before calling "
+            "sw.init, but the other ranks wait in sw.init: call it on all ranks, or on none."
         ).blaming(gone)
 
 

@@ -83,8 +83,8 @@ def _meet_on(store: Store, identity: Identity, timeout: float) -> Rendezvous:
 def adopt(identity: Identity, timeout: float) -> Rendezvous:
     """Connect to the other ranks through torch's default process group.
 
-    The script has initialised this group before sw.init. Raises LaunchError if the group's rank and
-    size differ from the launcher's.
+    The script must have initialised this group before it calls sw.init. Raises LaunchError if the
+    group's rank and size differ from the launcher's.
     """
     if (dist.get_rank(), dist.get_world_size()) != (identity.rank, identity.size):
         raise LaunchError(
@@ -137,11 +137,13 @@ def _by_file(identity: Identity, store: Store, limit: timedelta) -> str:
     name = store.get("secret at").decode()
     # Anybody can write to the store, so reject a `name` that points to another folder.
     if _FILE.fullmatch(name) is None:
-        raise LaunchError(f"{name!r} is not from rank 0: somebody else writes to torchrun's store.")
+        raise LaunchError(
+            f"{name!r} was not written by rank 0: another program writes to torchrun's store."
+        )
     found = private_files.read(private_files.folder() / name)
     if found is None:
         raise LaunchError(
-            f"Rank {identity.rank} of {identity.size} does not find the file {name} of rank 0 in "
+            f"Rank {identity.rank} of {identity.size} cannot find rank 0's file {name} in "
             f"{private_files.folder_path()}. Set the same TMPDIR on all ranks."
         )
     store.set(_read(identity.rank), "")

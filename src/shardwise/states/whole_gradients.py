@@ -134,8 +134,8 @@ class WholeGradients:
         if any(self._run.gather_plain(bool(sparse))):
             name = sparse[0] if sparse else "a parameter on another rank"
             raise UsageError(
-                f"engine.full_gradients(): the gradient of {name} is sparse now. Assign dense "
-                "gradients."
+                f"engine.full_gradients(): the gradient of {name} was set to a sparse tensor. "
+                "Assign dense gradients."
             )
 
     def _is_changed(self, index: int, grad: Tensor | None) -> bool:

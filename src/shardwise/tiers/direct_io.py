@@ -90,8 +90,8 @@ class DirectFile:
         if mount.kind in IN_MEMORY:
             raise TierError(
                 f"{self._label} cannot be stored in {self._folder}: it is on {mount.point}, a "
-                f"{mount.kind}, which is memory and not a disk. Name a folder on a disk, or use "
-                "the tier cpu."
+                f"{mount.kind}, which is memory, not a disk. Name a folder on a disk, or use the "
+                "tier cpu."
             )
 
     def _open(self, name: str) -> int:
@@ -139,8 +139,8 @@ class DirectFile:
 
     def _too_small(self, nbytes: int) -> TierError:
         return TierError(
-            f"{self._name} needs {nbytes} bytes in {self._folder}, and only {self._free()} "
-            "are free for it. Free some (other ranks of this host need space as well), raise the "
+            f"{self._name} needs {nbytes} bytes in {self._folder}, and only {self._free()} are "
+            "free. Free some space (the other ranks of this host need space as well), raise the "
             "quota or file size limit, or name a folder on a larger disk."
         )
 
@@ -294,8 +294,9 @@ class Transfers:
         """Raise TierError if this is a forked process."""
         if self.forked:
             raise TierError(
-                f"{self._label} is in a file of process {self._process}, and this is process "
-                f"{os.getpid()}, forked from it. Use the state in the process that made it."
+                f"{self._label} is in a file of process {self._process}, but this is process "
+                f"{os.getpid()}, which was forked from it. Use the state only in the process that "
+                "created it."
             )
 
     def end(self) -> None:

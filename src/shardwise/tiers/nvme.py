@@ -277,10 +277,10 @@ class Store:
                 self._failure = error
 
     def _check(self) -> None:
-        """Raise TierError if the store is closed or failed, or if this is a forked process."""
+        """Raise TierError if the store is closed or has failed, or if this process was forked."""
         self._transfers.check()
         if self._closed:
-            raise TierError(f"{self.label} was closed and its data is lost. Make a new store.")
+            raise TierError(f"{self.label} was closed, and its data is lost. Create a new store.")
         # Recycle the buffers of completed writes, and notice their failures.
         for index in [i for i, (_, t) in self._behind.items() if all(map(Future.done, t))]:
             self._retire(index)

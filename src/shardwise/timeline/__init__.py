@@ -2,7 +2,7 @@
 
     recorder.py    records events of this process on the rows of a rank
     encoding.py    encodes events as JSON lines
-    file.py        writes the file that all ranks of a host share, valid JSON at every moment
+    file.py        writes the file that all ranks of a host share, which is always valid JSON
 
 If no timeline is recorded, `span` costs one attribute check.
 """

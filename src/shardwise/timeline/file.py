@@ -1,6 +1,6 @@
 """Writes the file that all ranks of a host share.
 
-It is valid JSON at every moment, even after kill -9.
+The file is valid JSON at all times, even after kill -9.
 
     | header |,{...},{...}     |,{...}           |                 |                 |]
       page 0   rank 1's, full    rank 0's          free: spaces      free: spaces      end

@@ -44,6 +44,6 @@ def check_arguments(arguments: Any, workers: int) -> None:
     if arguments.auto_find_batch_size and workers > 1:
         raise UsageError(
             "auto_find_batch_size is not supported on several workers: if one ran out of memory, "
-            "the others would wait for it in a collective. Find the size with one worker, and "
-            "write per_device_train_batch_size."
+            "the others would wait for it in a collective. Find the batch size with one worker, "
+            "and write per_device_train_batch_size."
         )

@@ -27,9 +27,9 @@ class Abort:
 class RankStatus:
     """The status that a rank reports.
 
-    It has waited `seconds` in the collective `call` for the ranks in `missing`; `call` is "" if it
-    is not waiting. `verb` is the library method that it is running, and `line` the current line of
-    the user's code.
+    It has been waiting for `seconds` in the collective `call` for the ranks in `missing`. `call` is
+    "" if it is not waiting. `verb` is the library method that it is running, and `line` the current
+    line of the user's code.
     """
 
     rank: int

@@ -201,8 +201,8 @@ class BatchRows(ABC):
         """
         if self.current_batch.batch is None:
             raise DataError(
-                "world.rows before the first batch: it is the number of rows of the batch that "
-                "the Loader or world.share gave last. Read it after that."
+                "world.rows was read before the first batch. It is the number of rows of the "
+                "last batch from the Loader or world.share, so read it after one of them."
             )
         # A script that reads this handles stand-ins, so it needs no warning about them.
         self.current_batch.stand_in = None
@@ -237,9 +237,8 @@ class BatchRows(ABC):
         # With islands, `data` contains only the replicas of this island.
         if self.data.size < self.data_size:
             raise UsageError(
-                "world.gather_rows joins the rows of a batch, but with --islands no worker sees "
-                f"the rows of all {self.data_size} workers: remove --islands for a loss over "
-                "pairs of rows."
+                "world.gather_rows joins the rows of a batch, but with --islands no worker can "
+                f"see the rows of all {self.data_size} workers. Remove --islands."
             )
         self._check_draws_once("world.gather_rows")
         batch = self.current_batch.batch
@@ -345,8 +344,8 @@ def _check_own(mine: Tensor, count: int, dim: int) -> None:
     if length != count and (count or not length):  # a stand-in may be two rows
         raise DataError(
             f"world.gather_rows takes one row for each of this worker's {count} row(s), not "
-            f"{length} along {dimension(dim)}: gather views one by one, as in "
-            "torch.cat([world.gather_rows(view) for view in features.chunk(2)])."
+            f"{length} along {dimension(dim)}: if there are several views, gather them one by "
+            "one, as in torch.cat([world.gather_rows(view) for view in features.chunk(2)])."
         )
 
 

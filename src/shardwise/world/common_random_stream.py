@@ -145,10 +145,10 @@ class CommonRandomStream:
         """
         if self._inside:
             raise UsageError(
-                f"{call} inside world.alike(): do not train in the block. In training each worker "
-                "draws its own numbers, but inside the block all workers draw the same. Put only "
-                "the code that draws the batch into it; for a DataLoader: for batch in "
-                "world.alike(loader)."
+                f"{call} was called inside world.alike(): do not train in the block. In training, "
+                "each worker draws its own numbers, but inside the block all workers draw the "
+                "same. Put only the code that draws the batch into it; for a DataLoader: for "
+                "batch in world.alike(loader)."
             )
 
     def _now(self) -> GeneratorStates:

@@ -281,8 +281,8 @@ _WEIGHT = (
 def _check_stand_ins(training: Sequence[LoaderStream]) -> None:
     if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
         raise UsageError(
-            f"Of the loaders to train on ({_names(training)}), one has no sample left for this "
-            "rank and another has, so the weight of this loss is ambiguous. Give them batches and "
+            f"The weight of this loss is ambiguous: of the training loaders {_names(training)}, "
+            "one has no sample left for this rank, and another one has. Give them batches and "
             "datasets of the same length, or iterate over one of them at a time."
         )
 

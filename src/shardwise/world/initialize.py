@@ -236,7 +236,7 @@ def _device(identity: Identity, wanted: str, *, sharing: bool) -> torch.device:
     if gpus < (1 if sharing or identity.own_gpus else identity.local_size):
         shared = "let them share GPUs with --transport gloo, " if gpus else ""
         raise LaunchError(
-            f"{identity.local_size} ranks run on this host, but it shows {gpus} GPU(s). "
+            f"{identity.local_size} ranks run on this host, but only {gpus} GPU(s) are visible. "
             f"Start {max(gpus, 1)} rank(s) here, {shared}or train on the CPU with --device cpu."
         )
     # Use the remainder, for launchers that show each rank only its own GPU, and for shared GPUs.

@@ -37,8 +37,8 @@ class Mesh:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
             raise ConfigError(
-                f"{flags} does not divide {self.size} worker(s): a replica needs "
-                f"{self.replica} of them. {self._advice(axes)}"
+                f"{flags} does not divide {self.size} worker(s): each replica needs "
+                f"{self.replica}. {self._advice(axes)}"
             )
 
     def _advice(self, axes: dict[str, int]) -> str:

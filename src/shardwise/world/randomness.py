@@ -64,7 +64,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Return the current states, including that of `device` if it is an accelerator."""
+        """Return the current generator states, and the one of `device` if it is an accelerator."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),

@@ -136,10 +136,10 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data` on separate channels, for collectives in forward and backward.
+        """The ranks of `data`, with separate channels for collectives in forward and backward.
 
         The order of these collectives relative to the engines' may differ between ranks, so they
-        must not share channels. All ranks create it at its first use.
+        must not share channels. All ranks create this group when they first use it.
         """
         return self.data.second_group()
 
@@ -308,9 +308,9 @@ class World(BatchRows, HintsAtAttributes):
                 if sent is not None:
                     return sent[0]
             raise UsageError(
-                f"world.broadcast_object(source={source}): there is no such rank, or its elastic "
-                "island has ended. Broadcast from rank 0: if its island ends, the first remaining "
-                "rank takes its place."
+                f"world.broadcast_object(source={source}): this rank does not exist, or its "
+                "elastic island has ended. Broadcast from rank 0: if its island ends, the first "
+                "remaining rank takes its place."
             )
 
         return self.collectives.steadily(receive)

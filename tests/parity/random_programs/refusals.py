@@ -6,10 +6,10 @@ Any other refusal is a finding: a program that plain PyTorch runs should run.
 import re
 
 RIGHT: dict[str, str] = {
-    r"are means over items of several kinds": "their weights are unclear without weight=",
+    r"are means over different kinds of items": "their weights are unclear without weight=",
     r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
-    r"zero-bubble runs backward in two": "the other half would gather, or recompute, all anew",
+    r"zero-bubble splits backward in two": "both halves would gather, or recompute, everything",
     r"several stages on each worker .* Write loss = engine.forward_backward": "in a plain loop "
     "nobody knows which of a worker's stages is next",
     r"Register the modules in the order of their use": "a stage would wait for a later one",
@@ -22,7 +22,7 @@ RIGHT: dict[str, str] = {
     "graph",
     r"PlacementError: The row .* is not legal": "the table of rows says so",
     r"hold tensors of torch.complex": "safetensors, the format of checkpoints, has no such type",
-    r"max_norm=.* rewrites the rows": "each worker would rewrite the rows that it sees",
+    r"max_norm=.* rescales in forward the rows": "each worker would rewrite the rows that it sees",
     r"sparse(, | gradients only, )which flat buckets cannot hold": "gradients are in flat buckets",
     r"gave this worker a stand-in that does not count": "rows that are cut by hand",
     r"was written (while sharded|\(\w+\) while it is sharded)": "whole parameters are written in "
@@ -30,7 +30,7 @@ RIGHT: dict[str, str] = {
     r"ParameterAccess: .* was read \(\w+\) while it is sharded": "a worker holds a part",
     r"copy_ writes a value that only one stage has into a tensor that all ranks have": "an average "
     "by hand of what other workers have",
-    r"--activations recomputed runs Model, .* and with --pipeline it is several layers": "a unit "
+    r"--activations recomputed runs .* again as one block, but with --pipeline": "a unit "
     "that is on several workers cannot be run again as one",
     r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
 }

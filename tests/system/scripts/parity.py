@@ -1,6 +1,6 @@
 """Train with numbers that floating point adds exactly; print who launched it, and a hash.
 
-The weights start at whole numbers and every update divides by powers of two, so that no sum is
+The weights start at integers and every update divides by powers of two, so that no sum is
 rounded: any launcher and any number of workers must reach the very same bits.
 """
 

@@ -80,7 +80,7 @@ def test_accept_takes_a_deliberate_edit(tmp_path):
     assert told["optimizers"][0]["groups"][0]["options"] == {"lr": 9.001}
     assert told["files"] == {"config.json": document.crc_of(b"{}")}
     path.write_text(edited.replace('"seed": 0', '"seed": "0"'))
-    with pytest.raises(BrokenCheckpoint, match=r"its seed is '0', not a whole number"):
+    with pytest.raises(BrokenCheckpoint, match=r"its seed is '0', not an integer"):
         document.accept(tmp_path)
     assert (
         os.listdir(tmp_path) == ["config.json", "checkpoint.json"] or len(os.listdir(tmp_path)) == 2
@@ -125,7 +125,7 @@ def deep(levels):
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("step", -1, "its step is -1, not a whole number of 0 or more"),
+        ("step", -1, "its step is -1, not an integer of 0 or more"),
         ("step", 2**80, "its step is"),
         ("sets", {"model": ["../m"]}, "its sets.model[0] is '../m', not the name of a file"),
         ("checksums", {"model": [1]}, "its checksums.model is [1], not a map"),
@@ -142,7 +142,7 @@ def deep(levels):
         ("islands", {}, "its islands is {}, not a list"),
         ("islands", [{"state": {}, "borders": []}], "it has no islands[0].weights"),
         ("islands", [island(weights={"w": -1})], "its islands[0].weights.w is -1, not a number of"),
-        ("islands", [island(due={"w": 0.5})], "its islands[0].due.w is 0.5, not a whole number"),
+        ("islands", [island(due={"w": 0.5})], "its islands[0].due.w is 0.5, not an integer"),
     ],
 )
 def test_invalid_values_are_named_with_their_path(tmp_path, field, value, said):
@@ -162,5 +162,5 @@ def test_json_that_is_too_deep_for_the_parser(tmp_path):
 def test_a_pipe_or_folder_in_place_of_the_document_is_refused(tmp_path, kind):
     path = tmp_path / "checkpoint.json"
     path.mkdir() if kind == "a folder" else os.mkfifo(path)
-    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, but must be a file"):
+    with pytest.raises(BrokenCheckpoint, match=f"is {kind}, not a file"):
         document.load(tmp_path)

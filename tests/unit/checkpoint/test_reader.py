@@ -23,7 +23,7 @@ def test_a_pipe_folder_or_device_is_refused(tmp_path, opened, kind):
         os.mkfifo(path)
     else:
         path.symlink_to("/dev/zero")
-    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, but must be a file"):
+    with pytest.raises(BrokenCheckpoint, match=f"m is {kind}, not a file"):
         opened([path])
 
 

@@ -81,7 +81,7 @@ def test_user_file_adds_and_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("[[1, 0.5], [100, 1.0]]", "[[100, 0.5], [1, 1.0]]", "rising sizes"),
         ("[[1, 0.5], [100, 1.0]]", "[[1, 0.5], [100, 1.1]]", "is at most 1"),
         ("[[1, 0.5], [100, 1.0]]", "[1, 2]", "must be points"),
-        ("per_host = 2", "per_host = 0", "a whole number"),
+        ("per_host = 2", "per_host = 0", "an integer"),
         ("fp32_tflops = ", "watts = ", "needs a peak"),
         ("latency_us = { value = 5", "delay_us = { value = 5", "has no key 'delay_us'"),
         ("[link.wire]", "[links.wire]", "has no key 'links'. Did you mean link"),

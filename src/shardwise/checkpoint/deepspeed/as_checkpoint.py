@@ -293,7 +293,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """Return `value`, but as a tensor if it is the step count of one of DeepSpeed's Adam classes.
+    """Convert `value` to a tensor if it is the step count of a DeepSpeed Adam, else return it.
 
     torch's optimizers store step counts as tensors.
     """

@@ -37,7 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 def end_to_end(
     shapes: Shapes, partition: int, ranks: int, paddings: Sequence[int] | None = None
 ) -> dict[str, list[Cut]]:
-    """Return the cuts of each parameter of a group at stage 1 or 2, by name.
+    """Return, by name, how each parameter of a stage-1 or stage-2 group is split across ranks.
 
     Args:
         shapes: Shapes of the group's parameters.
@@ -60,7 +60,7 @@ def end_to_end(
 
 
 def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
-    """Return the cuts of each parameter of a group at stage 3, by name.
+    """Return, by name, how each parameter of a stage-3 group is split across ranks.
 
     Each parameter is split into one part per rank, all of the same length. The last parts are
     padded.

@@ -157,6 +157,6 @@ def as_written(folder: Path) -> Iterator[None]:
     except (TypeError, KeyError, IndexError, AttributeError, ValueError, RuntimeError) as error:
         what = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise BrokenCheckpoint(
-            f"{folder} has an intact file with contents that DeepSpeed does not write ({what}). "
+            f"{folder} has a readable file with contents that DeepSpeed does not write ({what}). "
             "Use another checkpoint, or a fresh copy of this one."
         ) from error

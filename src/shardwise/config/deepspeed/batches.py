@@ -46,7 +46,7 @@ def solve(
     sizes = ((TOTAL, total), (MICRO, micro), (STEPS, steps))
     for key, value in sizes:
         if value is not None and value < 1:
-            raise ConfigError(f"{name}: {key} takes a whole number of 1 or more, not {value}.")
+            raise ConfigError(f"{name}: {key} takes an integer of 1 or more, not {value}.")
     # As in DeepSpeed, divisions may leave a remainder. The check at the end detects it.
     given = " and ".join(f"{key} {value}" for key, value in sizes if value is not None)
     if total is None:

@@ -186,7 +186,7 @@ def _is_on(value: Any, key: str) -> bool:
 
 
 _EXAMPLES = {
-    "whole": "a whole number",
+    "whole": "an integer",
     "number": "a number",
     "switch": "true or false",
     "word": "a word",

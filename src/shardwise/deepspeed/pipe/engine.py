@@ -251,11 +251,12 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
         first = rank - rank % world.mesh.replica
         if tensors != found[first]:
             raise UsageError(
-                f"engine.train_batch has other batches on worker {rank} than on worker {first} of "
-                f"the same pipeline. All {world.mesh.replica} workers of a pipeline need the same "
-                "batches. Make the sampler with num_replicas=engine.world.data_size and "
-                "rank=engine.world.data_rank, and draw no augmentation that differs between "
-                "workers; or pass training_data to deepspeed.initialize."
+                f"engine.train_batch has different batches on worker {rank} than on worker "
+                f"{first} of the same pipeline. All {world.mesh.replica} workers of a pipeline "
+                "need the same batches. Create the sampler with "
+                "num_replicas=engine.world.data_size and rank=engine.world.data_rank, and draw "
+                "no augmentation that differs between workers; or pass training_data to "
+                "deepspeed.initialize."
             )
 
 

@@ -176,7 +176,7 @@ class IslandAgent(Agent):
         self._fetches.begin((rank, number), (address, port))
 
     def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:
-        """Deliver messages and files to ranks, then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then delete the files in `dropped`."""
         messages = [protocol.build(Delivery, each) for each in deliveries]
         # Cancel the fetches of dropped files first. Otherwise the files would arrive after the
         # drop.

@@ -23,7 +23,7 @@ class Broker(Protocol):
     """Interface to a host's broker: a HostBroker in this process, or a RemoteBroker."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then delete the files in `dropped`."""
 
     def shut(self, ranks: Sequence[int]) -> None:
         """Close the links to `ranks`."""

@@ -62,7 +62,7 @@ class RemoteBroker:
     # -- messages to the agent --------------------------------------------------------------
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, then drop the files `dropped`."""
+        """Deliver messages and files to ranks, then delete the files in `dropped`."""
         for key in dropped:
             self.stalls.pop(key, None)
         self._send(

@@ -106,12 +106,13 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
     updated with it. Raises LaunchError if the values do not fit together.
     """
     if not sys.platform.startswith("linux"):
-        raise LaunchError("--elastic-islands works only on Linux. Remove it.")
+        raise LaunchError("--elastic-islands works only on Linux. Remove this flag.")
     islands, size = _count(counts, settings.get("islands", "1")), sum(counts)
     if islands > MOST:
         raise LaunchError(
             f"--elastic-islands with --islands {islands}: at most {MOST} islands are possible, "
-            "because each exchange passes on one file per island, and Linux limits their number."
+            "because each exchange sends one file per island in a single message, and Linux "
+            "limits their number."
         )
     if size % islands:
         fits = [str(each) for each in range(2, size + 1) if size % each == 0]

@@ -41,7 +41,8 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
     if program in WITHOUT_FLAGS:
         if spec.ssh_port is not None:
             raise LaunchError(
-                f"--ssh-port {spec.ssh_port}: {program} has no flag for a port. Leave it out."
+                f"--ssh-port {spec.ssh_port}: {program} has no flag for a port. Leave --ssh-port "
+                "out."
             )
         return [*spec.ssh, host.login, remote_command(spec)]
     settings = {

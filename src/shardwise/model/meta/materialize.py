@@ -128,6 +128,6 @@ def _is_unshared(tensor: Tensor) -> bool:
 
 def _refuse_backward(gradients: object) -> None:
     raise ModelError(
-        "backward was called on a graph from before the parameters had memory. Call the model "
-        "again after the engine has prepared it."
+        "backward was called on a graph that was built before the parameters were allocated. "
+        "Call the model again after sw.Engine(...)."
     )

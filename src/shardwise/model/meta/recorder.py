@@ -165,8 +165,8 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         moved = record_of(target)
         if moved is None or (moved is record and target.untyped_storage().nbytes() != before):
             raise ModelError(
-                f"{call.function} gave a parameter other memory, which on_meta cannot record. "
-                "Assign a new nn.Parameter instead."
+                f"{call.function} replaced the storage of a parameter, which on_meta cannot "
+                "record. Assign a new nn.Parameter instead."
             )
         return results
 

@@ -175,7 +175,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
-    """Return a content that is a copy of `tensor`, for values that no operation computes."""
+    """Return a recorded copy of `tensor`, whose values no operation on the tape computes."""
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
     # `copy` is stored in the operation, and each replay clones it.

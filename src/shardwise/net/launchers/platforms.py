@@ -124,7 +124,7 @@ def aws_batch(environ: Environ) -> Identity | None:
     if (main := environ.get("AWS_BATCH_JOB_MAIN_NODE_INDEX", "0")) != "0":
         raise LaunchError(
             f"AWS Batch says AWS_BATCH_JOB_MAIN_NODE_INDEX={main}. Make node 0 the main node, "
-            "because the other nodes are only given the main node's address."
+            "because AWS Batch gives the other nodes only the main node's address."
         )
     # The main node is not told its own address, so it listens on all interfaces.
     return _at(identity, environ.get(_MAIN, "0.0.0.0" if identity.rank == 0 else None), environ)

@@ -88,7 +88,10 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return "NAME=VALUE" of a variable that shows several slots in this batch job, or None."""
+    """Return a variable, as "NAME=VALUE", that shows that this batch job has several slots.
+
+    Returns None if there is no such variable.
+    """
     for name in ("SLURM_NTASKS", "LSB_DJOB_NUMPROC", "NSLOTS", "PBS_NP", "COBALT_JOBSIZE"):
         if _number(environ.get(name)) > 1:
             return f"{name}={environ[name]}"

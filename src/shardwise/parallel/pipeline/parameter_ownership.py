@@ -195,7 +195,7 @@ class CopyGuard:
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Return whether the values of one of `module`'s own parameters are on another rank."""
+    """Return whether another rank has the values of a parameter that `module` itself registers."""
     parameters = [p for p in module._parameters.values() if p is not None]
     # A placeholder is a single element, expanded to the parameter's shape.
     return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in parameters)
@@ -210,6 +210,7 @@ def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
 def copy_error(what: str, how: str) -> UsageError:
     """Return the error for a call that needs layers of other ranks."""
     return UsageError(
-        f"{what} of a model when this worker has only some of its layers (--pipeline). Inside with "
-        f"engine.full_parameters(), {how}; engine.save and engine.export write whole models."
+        f"{what} of a model is not possible when this worker has only some of its layers "
+        f"(--pipeline). Inside with engine.full_parameters(), {how}; engine.save and "
+        "engine.export write whole models."
     )

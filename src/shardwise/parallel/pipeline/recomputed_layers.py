@@ -42,7 +42,7 @@ def saved_outside_checkpoint() -> AbstractContextManager[Any]:
 
 
 def checkpoint_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a layer's `forward` so that it is checkpointed separately if called in a checkpoint."""
+    """Wrap a layer's `forward` so that a call inside a checkpoint is checkpointed separately."""
     # Outside a checkpoint nothing is recomputed, so leave the layer unchanged.
     if not in_checkpoint():
         return original

@@ -77,8 +77,8 @@ def _rows(batch: Any) -> Rows:
         return rows
     except DataError as error:
         raise UsageError(
-            f"{error} It cuts the batch into micro-batches. Pass values that must not be cut to "
-            "loss_of in another way, such as a closure."
+            f"{error} It cuts the batch into micro-batches. If a value must not be cut, pass it "
+            "to loss_of in another way, for example in a closure."
         ) from None
 
 
@@ -432,8 +432,9 @@ class PipelineRunner:
             )
         if any(run.is_over for run in loss.runs):
             raise UsageError(
-                "engine.backward of a loss whose forward another backward has already used. "
-                "Write retain_graph=True there, or call backward once on the sum of the losses."
+                "engine.backward was called on a loss whose forward has already been used by "
+                "another backward. Write retain_graph=True there, or call backward once on the "
+                "sum of the losses."
             )
         # A loss may depend on several forward passes. Merge their runs into a single backward pass.
         run = StageRun(pipeline.stages)

@@ -163,8 +163,8 @@ class StageTensor(Tensor):
         # Operations are handled in __torch_function__. Only calls that bypass it get here.
         raise UsageError(
             f"{func} was called on a tensor of a pipeline-parallel model in a way that bypasses "
-            "torch functions, so it cannot run on the rank that has the tensor. Move the call out "
-            "of the model's forward, or start without --pipeline."
+            "__torch_function__, so it cannot run on the rank that has the tensor. Move the call "
+            "out of the model's forward, or start without --pipeline."
         )
 
 
@@ -278,9 +278,9 @@ def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, .
     runs = {run for tensor in tensors for run in tensor.runs}
     if any(run.scheduled and run is not exchange.run for run in runs):
         raise UsageError(
-            "A tensor of the model was kept after engine.forward_backward, where each stage "
-            "has only a part of each micro-batch, so it cannot be used outside. Return only the "
-            "loss from loss_of, and compute other values in a forward outside of it."
+            "A tensor of the model was used after engine.forward_backward returned, but each "
+            "stage has only parts of the micro-batches. Return only the loss from loss_of, and "
+            "compute other values in a forward outside of it."
         )
     # Sort, so that the last run is the same on all ranks.
     return tuple(sorted(runs or {exchange.run}, key=lambda run: run.number))

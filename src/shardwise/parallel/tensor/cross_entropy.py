@@ -85,8 +85,8 @@ def cross_entropy(
     first, end = ranges[group.rank]
     if scores.shape[-1] != end - first:
         raise UsageError(
-            f"cross_entropy takes the scores as the head returned them, {end - first} in the last "
-            f"dimension, not {tuple(scores.shape)}."
+            "cross_entropy takes the scores exactly as the head returned them, with "
+            f"{end - first} values in the last dimension, not {tuple(scores.shape)}."
         )
     head._replica.close_region()  # the head opened it, and no row-wise layer follows
     flat, classes = scores.flatten(0, -2), target.flatten()

@@ -83,10 +83,10 @@ class AllowedOperations:
             raise UsageError(
                 "Between two split layers (--tensor), where each worker has only a part of the "
                 f"features, forward computes {', '.join(sorted(strange))}, which it did not "
-                "compute when the layers were tried at the start. It is not known whether this "
-                "works on a part. Leave the layers whole: sw.Engine(..., tensor_plan="
-                '{"blocks.*.up": "whole"}). If it works on a part, write "colwise" for the first '
-                'layer and "rowwise" for the second.'
+                "compute in the trial call at the start, so it is not known whether this works "
+                "on a part of the features. Do not split the layers: sw.Engine(..., tensor_plan="
+                '{"blocks.*.up": "whole"}). If it does work, write "colwise" for the first layer '
+                'and "rowwise" for the second.'
             )
 
 

@@ -60,9 +60,9 @@ class TensorParallelModule(nn.Module):
         """Raise UsageError unless the full parameters are gathered."""
         if not self._replica.is_whole:
             raise UsageError(
-                f"{call} of a split {self._unsplit_class.__name__}: this rank has only a part of "
-                f"it. Inside with engine.full_parameters(), {how}; engine.save and engine.export "
-                "write whole models."
+                f"{call} of a split {self._unsplit_class.__name__} is not possible: this rank has "
+                f"only a part of it. Inside with engine.full_parameters(), {how}; engine.save and "
+                "engine.export write whole models."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -112,8 +112,8 @@ class ParameterUses:
         if self._pipeline is not None:
             raise parameter_ownership.copy_error("A copy", "to copy it")
         raise UsageError(
-            "A copy of a split parameter: this rank has only a part of it. Copy it inside with "
-            "engine.full_parameters(). p.detach().clone() copies only the values."
+            "A split parameter cannot be copied: this rank has only a part of it. Copy it inside "
+            "with engine.full_parameters(). p.detach().clone() copies only the values."
         )
 
     def _torch_function(

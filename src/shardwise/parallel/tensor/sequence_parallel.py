@@ -133,7 +133,7 @@ class SequenceShard(StandsForPart):
             return full
 
     def like(self, local: Tensor) -> SequenceShard:
-        """Return a tensor with the part `local`, split like this one.
+        """Wrap `local` as this rank's part of a tensor that is split in the same way as this one.
 
         If `local` is this tensor's own part, return this tensor itself.
         """
@@ -353,7 +353,7 @@ def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
 def _local_arguments(
     tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """Return the arguments for this rank's part of `tokens`, or None if that is impossible.
+    """Cut the arguments to this rank's part of `tokens`. Return None if that is impossible.
 
     Tensors with tokens are replaced with their parts. Other arguments stay unchanged, but the
     gradients of other tensors are summed over ranks. If `casts` is true, tensors only provide a

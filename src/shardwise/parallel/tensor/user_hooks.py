@@ -98,7 +98,7 @@ class HookGuard:
 def _hook_error(what: str, advice: str) -> UsageError:
     return UsageError(
         f"{what} runs between split layers (--tensor), where each worker has only a part of the "
-        f"features, and the hook would treat the part as the whole. {advice}"
+        f"features, and the hook would treat this part as the full tensor. {advice}"
     )
 
 

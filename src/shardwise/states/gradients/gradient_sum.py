@@ -117,7 +117,10 @@ class TreeSum(GradientSum):
         return sum(level.nbytes for level in self._levels)
 
     def add(self, part: Tensor) -> tuple[None, Handle]:
-        """Add the next part to the lowest level. Returns no sum of squares, as it is not exact."""
+        """Add the next part to the lowest level.
+
+        Returns None for the sum of squares, because partial sums do not give the exact one.
+        """
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()
         return None, read

@@ -307,7 +307,7 @@ class Gradients:
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Invalidate the squares of the buckets `numbers`, whose sums other code has changed."""
+        """Invalidate the cached squares of buckets `numbers`, whose sums other code changed."""
         for number in numbers:
             self.buckets[number].forget_squares()
 

@@ -36,7 +36,7 @@ class GradientGuard(Tensor):
                 "Do it before sw.Engine(...); for lower precision use --precision."
             )
         raise GradientAccess(
-            f"A gradient was touched ({name}) between engine.backward and engine.step, while it "
+            f"A gradient was accessed ({name}) between engine.backward and engine.step, while it "
             "belongs to the engine. Write engine.backward(loss) instead of loss.backward(), and "
             "engine.step(max_norm=1.0) instead of clip_grad_norm_ and optimizer.step(); the norm "
             "is in stats.grad_norm. To read or change gradients: with engine.full_gradients()."

@@ -154,7 +154,7 @@ class IntervalGather:
 
 
 def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Move the tensors in `states` to the CPU. They are small, such as step counts."""
+    """Move the tensors in `states`, small ones such as step counts, to the CPU."""
     places = [
         (state, key)
         for state in states.values()

@@ -84,7 +84,10 @@ def _read_ahead(inner: InnerOptimizer, index: int) -> None:
 
 
 class SpanInUse(UpdatePart):
-    """A span of an interval in memory. Its segments and state are views of it until `end`."""
+    """A span of an interval, loaded into memory.
+
+    Its segments and state are views of that memory until `end` is called.
+    """
 
     def __init__(
         self, inner: optim.Optimizer, interval: BucketUpdate, index: int, total: Storage | None
@@ -149,7 +152,7 @@ class SpanInUse(UpdatePart):
     def _store_state(
         self, segment: UpdatedTensor, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
-        """Store a segment's state in its span's memory. The first time, copy it there."""
+        """Keep a segment's state in its span's memory. The first call copies it there."""
         a, b = self._place(segment)
         if state[key].dtype != moment.dtype:
             raise TierError(

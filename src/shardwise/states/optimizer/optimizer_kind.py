@@ -34,7 +34,7 @@ def is_torchs(optimizer: optim.Optimizer) -> bool:
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
-    """Return whether `optimizer` is of one of torch's own classes, so that it needs no trial.
+    """Return whether torch defines the class of `optimizer`, which then needs no trial.
 
     A derived class may override anything, so it does not count.
     """
@@ -81,9 +81,9 @@ class OptimizerKind:
     """True if the optimizer evaluates the loss itself (L-BFGS)."""
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether state entry `key` of a tensor of `shape` has the same shape by design.
+        """Return whether state entry `key` always has the shape of its parameter, which is `shape`.
 
-        If the optimizer is element-wise, such an entry is split together with the tensor.
+        If the optimizer is element-wise, such an entry is split together with the parameter.
         """
         if value is None or key in self.single_keys:
             return False
@@ -198,7 +198,7 @@ def placed(
 
 
 def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
-    """Return whether two options or attributes, or nested containers of them, are equal.
+    """Return whether two options or attributes are equal, including nested containers.
 
     Unless `exactly` is true, numbers may differ by fp32 rounding errors. Objects are compared by
     their attributes.

@@ -138,9 +138,9 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
                 first = first_of.setdefault((id(each.user), number, key), value)
                 if not same(first, value):
                     raise ModelError(
-                        f"{type(each.user).__name__} keeps {key} in its parameter group, and two "
-                        f"parts of group {number} left it at {first!r} and {value!r}. Use an "
-                        "optimizer that keeps it for each parameter."
+                        f"{type(each.user).__name__} keeps {key} in its parameter group, and the "
+                        f"updates of two parts of group {number} set it to {first!r} and "
+                        f"{value!r}. Use an optimizer that keeps the value for each parameter."
                     )
                 each.user.param_groups[number][key] = value
         each.changes.clear()
@@ -208,9 +208,10 @@ def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
         for name, value in each.changes().items():
             if not same(first[each.user][name], value):
                 raise ModelError(
-                    f"{type(each.user).__name__} keeps {name} in an attribute, and two parts of "
-                    f"its parameters left it at {first[each.user][name]!r:.60} and {value!r:.60}. "
-                    "Use --zero 0, or make it keep the value for each parameter, in self.state."
+                    f"{type(each.user).__name__} keeps {name} in an attribute, and the updates of "
+                    f"two parts of its parameters set it to {first[each.user][name]!r:.60} and "
+                    f"{value!r:.60}. Use --zero 0, or make it keep the value for each parameter, "
+                    "in self.state."
                 )
     for each in changing:
         vars(each.user).update(first[each.user])

@@ -93,9 +93,9 @@ def _classify(
     if (wrapped := wrapped_optimizer(optimizer)) is not None:
         attribute, other = wrapped
         raise ModelError(
-            f"{name} is a wrapper: it updates through another optimizer, the "
-            f"{type(other).__name__} in its attribute {attribute}, so no copy of it can update "
-            f"parts of the model. {_WHOLE}. Or give the engine the {type(other).__name__} itself."
+            f"{name} is a wrapper around another optimizer, the {type(other).__name__} in its "
+            f"attribute {attribute}, so no copy of it can update parts of the model. {_WHOLE}. Or "
+            f"give the engine the {type(other).__name__} itself."
         )
     runner = _TrialRunner(optimizer, group, device)
     short, *long = _trials(group)

@@ -47,7 +47,7 @@ class NamedParameter:
 
     @property
     def can_rest(self) -> bool:
-        """True if the parameter can be sharded: its dtype needs a NaN as the placeholder."""
+        """True if the parameter can be sharded: its placeholder is NaN, so its dtype needs one."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
@@ -70,7 +70,7 @@ class NamedParameter:
         return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Return a 1-D copy of `value`, which has the parameter's shape, in memory order."""
+        """Copy `value`, of the parameter's shape, to a 1-D tensor in the order of its memory."""
         flat = value.new_empty(value.numel())
         self.view(flat, 0).copy_(value)
         return flat

@@ -362,9 +362,10 @@ def _read_error(name: str, what: str) -> ParameterAccess:
     return ParameterAccess(
         f"{name} was read ({what}) while it is sharded: this worker holds only a part of it, "
         "except while the forward of its module runs. Call the module itself, not another method "
-        "of it and not module.forward(x). If a loss needs the parameter (a penalty), compute that "
-        "term in the forward of the module that registers it, and return it. For a moving average "
-        f"of weights use --ema-decay. {_TO_READ} --zero 2 keeps parameters whole."
+        "of it and not module.forward(x). If a loss needs the parameter (a penalty), compute "
+        "that term in the forward of the module that registers it, and return it. For a moving "
+        f"average of weights use --ema-decay. {_TO_READ} With --zero 2, every worker has all "
+        "parameters."
     )
 
 

@@ -75,7 +75,7 @@ def _name(value: Any) -> str:
 
 
 class _Views:
-    """Recognises results of an operation that are views of its read-only arguments."""
+    """Detects when an operation returns a view of one of its read-only arguments."""
 
     def __init__(self, *arguments: Any) -> None:
         leaves = pytree.tree_leaves(arguments)

@@ -258,7 +258,7 @@ class Residency:
             raise UsageError(
                 f"The backward through {unit.name} belongs to a forward that ran before the last "
                 "change of its parameters (engine.step, or full_parameters with write=True). "
-                "Compute the loss again after that change."
+                "Compute the loss again after the change."
             )
         if not unit.is_whole or self._pass is None:
             self.touch(reference.unit)

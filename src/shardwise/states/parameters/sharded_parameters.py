@@ -258,7 +258,7 @@ class ShardedParameters(Parameters):
         self._replaced = self._all[number]
 
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
-        """Raise BrokenView if user code wrote to one of `shown`, full buckets that are read-only.
+        """Raise BrokenView if user code wrote to one of the read-only full buckets `shown`.
 
         Collective: each rank compares its own interval.
         """

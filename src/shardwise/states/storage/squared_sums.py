@@ -55,7 +55,7 @@ class Squared(Protocol):
 
 
 def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
-    """Return the sum of squares of the elements `own` of `storage` as an fp64 scalar.
+    """Sum the squares of the elements `own` of `storage`. Return an fp64 scalar.
 
     Squares are computed in fp64 if `wide` is true, or if the storage is not entirely in the
     device's memory.

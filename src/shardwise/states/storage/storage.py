@@ -347,7 +347,7 @@ def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
 
 
 def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
-    """Return a view of `storage` that is accessed in the pieces `spans`."""
+    """Return a view of `storage` that loads and stores one of `spans` at a time."""
     return storage if list(storage.spans) == list(spans) else storage.cut(spans)
 
 

@@ -271,7 +271,7 @@ class _Reading(SourcedFile):
         per_host, aliases = entry.get("per_host", 8), entry.get("aliases", [])
         # bool is a subclass of int, but `per_host = true` must not count as 1.
         if isinstance(per_host, bool) or not isinstance(per_host, int) or per_host < 1:
-            raise self.wrong(f"{where} per_host must be a whole number of devices, 1 or more.")
+            raise self.wrong(f"{where} per_host must be an integer of devices, 1 or more.")
         if not isinstance(aliases, list) or not all(isinstance(each, str) for each in aliases):
             raise self.wrong(f"{where} aliases must be a list of names.")
         curves, launch, sources = self.efficiency(entry.get("efficiency", {}), where)

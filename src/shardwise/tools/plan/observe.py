@@ -78,8 +78,8 @@ class ObservedStep:
             return self.small
         if self.small is None or not self.scales:
             raise LaunchError(
-                f"The step was observed with {self.large.batch_size} samples. Its operations with "
-                f"{samples} samples are not known: {self.difference()}."
+                f"The step was observed with {self.large.batch_size} samples, and its operations "
+                f"with {samples} samples are unknown: {self.difference()}."
             )
         return _fitted(self.small, self.large, samples)
 

@@ -185,8 +185,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise
             raise UsageError(
                 f"{line or 'the script'} cannot be observed: {func} needs the values of a tensor, "
-                f"which do not exist unless the step is computed ({type(error).__name__}). Give "
-                "this line a fixed shape, or measure a real run with shardwise scale."
+                f"but plan does not compute the step ({type(error).__name__}). Give this line a "
+                "fixed shape, or measure a real run with shardwise scale."
             ) from error
 
     def _assume(self, func: Any, args: tuple[Any, ...]) -> Any:

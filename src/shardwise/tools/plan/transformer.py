@@ -1,7 +1,7 @@
 """A closed-form model of a transformer: the operations of its layers, and the time of a step.
 
-It is used to compare predictions with published results, which have no script to observe. FLOPs
-follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
+It is used to compare predictions with published results, for which there is no script to observe.
+FLOPs follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Topology:
         }[scope]
 
     def hosts_at(self, scope: str, place: int) -> range:
-        """Return the hosts that go down if component `place` of `scope` fails (none for a job)."""
+        """Return the hosts that fail with component number `place` of `scope` (none for a job)."""
         # A failure of scope "job" takes down no hardware.
         if scope == "job":
             return range(0)
@@ -183,7 +183,7 @@ class _Reading(SourcedFile):
         self.only(entry, _OBSERVED, "[observed]")
         numbers = {key: self._number(value, f"observed.{key}") for key, value in entry.items()}
         if broken := [key for key in numbers if key != "days" and numbers[key] % 1]:
-            raise self.wrong(f"[observed] {broken[0]} must be a whole number.")
+            raise self.wrong(f"[observed] {broken[0]} must be an integer.")
         return numbers
 
     def _class(

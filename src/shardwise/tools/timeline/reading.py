@@ -90,8 +90,8 @@ def _run(path: Path, events: Sequence[Event]) -> str:
         case {"args": {"run": str(run)}}:
             return run
     raise ConfigError(
-        f"{path} is not a timeline of shardwise: it does not name its run. Give a file that "
-        "shardwise run --timeline FILE or shardwise timeline --merge FILE wrote."
+        f"{path} is not a timeline of shardwise: it has no run name. Pass a file that shardwise "
+        "run --timeline FILE or shardwise timeline --merge FILE wrote."
     )
 
 

@@ -17,8 +17,8 @@ class Suspect:
     Attributes:
         name: Short name.
         words: Sentence to print if this is the cause.
-        alter: Alterations that remove it (see alterations.py).
-        settings: Settings of the run that remove it.
+        alter: Alterations of the script that eliminate this cause (see alterations.py).
+        settings: Settings of the run that eliminate it.
         in_reference: Whether the alterations must also be applied to the reference.
     """
 

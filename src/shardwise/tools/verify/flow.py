@@ -313,10 +313,10 @@ def _check_driver(training: RecordedTraining, script: str) -> None:
     """Raise LaunchError if neither an engine nor `shardwise.horovod` trains the script."""
     if training.driver in ("", "plain"):
         raise LaunchError(
-            f"{script} makes no sw.Engine and no shardwise.horovod optimizer, so no placement has "
-            f"an effect on it. --adopt {'|'.join(ADOPTED)} runs a script of that library "
-            "unchanged; for other scripts docs/from_ddp.md has the lines to write. To compare a "
-            f"ported script with this one: shardwise verify --against {script} PORTED.py"
+            f"{script} creates no sw.Engine and no shardwise.horovod optimizer, so placements "
+            f"have no effect on it. --adopt {'|'.join(ADOPTED)} runs a script of that library "
+            "unchanged; for other scripts, docs/from_ddp.md shows the lines to change. To "
+            f"compare a ported script with this one: shardwise verify --against {script} PORTED.py"
         )
     if not training.steps:
         raise LaunchError(

@@ -49,8 +49,8 @@ class PromoteToFp64(TorchFunctionMode):
     """Keeps a script in fp64, even if its own code or a library casts tensors to fp32.
 
     Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because of mixed fp32
-    and fp64 arguments, it is repeated with all arguments in fp64. For a function that writes to its
-    first tensor, they are cast to the dtype of that tensor instead.
+    and fp64 arguments, it is repeated with all arguments in fp64. If the function writes to
+    its first tensor, the other arguments are cast to that tensor's dtype instead.
     """
 
     def __torch_function__(

@@ -220,8 +220,9 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
         named = ", ".join(facts["batch_norm"][:MANY])
         yield Suspect(
             name="batch_norm",
-            words=f"BatchNorm ({named}) takes its statistics over the rows of one worker. With "
-            "--sync-batch-norm, which takes them over all workers, the runs agree: add the flag.",
+            words=f"BatchNorm ({named}) normalises over the rows of one worker. With "
+            "--sync-batch-norm it normalises over the rows of all workers, and the runs agree: "
+            "add this flag.",
             settings={"sync_batch_norm": "on"},
         )
     if facts.get("dropout"):

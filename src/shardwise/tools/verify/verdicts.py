@@ -104,7 +104,7 @@ def _verdict(result: Result) -> list[str]:
         return [
             f"Equal within rounding over {steps}: in fp64 the same script agrees to "
             f"{format_difference(result.wide.largest)} (required: {required}). So the largest "
-            f"difference in its own precision, {own}, is rounding and nothing else."
+            f"difference in the script's own precision, {own}, is only rounding."
         ]
     if result.verdict is TrainingVerdict.UNPROVED:
         return [
