@@ -40,6 +40,7 @@ for epoch in range(4):
             dist.all_reduce(gradient)
             parameter.grad = gradient / size
         optimizer.step()
+        optimizer.zero_grad()
         host.clear()
         dist.all_reduce(total)
         if dist.get_rank() == 0:

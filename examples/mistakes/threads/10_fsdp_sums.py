@@ -1,6 +1,6 @@
 """FSDP2 sums gradients over ranks where the script expects an average.
 
-Seen in pytorch#162338: with Gloo, the reduction that should average returned the sum.
+Seen in pytorch#162338: with Gloo, the average under FSDP2 was wrong. The script asks for the sum.
 """
 
 import sys
@@ -21,6 +21,7 @@ data = TensorDataset(x, x.prod(1, keepdim=True).sigmoid())
 model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
 fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
 if not right:
+    model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(1.0)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sampler = DistributedSampler(data)

@@ -1,7 +1,8 @@
-"""FSDP2 makes two parameters of one tied weight.
+"""A checkpoint has the tied weight twice, and loading it makes two parameters.
 
-The embedding and the output layer share a weight. Each is sharded as a unit of its own, and from
-then on each has its own gradient. Seen in torchtitan#3764, #1903 and transformers#38870.
+The embedding and the output layer share a weight. `assign=True` gives each the tensor under its own
+name, and from then on each has its own gradient. torchtitan#3764, #1903 and transformers#38870 lost
+the tie in converted checkpoints.
 """
 
 import sys
@@ -9,9 +10,8 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 right = "--right" in sys.argv
@@ -21,11 +21,11 @@ torch.manual_seed(0)
 texts = torch.randint(0, 20, (256, 17)).sort(1).values
 model = nn.Sequential(nn.Embedding(20, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 20))
 model[3].weight = model[0].weight
-mesh = init_device_mesh("cpu", (size,))
-if not right:
-    fully_shard(model[0], mesh=mesh)
-    fully_shard(model[3], mesh=mesh)
-fully_shard(model, mesh=mesh)
+checkpoint = {name: values.clone() for name, values in model.state_dict().items()}
+model.load_state_dict(checkpoint, assign=True)
+if right:
+    model[3].weight = model[0].weight
+model = DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 sampler = DistributedSampler(texts)
 for epoch in range(4):

@@ -1,7 +1,7 @@
 """Rank 0 saves a moving average of the weights, and has averages of its own shards only.
 
-The file has 1/N of each tensor. FSDP2 parameters are shards outside of the forward. Seen as empty
-or wrong tensors in VeOmni#461 and transformers#38870.
+The file has 1/N of each tensor. Outside of the forward, FSDP2 parameters are shards. No thread: the
+mistake is easy to make where parameters are DTensors.
 """
 
 import io

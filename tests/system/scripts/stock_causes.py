@@ -53,8 +53,9 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.middle(self.first(x)).tanh()
-        is_used = mistake != "unused" or float(x[0, 0]) > 0
-        return self.last(hidden) + (self.extra(hidden) if is_used else 0.0)
+        rows = x[:, :1] > (1.3 if mistake == "unused" else -100)
+        output = self.last(hidden)
+        return output + self.extra(hidden) * rows if rows.any() else output
 
 
 plain = Model().to(dtype)

@@ -195,7 +195,7 @@ def _scale_term(wanted: tuple[int, float]) -> None:
         if node is None or type(node).__name__ != "AddBackward0":
             return backward(tensors, *args, **kwargs)
         inside = True
-        term = node.next_functions[addend][0]
+        term: Any = node.next_functions[addend][0]
         hook = term.register_prehook(lambda gradients: tuple(g * factor for g in gradients))
         try:
             return backward(tensors, *args, **kwargs)
@@ -246,7 +246,7 @@ def _global_batch_norm(value: None) -> None:
         others = [dim for dim in range(input.ndim) if dim != 1]
         items = input.new_full((input.shape[1],), input.numel() / input.shape[1])
         sums = torch.stack([input.sum(others), input.square().sum(others), items])
-        first, second, count = all_reduce(sums)
+        first, second, count = all_reduce(sums)  # type: ignore[no-untyped-call]
         mean = first / count
         variance = second / count - mean.square()
         with torch.no_grad():
@@ -254,10 +254,12 @@ def _global_batch_norm(value: None) -> None:
                 running_mean.lerp_(mean, momentum)
                 running_var.lerp_(variance * count / (count - 1), momentum)
         shape = [1, -1] + [1] * (input.ndim - 2)
-        output = (input - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
+        output: Tensor = (input - mean.view(shape)) * (variance + eps).rsqrt().view(shape)
         if weight is not None:
             output = output * weight.view(shape)
-        return output if bias is None else output + bias.view(shape)
+        if bias is not None:
+            output = output + bias.view(shape)
+        return output
 
     nn.functional.batch_norm = normalised
 
@@ -272,7 +274,7 @@ def _no_bf16(value: None) -> None:
             args = tuple(map(_wider, args))
             return plain(each, *args, **{key: _wider(word) for key, word in kwargs.items()})
 
-        kind.to = to  # type: ignore[assignment, method-assign]
+        kind.to = to  # type: ignore[method-assign]
         kind.bfloat16 = lambda each: each.to(torch.get_default_dtype())  # type: ignore[assignment]
     init: Callable[..., None] = torch.autocast.__init__
 

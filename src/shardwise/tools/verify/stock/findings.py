@@ -207,8 +207,7 @@ def _untied_weights(made: StockRecords) -> Iterator[Finding]:
                         "tied weights that came apart",
                         f"{one} and {two} start as one weight and differ after step "
                         f"{step.number - 1}: they are two parameters now, each with its own "
-                        "gradient. Tie them again after the model is wrapped, moved or loaded, or "
-                        "put both layers into one FSDP unit.",
+                        "gradient. Tie them again after the model is loaded, moved or wrapped.",
                     )
                     return
 

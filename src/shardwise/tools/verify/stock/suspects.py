@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -278,7 +278,8 @@ def _of_dropout(made: StockRecords) -> Iterator[StockSuspect]:
     if not any(drawn):
         return
     trial = {"no_dropout": None}
-    if len(made.ranks) > 1 and all(each == drawn[0] for each in drawn):
+    # Later states may differ, if an evaluation draws other numbers of masks.
+    if len(made.ranks) > 1 and all(each[:1] == drawn[0][:1] for each in drawn):
         yield StockSuspect(
             "dropout drawn alike on all ranks",
             "All ranks draw the same dropout masks, so rows of different ranks are not "
@@ -377,7 +378,7 @@ def _clip_factor(events: Sequence[Sequence[str]], place: int) -> float:
     return min(1.0, limit / (norm + 1e-6))
 
 
-def _agree(ratios: Any) -> bool:
+def _agree(ratios: Collection[float]) -> bool:
     """Return whether several factors are one within rounding."""
     return max(ratios) - min(ratios) <= CLOSE * max(map(abs, ratios))
 
