@@ -266,7 +266,8 @@ def _global_batch_norm(value: None) -> None:
 
 def _no_bf16(value: None) -> None:
     """Use the default dtype where a script asks for bf16."""
-    for kind in (Tensor, nn.Module):
+    kinds: tuple[Any, ...] = (Tensor, nn.Module)
+    for kind in kinds:
         plain_to: Callable[..., Any] = kind.to
 
         @wraps(plain_to)
@@ -274,8 +275,8 @@ def _no_bf16(value: None) -> None:
             args = tuple(map(_wider, args))
             return plain(each, *args, **{key: _wider(word) for key, word in kwargs.items()})
 
-        kind.to = to  # type: ignore[method-assign]
-        kind.bfloat16 = lambda each: each.to(torch.get_default_dtype())  # type: ignore[assignment]
+        kind.to = to
+        kind.bfloat16 = lambda each: each.to(torch.get_default_dtype())
     init: Callable[..., None] = torch.autocast.__init__
 
     @wraps(init)

@@ -1,13 +1,13 @@
-"""Notes what a stock script does next to training, since some causes are recognised by it.
+"""Notes facts about a stock script that are not part of its training. Some causes need them.
 
-| fact       | what it lists                                                                  |
+| fact       | content                                                                        |
 |------------|--------------------------------------------------------------------------------|
 | groups     | reductions that the script calls: name and size of the group                    |
 | reduced    | scalars that the script reduces in an evaluation, with its number of rows       |
 | printed    | lines that the script prints in an evaluation                                   |
 | saves      | tensors that the script saves under names of parameters                         |
-| kinds      | class of the module that each parameter belongs to                              |
-| split      | parameters of which each rank has a part                                        |
+| kinds      | class of each parameter's module                                               |
+| split      | names of parameters that are split over ranks                                   |
 """
 
 from __future__ import annotations

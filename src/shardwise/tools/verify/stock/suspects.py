@@ -89,7 +89,8 @@ def _of_rates(reference: StockRecords, made: StockRecords) -> Iterator[StockSusp
         )
     yield StockSuspect(
         "other learning rates",
-        "The learning rates differ from those of one process. With the same rates the runs agree.",
+        "The learning rates differ from the rates of one process. With the same rates the runs "
+        "agree.",
         {"rates": theirs},
     )
 
@@ -159,28 +160,28 @@ def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
         if rows[0] and all(each == rows[0] for each in rows):
             return StockSuspect(
                 "loss multiplied by the ranks",
-                f"Gradients are {size} times those of one process, and all ranks were given the "
-                f"same rows: each computes a part of the sequences, and its loss is multiplied by "
-                f"{size}, or summed and not averaged.",
+                f"Gradients are {size} times as large as in one process, and all ranks were given "
+                "the same rows. Each computes a part of the sequences, and multiplies its loss by "
+                f"{size}, or gradients are summed and not averaged.",
                 {"scale_gradients": 1 / size},
             )
         return StockSuspect(
             "gradients summed",
-            f"Gradients are {size} times those of one process: they are summed over {size} ranks, "
-            "and not averaged.",
+            f"Gradients are {size} times as large as in one process: they are summed over {size} "
+            "ranks, and not averaged.",
             {"scale_gradients": 1 / size},
         )
     for power in (1, 2):
         if abs(ratio * size**power - 1) < CLOSE:
             return StockSuspect(
                 "gradients averaged twice",
-                f"Gradients are 1/{size**power} of those of one process: they are divided by "
+                f"Gradients are 1/{size**power} as large as in one process: they are divided by "
                 f"{size} {'twice' if power == 1 else 'three times'}.",
                 {"scale_gradients": float(size**power)},
             )
     return StockSuspect(
         "gradients scaled",
-        f"Gradients are {ratio:.6g} times those of one process.",
+        f"Gradients are {ratio:.6g} times as large as in one process.",
         {"scale_gradients": 1 / ratio},
     )
 
@@ -197,15 +198,15 @@ def _partly_scaled(
     if all(len(models[name].copies) < size for name in names):
         return StockSuspect(
             "expert gradients multiplied",
-            f"Gradients of {some(names)}, which only some ranks have, are {ratio:.6g} times those "
-            "of one process. The backward of the exchange of tokens has summed over ranks "
-            "already: divide by the number of ranks, not by that of ranks with the same experts.",
+            f"Gradients of {some(names)}, which only some ranks have, are {ratio:.6g} times as "
+            "large as in one process. The backward of the token exchange already sums over ranks: "
+            "divide by the number of all ranks, not of the ranks with the same experts.",
             trial,
         )
     return StockSuspect(
         "some gradients scaled",
-        f"Gradients of {some(names)} are {ratio:.6g} times those of one process, and the others "
-        "agree.",
+        f"Gradients of {some(names)} are {ratio:.6g} times as large as in one process. The "
+        "other gradients agree.",
         trial,
     )
 
@@ -214,6 +215,8 @@ def _of_norms(
     reference: StockRecords, made: StockRecords, first: StepDifference
 ) -> Iterator[StockSuspect]:
     """Compare the norms that gradients are clipped by."""
+    if len(made.training.engines) > 1:
+        return  # events are by step, of any optimizer
     theirs, ours = (
         [clip_norms(events)[-1:] for events in each.ranks[0]["events"]]
         for each in (reference, made)
@@ -226,7 +229,7 @@ def _of_norms(
         return
     yield StockSuspect(
         "norm without a part of the parameters" if two < one else "other gradient norm",
-        f"Step {place} clips by a norm of {two:.6g}, and that of one process is {one:.6g}. With "
+        f"Step {place} clips by a norm of {two:.6g}, and one process by {one:.6g}. With "
         "the norm of one process the runs agree. Sum the squares of all parameters, those that "
         "only some ranks have included, each once.",
         {"clip_norms": theirs},
@@ -263,8 +266,8 @@ def _of_batch_norm(made: StockRecords) -> Iterator[StockSuspect]:
                 yield StockSuspect(
                     "BatchNorm with local statistics",
                     "Each rank normalises with the mean and variance of its own rows "
-                    f"({some(names)} differ after step {step.number - 1}). With those of all ranks "
-                    "the runs agree. Use nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+                    f"({some(names)} differ after step {step.number - 1}). With the statistics of "
+                    "all rows the runs agree. Use nn.SyncBatchNorm.convert_sync_batchnorm(model).",
                     {"global_batch_norm": None},
                 )
                 return
@@ -281,7 +284,7 @@ def _of_dropout(made: StockRecords) -> Iterator[StockSuspect]:
     # Later states may differ, if an evaluation draws other numbers of masks.
     if len(made.ranks) > 1 and all(each[:1] == drawn[0][:1] for each in drawn):
         yield StockSuspect(
-            "dropout drawn alike on all ranks",
+            "same dropout on all ranks",
             "All ranks draw the same dropout masks, so rows of different ranks are not "
             "independent. Without dropout the runs agree. Seed each rank differently after the "
             "model is made: torch.manual_seed(seed + rank).",
@@ -352,7 +355,9 @@ def _ratios(
 ) -> dict[str, float]:
     """Return the factor of each gradient, before clipping; nothing if one is not a multiple."""
     ratios = {}
-    clipped = [_clip_factor(each.ranks[0]["events"], number - 1) for each in (reference, made)]
+    clipped = [1.0, 1.0]
+    if len(made.training.engines) == 1:  # events are by step, of any optimizer
+        clipped = [_clip_factor(each.ranks[0]["events"], number - 1) for each in (reference, made)]
     largest = max((whole.fingerprint.norm for whole in theirs.values()), default=0.0)
     for name, whole in theirs.items():
         other = ours.get(name)
@@ -370,7 +375,7 @@ def _ratios(
 
 
 def _clip_factor(events: Sequence[Sequence[str]], place: int) -> float:
-    """Return what the last clipping of a step multiplied gradients by."""
+    """Return the factor by which the last clipping of a step scaled gradients."""
     words = [e.split() for e in (events[place] if place < len(events) else ()) if e[:5] == "clip "]
     if not words or len(words[-1]) < 3:
         return 1.0
