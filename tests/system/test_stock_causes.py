@@ -65,7 +65,7 @@ WITHOUT_MISTAKE = (
     "unused",
     "accumulation",
 )
-FAST = {"07_offloaded_gradients", "14_average_of_shards", "padded_evaluation", "full_evaluation"}
+FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 
 
 class Verify(Protocol):

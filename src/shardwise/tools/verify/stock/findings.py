@@ -373,6 +373,8 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
             if norm <= limit or count < len(of_rank_0) or values is None:
                 continue
             length = float(values.norm())
+            if abs(float(values.abs().max()) - limit) <= CLOSE * limit:
+                continue  # clipped by the largest element (norm_type=inf)
             if length > (1 + CLOSE) * limit:
                 missing = math.sqrt((length / limit) ** 2 - 1) * norm
                 yield Finding(

@@ -56,8 +56,11 @@ def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding
         numbers = zip(_numbers(one["text"]), _numbers(two["text"]), strict=True)
         for (theirs, digits), (ours, _) in numbers:
             for factor, words in ((size, f"{size} times"), (1 / size, f"1/{size} of")):
-                # An integer may be a number of ranks or rows.
-                if digits and theirs and _are_close(theirs * factor, ours, digits - 1):
+                # An integer may be a number of ranks or rows. A time may be twice another one by
+                # chance, so at least 3 digits have to agree.
+                if abs(theirs) * 10**digits < 100 or not digits:
+                    continue
+                if _are_close(theirs * factor, ours, digits - 1):
                     yield Finding(
                         "metric multiplied by the ranks",
                         f'The ranks report {words} what one process reports: "{two["text"]}", not '

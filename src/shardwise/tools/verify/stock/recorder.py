@@ -246,6 +246,8 @@ def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kw
     if None in values:
         return ""
     count = len(parameters) if isinstance(parameters, list) else 1
+    if result is not None and float(kwargs.get("norm_type", args[0] if args else 2)) != 2:
+        count = 0  # other norms are not compared with the length of the gradients
     return f" {values[0]!r} {values[1]!r} {count}"
 
 

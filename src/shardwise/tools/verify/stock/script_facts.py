@@ -120,7 +120,7 @@ class ScriptFacts:
 
     def _prints(self, *args: Any, **kwargs: Any) -> None:
         if self._is_here() and self._evaluated() and kwargs.get("file") is None:
-            text = str(kwargs.get("sep", " ") or "").join(map(str, args))
+            text = " ".join(map(str, args))
             self._printed.append({"step": self._step(), "text": text})
 
     def _saves_tensors(self, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -131,14 +131,14 @@ class ScriptFacts:
             parameter = self._parameters.get(name)
             if parameter is None:
                 continue
-            own = readers.local(parameter)
+            own, saved = readers.local(parameter).detach(), readers.local(tensor).detach()
             entries.append(
                 {
                     "name": name,
-                    "has": readers.local(tensor).numel(),
+                    "has": saved.numel(),
                     "of": parameter.numel(),  # of the whole tensor, for a DTensor
-                    "is_parameter": readers.local(tensor).data_ptr() == own.data_ptr()
-                    or torch.equal(readers.local(tensor).flatten(), own.detach().flatten()),
+                    # A copy may have another dtype, or be on another device.
+                    "is_parameter": saved.shape == own.shape and bool((saved.to(own) == own).all()),
                 }
             )
         if entries:
@@ -151,7 +151,8 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 
     @wraps(plain)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        note(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # torch.compile would trace the note
+            note(*args, **kwargs)
         return plain(*args, **kwargs)
 
     setattr(owner, name, noted)
@@ -162,7 +163,8 @@ def _named_tensors(value: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Mapping) and depth:
         for key, each in value.items():
             if isinstance(each, Tensor) and isinstance(key, str):
-                yield readers.plain_name(key), each
+                if each.layout is torch.strided and not each.is_meta:
+                    yield readers.plain_name(key), each
             else:
                 yield from _named_tensors(each, depth - 1)
 
