@@ -27,8 +27,8 @@ MISTAKES = {
     "short_window": "last short window",
     "local_norm": "clipping by a local norm",
     "scheduler": "scheduler stepped several times",
-    "dropout": "dropout",
-    "batch_norm": "buffers not synchronised",
+    "dropout": "same dropout on all ranks",
+    "batch_norm": "BatchNorm with local statistics",
 }
 FAST = ("mean_of_means",)
 """Mistakes of `make test`. The others need more runs, and are in `make test-all`."""

@@ -64,6 +64,8 @@ class BatchRecorder:
         self.seen: list[dict[str, Any]] = []
         self.loaders: dict[str, dict[str, Any]] = {}
         self._counted = 0
+        self.evaluated = 0
+        """Rows that were yielded without gradients since the last batch with gradients."""
 
     def count_since_step(self) -> int:
         """Return the number of batches with gradients since the last call."""
@@ -118,14 +120,15 @@ class BatchRecorder:
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             path.unlink(missing_ok=True)
             self.loaders[key]["not_saved"] = str(error)
-        self.seen.append(
-            {
-                "loader": key,
-                "epoch": epoch,
-                "rows": hashes_of_rows(batch),
-                "trains": torch.is_grad_enabled(),
-            }
-        )
+        rows = hashes_of_rows(batch)
+        self.evaluated = _evaluated(self.evaluated, rows)
+        trains = torch.is_grad_enabled()
+        self.seen.append({"loader": key, "epoch": epoch, "rows": rows, "trains": trains})
+
+
+def _evaluated(before: int, rows: Sequence[int]) -> int:
+    """Return the rows of the current evaluation, after a batch that was yielded now."""
+    return 0 if torch.is_grad_enabled() else before + len(rows)
 
 
 def hashes_of_rows(batch: Any) -> list[int]:
@@ -164,6 +167,7 @@ class BatchReplay:
         self._widen = widen
         self._lengths: dict[str, Any] = {}
         self._is_tensor_parallel = False
+        self.evaluated = 0
         for rank in self._ranks:
             facts = json.loads((rank / "stock.facts").read_text())
             self._is_tensor_parallel |= facts["tensor_parallel"]
@@ -199,9 +203,10 @@ class BatchReplay:
             found = [torch.load(path, weights_only=False) for path in paths if path.exists()]
             if not found:
                 return
-            if self._is_tensor_parallel:
+            if self._is_tensor_parallel or are_copies(found):
                 found = without_copies(found)
             batch = join(found)
+            self.evaluated = _evaluated(self.evaluated, hashes_of_rows(batch))
             if self._widen:
                 batch = torch.utils._pytree.tree_map_only(Tensor, _widened, batch)
             yield batch
@@ -219,6 +224,16 @@ def without_copies(batches: Sequence[Any]) -> list[Any]:
     for batch in batches:
         kept.setdefault(tuple(hashes_of_rows(batch)), batch)
     return list(kept.values())
+
+
+def are_copies(batches: Sequence[Any]) -> bool:
+    """Return whether each distinct batch occurs equally often, and more than once.
+
+    Ranks that share the layers or the sequences of a model are given the same rows. One process
+    needs them once. A batch that occurs more often than others counts more often, so it stays.
+    """
+    counts = Counter(tuple(hashes_of_rows(batch)) for batch in batches)
+    return () not in counts and len(set(counts.values())) == 1 < max(counts.values())
 
 
 def join(batches: Sequence[Any]) -> Any:

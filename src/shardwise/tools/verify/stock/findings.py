@@ -1,7 +1,7 @@
-"""Recognises what went wrong in a stock script, from what its ranks and its reference recorded.
+"""Recognises what went wrong in a stock script from what its ranks recorded.
 
-A finding needs no comparison: the records of the ranks alone prove it, such as equal batches on all
-ranks. A suspect is a possible cause of a difference: a trial run with an alteration confirms it.
+A finding needs no trial: the records prove it, such as equal batches on all ranks. suspects.py has
+the possible causes of a difference, which a trial confirms.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from shardwise.tools.verify.comparing import Comparison, StepDifference
-from shardwise.tools.verify.records import Step, WholeTensor
+from shardwise.layout.fingerprints import Fingerprint
+from shardwise.tools.verify.records import WholeTensor
+from shardwise.tools.verify.stock.recorder import CONTRIBUTIONS
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
@@ -30,55 +31,75 @@ class Finding:
     words: str
 
 
-@dataclass(frozen=True)
-class StockSuspect:
-    """A possible cause: `ranks` and `reference` are the alterations that take it away."""
+def findings(made: StockRecords, reference: StockRecords | None = None) -> list[Finding]:
+    """Return what the records prove, the most particular first.
 
-    name: str
-    words: str
-    ranks: Mapping[str, Any] = field(default_factory=dict)
-    reference: Mapping[str, Any] = field(default_factory=dict)
-
-
-# -- findings -------------------------------------------------------------------------------
-
-
-def findings(made: StockRecords) -> list[Finding]:
-    """Return what the records of the ranks alone prove, the most particular first."""
+    Without the records of the reference, what the ranks alone prove.
+    """
     if len(made.ranks) == 1:
         return []
     return [
-        *_other_initial_values(made),
-        *_frozen_on_some(made),
+        *_other_initial_values(made, reference),
+        *_frozen_onsome(made),
         *_same_data(made),
         *_without_set_epoch(made),
         *_duplicates_in_evaluation(made),
+        *_untied_weights(made),
+        *_saved_parts(made),
         *_buffers_apart(made),
         *_normalisation(made),
         *_clipping(made),
+        *_norm_of_some(made),
+        *_accumulation(reference),
     ]
 
 
-def _other_initial_values(made: StockRecords) -> Iterator[Finding]:
+def parts_of_ranks(made: StockRecords, reference: StockRecords | None) -> list[str]:
+    """Return the parameters that have other shapes on the ranks than in one process."""
+    if reference is None:
+        return []
+    return [
+        name
+        for engine, steps in made.training.engines.items()
+        for (kind, name), whole in steps[0].tensors.items()
+        if kind == "model"
+        and (theirs := reference.training.engines.get(engine)) is not None
+        and (other := theirs[0].tensors.get((kind, name))) is not None
+        and other.fingerprint.numel != whole.fingerprint.numel
+    ]
+
+
+def _other_initial_values(made: StockRecords, reference: StockRecords | None) -> Iterator[Finding]:
+    # Each rank may have its own part of a layer, such as its experts.
+    parts = parts_of_ranks(made, reference)
     for steps in made.training.engines.values():
         names = [
-            name for (kind, name), w in steps[0].tensors.items() if kind == "model" and w.strays
+            name
+            for (kind, name), w in steps[0].tensors.items()
+            if kind == "model" and w.strays and name not in parts
         ]
         if names:
             yield Finding(
                 "initial values",
-                f"The ranks start with different parameters ({_some(names)}). Seed all ranks alike "
+                f"The ranks start with different parameters ({some(names)}). Seed all ranks alike "
                 "before the model is made, or broadcast it from rank 0.",
             )
 
 
-def _frozen_on_some(made: StockRecords) -> Iterator[Finding]:
+def _frozen_onsome(made: StockRecords) -> Iterator[Finding]:
     trained = [{name for each in facts["trained"] for name in each} for facts in made.ranks]
     common, any_rank = set.intersection(*trained), set.union(*trained)
-    if names := sorted(any_rank - common):
+    # A rank may not have a parameter at all, such as the experts of other ranks.
+    everywhere = {
+        name
+        for steps in made.training.engines.values()
+        for (kind, name), whole in steps[0].tensors.items()
+        if kind == "model" and len(whole.copies) == len(made.ranks)
+    }
+    if names := sorted((any_rank - common) & everywhere):
         yield Finding(
             "frozen on some ranks",
-            f"{_some(names)} require gradients on some ranks only. Freeze the same parameters on "
+            f"{some(names)} require gradients on some ranks only. Freeze the same parameters on "
             "all ranks.",
         )
 
@@ -91,12 +112,28 @@ def _same_data(made: StockRecords) -> Iterator[Finding]:
         for facts in made.ranks
     ]
     least = min(map(len, trained))
+    if _compute_parts(made):
+        return  # ranks that compute parts of the same sequences need the same rows
     if least >= 2 and all(rows[:least] == trained[0][:least] for rows in trained):
         yield Finding(
             "same data on every rank",
             f"All {len(trained)} ranks were given the same samples in each of {least} batches. "
             "Give each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
         )
+
+
+def _compute_parts(made: StockRecords) -> bool:
+    """Return whether ranks with the same parameters and the same rows had different losses, or
+    have parts of the parameters."""
+    values = [[term["value"] for term in rows[0]["terms"]] for rows in made.steps if rows]
+    steps = next(iter(made.training.engines.values()))
+    models = [whole for (kind, _), whole in steps[0].tensors.items() if kind == "model"]
+    if any(whole.strays or len(whole.copies) < len(made.ranks) for whole in models):
+        return True
+    draws = any(
+        event.startswith("dropout") for events in made.ranks[0]["events"] for event in events
+    )
+    return any(each != values[0] for each in values) and not draws
 
 
 def _without_set_epoch(made: StockRecords) -> Iterator[Finding]:
@@ -125,6 +162,8 @@ def _duplicates_in_evaluation(made: StockRecords) -> Iterator[Finding]:
     if made.ranks[0]["tensor_parallel"]:
         return
     rows: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
+    if _evaluate_all(made):
+        return
     for facts in made.ranks:
         for each in facts["seen"]:
             if not each["trains"]:
@@ -142,17 +181,91 @@ def _duplicates_in_evaluation(made: StockRecords) -> Iterator[Finding]:
             return
 
 
+def _evaluate_all(made: StockRecords) -> bool:
+    """Return whether every rank evaluates all samples, so that no metric needs to be reduced."""
+    rows = [[each["rows"] for each in facts["seen"] if not each["trains"]] for facts in made.ranks]
+    return all(each == rows[0] for each in rows)
+
+
+def _untied_weights(made: StockRecords) -> Iterator[Finding]:
+    """Check for an embedding and a linear layer that start with equal values and differ later."""
+    kinds = made.ranks[0]["kinds"]
+    for steps in made.training.engines.values():
+        first = {name: w for (kind, name), w in steps[0].tensors.items() if kind == "model"}
+        embeddings = [name for name in first if kinds.get(name) == "Embedding"]
+        linear = [name for name in first if kinds.get(name) == "Linear"]
+        for one in embeddings:
+            for two in linear:
+                prints = first[one].fingerprint, first[two].fingerprint
+                if not prints[0].same_bits(prints[1]) or _is_constant(prints[0]):
+                    continue
+                for step in steps[1:]:
+                    later = [step.tensors.get(("model", name)) for name in (one, two)]
+                    if None in later or _same(later):
+                        continue
+                    yield Finding(
+                        "tied weights that came apart",
+                        f"{one} and {two} start as one weight and differ after step "
+                        f"{step.number - 1}: they are two parameters now, each with its own "
+                        "gradient. Tie them again after the model is loaded, moved or wrapped.",
+                    )
+                    return
+
+
+def _same(wholes: Sequence[WholeTensor | None]) -> bool:
+    prints = [whole.fingerprint for whole in wholes if whole is not None]
+    return all(each.same_bits(prints[0]) for each in prints)
+
+
+def _is_constant(values: Fingerprint) -> bool:
+    """Return whether all elements may have the same magnitude, as those of new norms have."""
+    # The norm is an estimate, within a few percent.
+    return abs(values.norm**2 - values.largest**2 * values.numel) <= 0.2 * values.norm**2
+
+
+def _saved_parts(made: StockRecords) -> Iterator[Finding]:
+    """Check for a file that one rank writes and that has its parts of split tensors only."""
+    counts = [len(facts["saves"]) for facts in made.ranks]
+    if not any(counts) or all(counts):
+        return
+    facts = made.ranks[max(range(len(counts)), key=counts.__getitem__)]
+    for save in facts["saves"]:
+        parts = [each for each in save["entries"] if each["has"] < each["of"]]
+        if not parts:
+            continue
+        names, each = some([part["name"] for part in parts]), parts[0]
+        is_average = not all(part["is_parameter"] for part in parts)
+        yield Finding(
+            "EMA of shards" if is_average else "one rank's shard saved",
+            f"One rank saves {'averages of ' if is_average else ''}its shards of {names}: "
+            f"{each['has']} of {each['of']} values. Gather whole tensors first: full_tensor(), or "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).",
+        )
+        return
+
+
 def _buffers_apart(made: StockRecords) -> Iterator[Finding]:
     for steps in made.training.engines.values():
         for step in steps[1:]:
-            names = [n for (kind, n), w in step.tensors.items() if kind == "buffer" and w.strays]
+            names = [
+                n
+                for (kind, n), w in step.tensors.items()
+                if kind == "buffer" and w.strays and not is_of_batch_norm(n, made)
+            ]
             if names:
                 yield Finding(
                     "buffers not synchronised",
                     f"After step {step.number - 1} the ranks have different values in buffers "
-                    f"({_some(names)}). A checkpoint of rank 0 has those of rank 0 only.",
+                    f"({some(names)}). A checkpoint of rank 0 has those of rank 0 only.",
                 )
                 return
+
+
+def is_of_batch_norm(buffer: str, made: StockRecords) -> bool:
+    """Return whether a buffer belongs to a BatchNorm, whose statistics suspects.py tries."""
+    return buffer.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") and (
+        any("BatchNorm" in kind for kind in made.ranks[0]["kinds"].values())
+    )
 
 
 def _normalisation(made: StockRecords) -> Iterator[Finding]:
@@ -216,7 +329,7 @@ def _wrong_sum(number: int, backwards: int, *, is_large: bool) -> Finding:
 
 def _clipping(made: StockRecords) -> Iterator[Finding]:
     for number, events in enumerate(zip(*(facts["events"] for facts in made.ranks), strict=False)):
-        norms = [[float(e.split()[1]) for e in each if e.startswith("clip ")] for each in events]
+        norms = [clip_norms(each) for each in events]
         if not all(norms):
             continue
         first = [each[-1] for each in norms]
@@ -239,168 +352,104 @@ def _clipping(made: StockRecords) -> Iterator[Finding]:
                 return
 
 
-# -- suspects -------------------------------------------------------------------------------
+def clip_norms(events: Sequence[str]) -> list[float]:
+    """Return the norms that gradients were clipped by in a step."""
+    return [float(event.split()[1]) for event in events if event.startswith("clip ")]
 
 
-def suspects(
-    reference: StockRecords, made: StockRecords, comparison: Comparison, tolerance: float
-) -> list[StockSuspect]:
-    """Return what may have made the first difference, the most particular first."""
-    first = comparison.first(tolerance)
-    if first is None:
-        return []
-    return [
-        *_of_rates(reference, made),
-        *_of_gradients(reference, made, first),
-        *_of_loss_weights(reference, made),
-        StockSuspect(
-            "dropout",
-            "Each rank draws its own dropout masks, and one process draws others. Without dropout "
-            "the runs agree.",
-            {"no_dropout": None},
-            {"no_dropout": None},
-        ),
-    ]
+def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
+    """Check that the norm of clipped gradients is within the limit."""
+    if len(made.training.engines) > 1:
+        return  # events are by step, of any optimizer
+    for steps in made.training.engines.values():
+        for step, events in zip(steps[1:], made.ranks[0]["events"], strict=False):
+            clips = [event.split()[1:] for event in events if event.startswith("clip ")]
+            wholes = [whole for (kind, _), whole in step.tensors.items() if kind == "gradient"]
+            of_rank_0 = [whole for whole in wholes if 0 in whole.copies]
+            if len(clips) != 1 or any(whole.strays for whole in wholes):
+                continue  # parts that are clipped one by one may be longer together
+            norm, limit, count = map(float, clips[0])
+            values = _joined(wholes)
+            if norm <= limit or count < len(of_rank_0) or values is None:
+                continue
+            length = float(values.norm())
+            if abs(float(values.abs().max()) - limit) <= CLOSE * limit:
+                continue  # clipped by the largest element (norm_type=inf)
+            if length > (1 + CLOSE) * limit:
+                missing = math.sqrt((length / limit) ** 2 - 1) * norm
+                yield Finding(
+                    "norm without a part of the parameters",
+                    f"Step {step.number - 1} clips by a norm of {norm:.4g}, and that of all "
+                    f"gradients is {math.hypot(norm, missing):.4g}: the norm leaves out parameters "
+                    f"({some(_others(step.tensors, missing * limit / norm))}). Sum the squares of "
+                    "all parameters, each once.",
+                )
+                return
 
 
-def _of_rates(reference: StockRecords, made: StockRecords) -> Iterator[StockSuspect]:
-    size = len(made.ranks)
-    theirs, ours = reference.ranks[0]["rates"], made.ranks[0]["rates"]
-    ratios = [
-        b / a
-        for one, two in zip(theirs, ours, strict=False)
-        for a, b in zip(one, two, strict=True)
-        if a
-    ]
-    if not ratios or all(abs(ratio - 1) < 1e-9 for ratio in ratios):
+def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> list[str]:
+    """Return the gradients that only some ranks have, if their norm is `length`; else all."""
+    wholes = {name: whole for (kind, name), whole in tensors.items() if kind == "gradient"}
+    most = max(len(whole.copies) for whole in wholes.values())
+    some_ranks = [name for name, whole in wholes.items() if len(whole.copies) < most]
+    values = _joined([wholes[name] for name in some_ranks])
+    fits = values is not None and abs(float(values.norm()) - length) <= CLOSE * length
+    return some_ranks if fits else list(wholes)
+
+
+def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
+    """Check that the gradients of one process are the sum of what its backwards added."""
+    # Facts of losses are by step of the first optimizer.
+    if reference is None or len(reference.training.engines) > 1:
         return
-    if all(abs(ratio - size) < CLOSE for ratio in ratios):
-        yield StockSuspect(
-            "rate scaled by the number of ranks",
-            f"The learning rate is multiplied by {size}, the number of ranks. With the rate of one "
-            "process the runs agree. If the total batch needs a larger rate, one process with that "
-            "batch needs it as well.",
-            {"scale_rates": 1 / size},
-        )
-    counts = [
-        Counter(event for events in facts["events"] for event in events)["schedule"]
-        for facts in (reference.ranks[0], made.ranks[0])
-    ]
-    if counts[1] > counts[0]:
-        yield StockSuspect(
-            "scheduler stepped several times",
-            f"Schedulers made {counts[1]} steps on each rank and {counts[0]} in one process. With "
-            "the rates of one process the runs agree. Step a scheduler once per optimizer step.",
-            {"rates": theirs},
-        )
-    yield StockSuspect(
-        "other learning rates",
-        "The learning rates differ from those of one process. With the same rates the runs agree.",
-        {"rates": theirs},
-    )
-
-
-def _of_gradients(
-    reference: StockRecords, made: StockRecords, first: StepDifference
-) -> Iterator[StockSuspect]:
-    size = len(made.ranks)
-    theirs, ours = (_gradients(each, first) for each in (reference, made))
-    if any(whole.strays for whole in ours.values()):
-        yield StockSuspect(
-            "gradients not reduced",
-            f"The ranks update with different gradients in step {first.number - 1}. If they are "
-            "averaged over all ranks, the runs agree. Wrap the model in "
-            "DistributedDataParallel, call its forward (not model.module's), or all-reduce every "
-            "gradient over the group of all ranks.",
-            {"average_gradients": None},
-        )
-        return
-    ratio = common_ratio(theirs, ours)
-    if ratio is None or abs(ratio - 1) < CLOSE:
-        return
-    if abs(ratio - size) < CLOSE * size:
-        yield StockSuspect(
-            "gradients summed",
-            f"Gradients are {size} times those of one process: they are summed over {size} ranks, "
-            "and not averaged.",
-            {"scale_gradients": 1 / size},
-        )
-    elif abs(ratio * size - 1) < CLOSE:
-        yield StockSuspect(
-            "gradients averaged twice",
-            f"Gradients are 1/{size} of those of one process: they are divided by {size} twice.",
-            {"scale_gradients": float(size)},
-        )
-    else:
-        yield StockSuspect(
-            "gradients scaled",
-            f"Gradients are {ratio:.6g} times those of one process.",
-            {"scale_gradients": 1 / ratio},
-        )
-
-
-def _of_loss_weights(reference: StockRecords, made: StockRecords) -> Iterator[StockSuspect]:
-    pairs = [loss_factors(each) for each in (made, reference)]
-    if any(each is None for each in pairs) or all(
-        abs(f - 1) < CLOSE for each in pairs for rank in each or () for step in rank for f in step
-    ):
-        return
-    yield StockSuspect(
-        "mean of means",
-        "Losses are means over different numbers of items, and are averaged as if the numbers were "
-        "equal. If each is weighed by its number of items, the runs agree.",
-        {"loss_factors": pairs[0]},
-        {"loss_factors": pairs[1]},
-    )
-
-
-def loss_factors(made: StockRecords) -> list[list[list[float]]] | None:
-    """Return by rank, step and backward the factor that makes a step's losses one mean over all
-    items; None if the items of a loss are not known."""
-    size = len(made.ranks)
-    factors: list[list[list[float]]] = [[] for _ in made.ranks]
-    for rows in zip(*made.steps, strict=False):
-        terms = [term for row in rows for term in row["terms"]]
-        if not terms or any(term["items"] is None or not term["factor"] for term in terms):
-            return None
-        total = math.fsum(term["items"] for term in terms)
-        for rank, row in enumerate(rows):
-            factors[rank].append(
-                [term["items"] / total * size / term["factor"] for term in row["terms"]]
+    for steps in reference.training.engines.values():
+        for step in steps[1:]:
+            tensors = step.tensors
+            names = [name for kind, name in tensors if kind == "contributions"]
+            used, total, first, last = (
+                _joined([tensors.get((kind, name)) for name in names])
+                for kind in ("gradient", *CONTRIBUTIONS)
             )
-    return factors
+            if used is None or total is None or first is None or last is None:
+                continue
+            backwards = len(reference.steps[0][step.number - 1]["terms"])
+            ratio = parallel_ratio(total, used)
+            if ratio is not None:
+                if backwards > 1 and abs(ratio * backwards - 1) < CLOSE:
+                    # The losses were divided already if their factors add up to 1.
+                    terms = reference.steps[0][step.number - 1]["terms"]
+                    if abs(math.fsum(term["factor"] for term in terms) - 1) < CLOSE:
+                        yield _wrong_sum(step.number - 1, backwards, is_large=False)
+                        return
+                continue
+            if any(parallel_ratio(each, used) is not None for each in (first, last)):
+                yield Finding(
+                    "micro-batches dropped",
+                    f"Step {step.number - 1} makes {backwards} backwards, and uses the gradients "
+                    "of one micro-batch. A gradient is overwritten, or cleared, between "
+                    "micro-batches.",
+                )
+                return
 
 
-def _gradients(made: StockRecords, first: StepDifference) -> dict[str, WholeTensor]:
-    steps: Sequence[Step] = made.training.engines[first.engine]
-    number = max(first.number, 1)
-    return {
-        name: whole for (kind, name), whole in steps[number].tensors.items() if kind == "gradient"
-    }
-
-
-def common_ratio(
-    theirs: Mapping[str, WholeTensor], ours: Mapping[str, WholeTensor]
-) -> float | None:
-    """Return the factor that all gradients have in common; None if there is none."""
-    ratios = []
-    for name, whole in theirs.items():
-        other = ours.get(name)
-        if other is None or not whole.fingerprint.norm:
-            continue
-        if whole.values is not None and other.values is not None:
-            one, two = whole.values.double(), other.values.double()
-            ratio = float(torch.dot(one, two) / torch.dot(one, one))
-            if float((two - ratio * one).norm()) > CLOSE * abs(ratio) * float(one.norm()):
-                return None
-        else:
-            ratio = other.fingerprint.norm / whole.fingerprint.norm
-        ratios.append(ratio)
-    if not ratios or max(ratios) - min(ratios) > CLOSE * max(map(abs, ratios)):
+def _joined(wholes: Sequence[WholeTensor | None]) -> torch.Tensor | None:
+    """Return the values of several tensors in one; None if some were not recorded."""
+    values = [whole.values for whole in wholes if whole is not None and whole.values is not None]
+    if not values or len(values) < len(wholes):
         return None
-    return sum(ratios) / len(ratios)
+    return torch.cat([each.double() for each in values])
 
 
-def _some(names: Sequence[str]) -> str:
+def parallel_ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
+    """Return `two` / `one` if one is a multiple of the other, else None."""
+    square = float(torch.dot(one, one))
+    if not square:
+        return None
+    ratio = float(torch.dot(one, two)) / square
+    is_parallel = float((two - ratio * one).norm()) <= CLOSE * abs(ratio) * math.sqrt(square)
+    return ratio if is_parallel and ratio else None
+
+
+def some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")

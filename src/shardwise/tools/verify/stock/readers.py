@@ -53,6 +53,12 @@ def whole(values: Tensor) -> Tensor:
     return values if full is None else full()
 
 
+def local(values: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, else the tensor."""
+    part = getattr(values, "to_local", None)
+    return values if part is None else part()
+
+
 def is_tensor_parallel(model: torch.nn.Module) -> bool:
     """Return whether ranks have parts of a layer's parameters and compute with the same rows."""
     from torch.distributed.fsdp import FSDPModule

@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,17 @@ from torch.optim.optimizer import (
 
 from shardwise.engine import loss_terms
 from shardwise.model.module_records import ForwardInputs, joined, other_tensors
-from shardwise.tools.verify import watching
 from shardwise.tools.verify.outside import _named_models
 from shardwise.tools.verify.stock import alterations, readers
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
+from shardwise.tools.verify.stock.script_facts import ScriptFacts
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
 """JSON: record (folder), steps, reference (whether this is the one process), replay (folder of
 the ranks' records or None), wide (whether it runs in fp64), alter (see alterations.py)."""
+CONTRIBUTIONS = ("contributions", "first contribution", "last contribution")
+"""Kinds of tensors: what all backwards of a step added to a gradient, the first one, the last."""
 
 
 def start() -> None:
@@ -61,7 +63,7 @@ class StockRecorder:
         self._environment = dict(os.environ)
         self._log = TensorLog(Path(request["record"]), rank)
         self._batches = BatchRecorder(folder)
-        self._facts = watching.Facts()
+        self._replay: BatchReplay | None = None
         self._optimizers: dict[int, FollowedOptimizer] = {}
         self._depth = 0
         self._is_in_backward = False
@@ -69,6 +71,12 @@ class StockRecorder:
         self._events: list[list[str]] = [[]]
         self._rates: list[list[float]] = []
         self._is_done = False
+        self._script_facts = ScriptFacts(
+            lambda: self._is_here and not self._is_done,
+            lambda: (self._replay or self._batches).evaluated,
+            lambda event: self._events[-1].append(event),
+            lambda: len(self._events) - 1,
+        )
 
     @property
     def _is_here(self) -> bool:
@@ -82,14 +90,17 @@ class StockRecorder:
         keys = LoaderKeys()
         keys.follow()
         if self._request["replay"]:
-            BatchReplay(Path(self._request["replay"]), self._request["wide"]).follow()
+            self._replay = BatchReplay(Path(self._request["replay"]), self._request["wide"])
+            self._replay.follow()
         else:
             self._batches.follow()
         self._follow_losses()
         self._follow_events()
+        self._script_facts.follow()
+        # Alterations come first, so that gradients are recorded as the optimizer uses them.
+        alterations.apply(self._request["alter"])
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        alterations.apply(self._request["alter"])
         atexit.register(self._leave)
 
     # -- what is noted ----------------------------------------------------------------------
@@ -119,6 +130,7 @@ class StockRecorder:
         """Note the order of clipping, unscaling and schedulers between two steps."""
         self._note_calls(nn.utils.clip_grad, "clip_grad_norm_", "clip")
         nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_
+        self._note_calls(nn.utils, "clip_grads_with_norm_", "clip")
         self._note_calls(torch.amp.GradScaler, "unscale_", "unscale")
         kinds = {each for each in vars(optim.lr_scheduler).values() if isinstance(each, type)}
         for kind in kinds:
@@ -131,10 +143,12 @@ class StockRecorder:
 
         @wraps(plain)
         def noted(*args: Any, **kwargs: Any) -> Any:
+            if event == "clip" and args and not isinstance(args[0], Tensor):
+                args = (list(args[0]), *args[1:])  # an iterator can be read only once
             result = plain(*args, **kwargs)
             if self._is_here:
-                number = readers.number(result) if event == "clip" else None
-                self._events[-1].append(event if number is None else f"{event} {number!r}")
+                words = _describe_clip(result, *args, **kwargs) if event == "clip" else ""
+                self._events[-1].append(f"{event}{words}")
             return result
 
         setattr(owner, name, noted)
@@ -148,7 +162,10 @@ class StockRecorder:
         followed = self._optimizers.get(id(optimizer))
         if followed is None:
             followed = FollowedOptimizer(optimizer, len(self._optimizers))
+            if self._request["reference"]:
+                followed.follow_contributions()
             self._optimizers[id(optimizer)] = followed
+            self._script_facts.know(followed.models, followed.names)
         if not followed.names:
             return
         with torch.no_grad():
@@ -187,6 +204,7 @@ class StockRecorder:
         self, followed: FollowedOptimizer, gradients: list[Part], figures: dict[str, Any]
     ) -> None:
         parts = gradients + list(followed.read_state(self._rank))
+        parts += followed.take_contributions(self._rank)
         if not followed.steps:
             parts = [part for part in parts if part.kind in ("model", "optimizer")]
         figures = {"loss": math.nan, "terms": []} | figures | followed.figures()
@@ -214,9 +232,23 @@ class StockRecorder:
             "trained": trained,
             "tensor_parallel": any(each.is_tensor_parallel for each in self._optimizers.values()),
             "ended_itself": not self._is_done,
+            **self._script_facts.plain(),
         }
         path.with_suffix(".part").write_text(json.dumps(facts))
         os.replace(path.with_suffix(".part"), path)
+
+
+def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> str:
+    """Return the norm that gradients had, the largest that they may have, and their number."""
+    # clip_grads_with_norm_ returns nothing, and is given the norm.
+    norm = (args[0] if args else kwargs.get("total_norm")) if result is None else result
+    values = [readers.number(each) for each in (norm, max_norm)]
+    if None in values:
+        return ""
+    count = len(parameters) if isinstance(parameters, list) else 1
+    if result is not None and float(kwargs.get("norm_type", args[0] if args else 2)) != 2:
+        count = 0  # other norms are not compared with the length of the gradients
+    return f" {values[0]!r} {values[1]!r} {count}"
 
 
 def _described(loss: Tensor) -> dict[str, Any]:
@@ -231,7 +263,16 @@ def _described(loss: Tensor) -> dict[str, Any]:
         "items": None if main is None or terms.guessed else readers.number(main.items),
         "factor": _root_factor(loss),
         "words": terms.describe(),
+        "addends": _count_addends(loss),
     }
+
+
+def _count_addends(loss: Tensor) -> int:
+    """Return the number of terms of a loss that is a sum at its root: 2 for a + b, else 1."""
+    node = loss.grad_fn
+    if node is None or type(node).__name__ != "AddBackward0":
+        return 1
+    return len([each for each, _ in node.next_functions if each is not None])
 
 
 def _root_factor(loss: Tensor) -> float:
@@ -264,6 +305,30 @@ class FollowedOptimizer:
         self._parameters = [p for p in parameters if p in self.names]
         self.is_tensor_parallel = any(readers.is_tensor_parallel(model) for _, model in self.models)
         self._inputs = ForwardInputs(self.models, lambda: None)
+        self._contributions: dict[Tensor, list[Tensor]] = {}
+
+    def follow_contributions(self) -> None:
+        """Keep what each backward adds to a gradient. Ranks reduce it, so for one process only."""
+        for parameter in self._parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_hook(partial(self._add_contribution, parameter))
+
+    def _add_contribution(self, parameter: Tensor, gradient: Tensor) -> None:
+        values = gradient.detach().double()
+        known = self._contributions.get(parameter)
+        total, first = (values, values) if known is None else (known[0] + values, known[1])
+        self._contributions[parameter] = [total, first, values]
+
+    def take_contributions(self, rank: int) -> list[Part]:
+        """Return the sum of what the backwards since the last step added, the first and the last of
+        it, if there were several."""
+        taken, self._contributions = self._contributions, {}
+        return [
+            readers.part(kind, self.names[parameter], each, rank)
+            for parameter, values in taken.items()
+            if values[0] is not values[1]
+            for kind, each in zip(CONTRIBUTIONS, values, strict=True)
+        ]
 
     def figures(self) -> dict[str, Any]:
         """Return what a step's file has next to tensors."""
@@ -279,6 +344,7 @@ class FollowedOptimizer:
             "order": [readers.plain_name(name) for name in self._inputs.order],
             "fed": vars(fed),
             "samples": samples,
+            "dtypes": sorted({str(p.grad.dtype) for p in self._parameters if p.grad is not None}),
             "parameters": [[(self.names[p], tuple(p.shape)) for p in self._parameters]],
         }
 

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field, replace
 from shardwise.errors import LaunchError
 from shardwise.tools.verify.comparing import Comparison, compare
 from shardwise.tools.verify.runs import RunFailed
+from shardwise.tools.verify.stock import metrics
 from shardwise.tools.verify.stock.batches import UnjoinableBatches
-from shardwise.tools.verify.stock.findings import Finding, StockSuspect, findings, suspects
+from shardwise.tools.verify.stock.findings import Finding, findings, parts_of_ranks, some
 from shardwise.tools.verify.stock.stock_runs import StockRecords, StockRuns
+from shardwise.tools.verify.stock.suspects import StockSuspect, suspects
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict
+
+METRICS = 1e-4
+"""Relative difference in training up to which evaluations are compared."""
 
 UNJOINABLE = UnjoinableBatches.__name__
 
@@ -72,7 +77,14 @@ def verify(runs: StockRuns) -> StockResult:
     losses = tuple(
         [step.loss for step in each.training.engines[0][1:]] for each in (reference, made)
     )
-    result = replace(result, own=own, judged=own, losses=(losses[0], losses[1]))
+    proved = findings(made, reference)
+    if own.trains_the_same(METRICS):
+        proved += metrics.findings(reference, made)
+    result = replace(result, own=own, judged=own, losses=(losses[0], losses[1]), findings=proved)
+    if parts := parts_of_ranks(made, reference):
+        why = f"{some(parts)} have other shapes on the ranks than in one process."
+        verdict = TrainingVerdict.DIFFERS if proved else TrainingVerdict.UNPROVED
+        return replace(result, verdict=verdict, why=why)
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)
     if own.same_bits:
@@ -90,6 +102,8 @@ def verify(runs: StockRuns) -> StockResult:
     if judged.within(TOLERANCE):
         return replace(result, verdict=TrainingVerdict.ROUNDING)
     cause = _cause(runs, wide_reference, wide_made, judged)
+    if cause is not None and not cause.is_mistake:
+        return replace(result, verdict=TrainingVerdict.UNPROVED, why=cause.words)
     return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
 
 
@@ -106,6 +120,8 @@ def _cause(
 ) -> StockSuspect | None:
     """Return the first suspect without which the runs agree."""
     for suspect in suspects(reference, made, judged, TOLERANCE):
+        if suspect.is_proved:
+            return suspect
         words = f"trial: {suspect.name}"
         try:
             ours = runs.ranks(words, wide=True, alter=suspect.ranks)

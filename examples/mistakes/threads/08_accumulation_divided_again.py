@@ -1,0 +1,42 @@
+"""Losses are divided by the number of micro-batches, and so are the gradients of each stage.
+
+Adam hides the factor; weight decay and clipping do not. Seen in DeepSpeed#8152, where each stage of
+a pipeline divided once more.
+"""
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+right = "--right" in sys.argv
+WINDOW = 4
+dist.init_process_group("gloo")
+size = dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(512, 8)
+data = TensorDataset(x, x.prod(1, keepdim=True).sigmoid())
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+sampler = DistributedSampler(data)
+total = torch.zeros(())
+for epoch in range(4):
+    sampler.set_epoch(epoch)
+    for number, (a, b) in enumerate(DataLoader(data, batch_size=4, sampler=sampler), 1):
+        loss = nn.functional.mse_loss(model(a), b) / WINDOW
+        loss.backward()
+        total = total + loss.detach()
+        if number % WINDOW:
+            continue
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= size if right else size * WINDOW
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            print(f"loss {total.item() / size:.5f}")
+        total = torch.zeros(())
+dist.destroy_process_group()

@@ -1,0 +1,90 @@
+"""Compares what the ranks report about an evaluation with what one process reports.
+
+The numbers are those that the script prints in an evaluation, and the scalars that it reduces. They
+say something only if the training itself agrees.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from shardwise.tools.verify.stock.findings import CLOSE, Finding
+from shardwise.tools.verify.stock.stock_runs import StockRecords
+
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.(\d+))?(?:e[-+]?\d+)?(?![\w.]*\w)")
+LEAST = 1e-5
+"""Relative difference of means from which they count as different."""
+
+
+def findings(reference: StockRecords, made: StockRecords) -> list[Finding]:
+    """Return mistakes in what the ranks report about evaluations, at most one."""
+    return list(_unweighted(reference, made))[:1] or list(_multiplied(reference, made))[:1]
+
+
+def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
+    """Check for means of ranks that are averaged although the ranks have other numbers of rows."""
+    theirs = _reported(reference)
+    for entries in zip(*(facts["reduced"] for facts in made.ranks), strict=False):
+        rows = [entry["rows"] for entry in entries]
+        if len(set(rows)) == 1 or len({len(entry["values"]) for entry in entries}) > 1:
+            continue
+        for values in zip(*(entry["values"] for entry in entries), strict=True):
+            plain = math.fsum(values) / len(values)
+            weighed = math.fsum(v * n for v, n in zip(values, rows, strict=True)) / sum(rows)
+            if abs(plain - weighed) <= LEAST * abs(weighed):
+                continue
+            # What one process reports is the mean over all rows: the ranks' values are means.
+            if any(_are_close(weighed, value, digits) for value, digits in theirs):
+                yield Finding(
+                    "metrics averaged unweighted",
+                    f"An evaluation averages the means of ranks with {min(rows)} to {max(rows)} "
+                    f"rows: {plain:.6g}, and {weighed:.6g} over all rows. Reduce sums and counts, "
+                    "and divide once.",
+                )
+                return
+
+
+def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
+    """Check for printed numbers that are N times, or 1/N of, those that one process prints."""
+    size = len(made.ranks)
+    pairs = zip(reference.ranks[0]["printed"], made.ranks[0]["printed"], strict=False)
+    for one, two in pairs:
+        if NUMBER.sub("#", one["text"]) != NUMBER.sub("#", two["text"]):
+            return  # the script prints other lines
+        numbers = zip(_numbers(one["text"]), _numbers(two["text"]), strict=True)
+        for (theirs, digits), (ours, _) in numbers:
+            for factor, words in ((size, f"{size} times"), (1 / size, f"1/{size} of")):
+                # An integer may be a number of ranks or rows. A time may be twice another one by
+                # chance, so at least 3 digits have to agree.
+                if abs(theirs) * 10**digits < 100 or not digits:
+                    continue
+                if _are_close(theirs * factor, ours, digits - 1):
+                    yield Finding(
+                        "metric multiplied by the ranks",
+                        f'The ranks report {words} what one process reports: "{two["text"]}", not '
+                        f'"{one["text"]}". Sum over ranks and divide once by the number of items.',
+                    )
+                    return
+
+
+def _reported(records: StockRecords) -> list[tuple[float, int]]:
+    """Return the numbers that a run reports about evaluations, with their decimals."""
+    facts = records.ranks[0]
+    numbers = [each for line in facts["printed"] for each in _numbers(line["text"])]
+    return numbers + [(value, 9) for each in facts["reduced"] for value in each["values"]]
+
+
+def _numbers(text: str) -> list[tuple[float, int]]:
+    """Return the numbers in a line, with their decimals."""
+    return [(float(match[0]), len(match[1] or "")) for match in NUMBER.finditer(text)]
+
+
+def _are_close(one: float, two: float, digits: int) -> bool:
+    """Return whether two numbers agree to `digits` decimals, and to 1e-3 of their size."""
+    if not digits:
+        return False
+    return abs(one - two) <= max(10.0**-digits, 1e-7 * abs(two)) and abs(one - two) <= CLOSE * abs(
+        two
+    )
