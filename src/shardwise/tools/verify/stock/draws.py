@@ -1,0 +1,57 @@
+"""Notes which operations of a script draw random numbers, to name the one that has no seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from shardwise.tools.verify import watching
+from shardwise.tools.verify.stock import readers
+
+MOST = 2000
+"""Largest number of entries. The first operation without a seed is usually among the first."""
+
+
+class DrawLog(TorchFunctionMode):
+    """Compares the states of all generators after each call of torch.
+
+    An entry is (operation, line of the script, library, hash of the state before).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, str, str, int]] = []
+        self._states = readers.hash_random_states()
+
+    def follow(self) -> None:
+        """Note draws from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._compare("random or numpy.random")
+        result = func(*args, **(kwargs or {}))
+        self._compare(getattr(func, "__name__", str(func)))
+        return result
+
+    def _compare(self, operation: str) -> None:
+        """Add an entry for each generator whose state has changed."""
+        if len(self.entries) >= MOST:
+            return
+        states = readers.hash_random_states()
+        for library, before in self._states.items():
+            if states.get(library) != before:
+                line = watching.user_line() or "a library"
+                self.entries.append((operation, line, library, before))
+        self._states = states
+
+
+def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
+    """Return the first operation that drew from other states in two runs; None without one."""
+    for (operation, line, library, before), (*_, again) in zip(one, other, strict=False):
+        if before != again and operation not in ("seed", "manual_seed"):
+            return f"{operation} in {line} draws random numbers ({library}) without a seed"
+    return None
