@@ -116,6 +116,15 @@ def test_batches_made_by_hand(
 
 
 @pytest.mark.full
+def test_script_that_spawns_its_ranks(shardwise: Launcher, tmp_path: Path) -> None:
+    command = f"{sys.executable} {script('stock_spawns')}"
+    ran, found = verify(shardwise, tmp_path, "--stock", "--accept", "rounding", command)
+    assert ran.code == 0, ran.out + ran.err
+    assert found["ranks"] == 2
+    assert found["rows"] == [16, 16]
+
+
+@pytest.mark.full
 def test_hanging_script_is_stopped(shardwise: Launcher, tmp_path: Path) -> None:
     words = ("-n", "2", "--stock", "--time-limit", "25", "--junit", "junit.xml", BY_HAND, "hangs")
     ran, _ = verify(shardwise, tmp_path, *words)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # an optimizer imports it, which would take seconds in every process
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardwise.tools.verify.stock import precision, readers, recorder
+from shardwise.tools.verify.stock import precision, readers, recorder, spawned
 from shardwise.tools.verify.stock.recorder import Rounds
 from shardwise.tools.verify.stock.stock_runs import StockRecords, describe_stall, read, users_line
 
@@ -129,6 +130,20 @@ def test_ends_after_the_steps_of_an_optimizer_that_is_made_again(tmp_path: Path)
     assert len(made.training.engines) == STEPS
 
 
+def test_compiled_model_keeps_its_graph(tmp_path: Path) -> None:
+    def script() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+        for _ in range(3):
+            compiled(torch.ones(4, 2)).mean().backward()
+            optimizer.step()
+
+    made = record(tmp_path, script)
+    assert set(gradients(made, 3)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert [row["fed"]["rows"] for row in made.steps[0][1:]] == [4, 4]
+
+
 def test_stop_at_a_step_leaves_a_record(tmp_path: Path) -> None:
     def script() -> None:
         model = nn.Linear(2, 1)
@@ -196,9 +211,15 @@ def test_stall_names_ranks_steps_and_lines(tmp_path: Path) -> None:
             (folder / f"engine-0-step-{step}.pt").touch()
     (tmp_path / "rank-0" / recorder.STACK).write_text(STACK_OF_A_RANK)
     said = describe_stall(tmp_path, "the ranks", 30)
-    assert "Rank 0 is after 3 steps in train.py:57 (reduce), Rank 1 is after 2 steps" in said
+    assert "Rank 0 is after 3 steps in train.py:57 (reduce). Rank 1 is after 2 steps." in said
 
 
 def test_sparse_gradients_are_recorded_dense() -> None:
     sparse = torch.ones(3).to_sparse()
     assert readers.part("gradient", "a", sparse, 0).values.tolist() == [1, 1, 1]
+
+
+def test_spawned_reference_is_told_of_one_rank() -> None:
+    def train(rank: int, world_size: int, batch_size: int, gpus: int) -> None: ...
+
+    assert spawned.with_one_rank(train, (2, 2, 3), 2) == (1, 2, 3)

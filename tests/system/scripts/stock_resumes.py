@@ -18,7 +18,7 @@ torch.manual_seed(dist.get_rank())  # each rank draws its own dropout
 data = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
 model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1)))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=4, sampler=sampler)
 checkpoint = Path(f"last-{dist.get_rank()}.pt")

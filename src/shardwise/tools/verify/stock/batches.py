@@ -96,6 +96,8 @@ class BatchRecorder:
         dataloader._BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign, assignment]
 
     def _begin(self, iterator: Any, loader: DataLoader[Any]) -> None:
+        if not hasattr(loader, "stock_key"):
+            return  # it was made without __init__, and the reference refuses it
         key = loader.stock_key  # type: ignore[attr-defined]
         iterator.stock = [key, loader.stock_epochs, 0]  # type: ignore[attr-defined]
         loader.stock_epochs += 1  # type: ignore[attr-defined]
@@ -210,9 +212,9 @@ class BatchReplay:
         def replayed(loader: DataLoader[Any]) -> Iterator[Any]:
             key = self._key(loader)
             if key is None:
+                line = getattr(loader, "stock_key", "an unknown line")
                 raise UnjoinableBatches(
-                    f"one process iterates over the DataLoader of {loader.stock_key}, "  # type: ignore[attr-defined]
-                    "and no rank does"
+                    f"one process iterates over the DataLoader of {line}, and no rank does"
                 )
             epoch = loader.stock_epochs  # type: ignore[attr-defined]
             loader.stock_epochs += 1  # type: ignore[attr-defined]
@@ -255,15 +257,15 @@ class BatchReplay:
 
     def _batches(self, key: str, epoch: int) -> Iterator[Any]:
         facts = self._loaders[key]
+        if "not_saved" in facts:
+            raise UnjoinableBatches(
+                f"a batch of the DataLoader of {key} could not be saved: {facts['not_saved']}"
+            )
         number = 0
         while True:
             paths = [rank / f"batch-{key}-{epoch}-{number}.pt" for rank in self._ranks]
             # Ranks may have different numbers of batches; the union is of those that have one.
-            found = [torch.load(path, weights_only=False) for path in paths if path.exists()]
-            if "not_saved" in facts:
-                raise UnjoinableBatches(
-                    f"a batch of the DataLoader of {key} could not be saved: {facts['not_saved']}"
-                )
+            found = [_loaded(path) for path in paths if path.exists()]
             if not found:
                 return
             if self._is_tensor_parallel:
@@ -271,6 +273,15 @@ class BatchReplay:
             batch = join(found, facts["batch_size"])
             yield widened(batch) if self._widen else batch
             number += 1
+
+
+def _loaded(path: Path) -> Any:
+    """Load a batch. Tensors of any GPU are moved to that of this process."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    return torch.load(path, map_location=place, weights_only=False)
 
 
 def widened(batch: Any) -> Any:

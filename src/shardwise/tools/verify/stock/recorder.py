@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.engine import loss_terms
-from shardwise.model.module_records import ForwardInputs, joined, other_tensors
+from shardwise.model.module_records import BUFFER, ForwardInputs, joined, other_tensors
 from shardwise.tools.verify.outside import _has_closure, _named_models
 from shardwise.tools.verify.stock import alterations, draws, own_files, precision, readers
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
@@ -51,10 +51,17 @@ LAST_WAIT = 20.0
 """Seconds to wait for the records of other ranks after the last step."""
 
 
-def start() -> None:
-    """Record this process from now on, unless another process records this rank already."""
+def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
+    """Record this process from now on, unless another process records this rank already.
+
+    Args:
+        rank: The rank, if no launcher has set it in the environment.
+        words: Words that start the script, if they are not those of this process.
+    """
     request = json.loads(os.environ[VARIABLE])
-    rank = 0 if request["reference"] else readers.rank()
+    is_spawned = rank is not None
+    if rank is None or request["reference"]:
+        rank = 0 if request["reference"] else readers.rank()
     folder = Path(request["record"]) / f"rank-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -64,20 +71,24 @@ def start() -> None:
             claim.write(str(os.getpid()))
     except FileExistsError:
         return
-    StockRecorder(request, rank, folder).follow()
+    started = {"argv": list(words or sys.orig_argv[1:]), "spawned": is_spawned}
+    StockRecorder(request, rank, folder, started).follow()
 
 
 class StockRecorder:
     """Records the optimizers, losses and loaders of one process."""
 
-    def __init__(self, request: dict[str, Any], rank: int, folder: Path) -> None:
+    def __init__(
+        self, request: dict[str, Any], rank: int, folder: Path, started: dict[str, Any]
+    ) -> None:
         self._request, self._rank, self._folder = request, rank, folder
         self._pid = os.getpid()
-        self._start = {
-            "argv": sys.orig_argv[1:],
+        self._spawns = False
+        self._start = started | {
             "executable": sys.executable,
             "environment": dict(os.environ),
-            "cwd": os.getcwd(),
+            "folder": os.getcwd(),
+            "view": request["view"],
         }
         self._log = TensorLog(Path(request["record"]), rank)
         is_wide = bool(request["wide"])
@@ -127,6 +138,7 @@ class StockRecorder:
         self._follow_losses()
         self._follow_events()
         self._follow_exit()
+        self._follow_spawns()
         # Hooks run in this order, so the gradients are recorded as a trial has altered them.
         alterations.apply(self._request["alter"])
         register_optimizer_step_pre_hook(self._before_step)
@@ -207,6 +219,18 @@ class StockRecorder:
             return result
 
         scaler.scale, scaler.step = marked, stepped
+
+    def _follow_spawns(self) -> None:
+        """Note whether this rank starts processes itself."""
+        module: Any = sys.modules["torch.multiprocessing.spawn"]
+        plain: Callable[..., Any] = module.start_processes
+
+        @wraps(plain)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._spawns = True
+            return plain(*args, **kwargs)
+
+        module.start_processes = torch.multiprocessing.start_processes = noted
 
     def _follow_exit(self) -> None:
         """Write the facts also if the script ends by os._exit, which runs no exit handlers."""
@@ -332,6 +356,7 @@ class StockRecorder:
             "ended_itself": not self._is_done,
             "dtypes": sorted(self._dtypes),
             "unnamed": self._unnamed,
+            "spawns": self._spawns,
             "draws": [] if self._draws is None else self._draws.entries,
         }
         path = self._folder / "stock.facts"
@@ -405,6 +430,7 @@ class FollowedOptimizer:
         self.steps = 0
         self.gradients: list[Part] = []
         self.has_closure = False
+        self.is_tensor_parallel = False
         self.models: list[tuple[str, nn.Module]] = []
         self.names: dict[Tensor, str] = {}
         self._parameters: list[Tensor] = []
@@ -479,4 +505,6 @@ class FollowedOptimizer:
                         values = readers.gathered(state, parameter)
                         yield readers.part("optimizer", f"{name}.{key}", values, rank)
         for each in other_tensors(self.models, rank):
+            if each.kind != BUFFER:
+                continue  # FSDP1 leaves tensors without memory in attributes
             yield Part(each.kind, readers.plain_name(each.name), each.values, copy=rank)

@@ -94,9 +94,8 @@ def check(made: StockRecords) -> None:
     if not made.ranks:
         raise LaunchError(
             "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
-            "or SLURM_PROCID) and imports torch. Give a command that starts several ranks. A "
-            "script that starts its ranks itself, by torch.multiprocessing.spawn, is not "
-            "supported: let torchrun start them."
+            "or SLURM_PROCID), or was started by torch.multiprocessing.spawn, and that imports "
+            "torch. Give a command that starts several ranks."
         )
     size = max(facts["world_size"] for facts in made.ranks)
     if len(made.ranks) < size:
@@ -112,6 +111,11 @@ def check(made: StockRecords) -> None:
         raise LaunchError(
             f"Nothing is proved: the optimizers of {library} step on partitions of their own, "
             f"which cannot be compared by name.{hint}"
+        )
+    if any(facts["spawns"] for facts in made.ranks):
+        raise LaunchError(
+            "The script starts its ranks itself, by torch.multiprocessing.spawn. Give the command "
+            'that starts it, without -n: --stock "python train.py".'
         )
     raise LaunchError(
         "The ranks made no step of a torch optimizer, so there is nothing to compare."

@@ -178,7 +178,9 @@ class StockRuns:
         """
         facts = json.loads((self._ranks / "rank-0" / "stock.facts").read_text())
         known = {n: v for n, v in facts["environment"].items() if n not in DROPPED}
-        variables = known | RANK_VARIABLES | {"MASTER_PORT": str(_free_port())}
+        variables = dict(known)
+        if not facts["spawned"]:  # such a script needs no variables, and would look like a rank
+            variables |= RANK_VARIABLES | {"MASTER_PORT": str(_free_port())}
         variables |= {n: v for n, v in OTHER_LAUNCHERS.items() if n in variables}
         command = [facts["executable"], *facts["argv"], *self.command.alone]
         replay = None if self.command.alone else self._ranks
@@ -189,7 +191,7 @@ class StockRuns:
             wide=wide,
             alter=alter,
             replay=replay,
-            is_reference=True,
+            reference_of=facts,
             notes_draws=notes_draws,
         )
         return made
@@ -203,7 +205,7 @@ class StockRuns:
         wide: str | None = None,
         alter: Mapping[str, Any] | None = None,
         replay: Path | None = None,
-        is_reference: bool = False,
+        reference_of: Mapping[str, Any] | None = None,
         notes_draws: bool = False,
         stop_at: int | None = None,
         view: Path | None = None,
@@ -220,12 +222,16 @@ class StockRuns:
             place = view.joinpath(*current.relative_to(current.anchor).parts)
         else:
             place = make_view(view, current, hidden=self._folder)
+        if reference_of is not None and reference_of["folder"].startswith(reference_of["view"]):
+            # A launcher may change to another folder before it starts the ranks.
+            place = view / os.path.relpath(reference_of["folder"], reference_of["view"])
+            place.mkdir(parents=True, exist_ok=True)
         request = {
             "record": str(folder),
             "view": str(view),
             "steps": self._steps,
             "stop_at": stop_at,
-            "reference": is_reference,
+            "reference": reference_of is not None,
             "replay": None if replay is None else str(replay),
             "wide": wide,
             "draws": notes_draws,
@@ -371,9 +377,9 @@ def describe_stall(folder: Path, words: str, limit: float) -> str:
         stack = rank / STACK
         line = users_line(stack.read_text()) if stack.exists() else None
         ended = " (it has ended)" if (rank / "stock.facts").exists() else ""
-        said.append(f"Rank {rank.name[5:]} is {done}{ended}{f' in {line}' if line else ''}")
+        said.append(f"Rank {rank.name[5:]} is {done}{ended}{f' in {line}' if line else ''}.")
     return (
-        f"Run of {words} stopped: no step and no batch in {limit:g} s. {', '.join(said)}. Raise "
+        f"Run of {words} stopped: no step and no batch in {limit:g} s. {' '.join(said)} Raise "
         "--time-limit if a step takes longer."
     )
 
@@ -382,7 +388,9 @@ def users_line(stack: str) -> str | None:
     """Return FILE:LINE (FUNCTION) of the innermost frame of a stack that is not a library's."""
     for match in _FRAME.finditer(stack):  # faulthandler writes the innermost frame first
         if not _INSTALLED.search(match["file"]) and str(START.parents[2]) not in match["file"]:
-            return f"{Path(match['file']).name}:{match['line']} ({match['function']})"
+            function = match["function"]
+            where = "" if function.startswith("<") else f" ({function})"
+            return f"{Path(match['file']).name}:{match['line']}{where}"
     return None
 
 

@@ -39,9 +39,14 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        from shardwise.tools.verify.stock import recorder
+        if any(name in os.environ for name in RANKS):
+            from shardwise.tools.verify.stock import recorder
 
-        recorder.start()
+            recorder.start()
+        else:
+            from shardwise.tools.verify.stock import spawned
+
+            spawned.follow()
 
 
 def _import_next() -> None:
@@ -53,10 +58,8 @@ def _import_next() -> None:
 
 
 _import_next()
-# A launcher imports torch as well, but only its ranks have a rank.
-if (
-    "SHARDWISE_VERIFY_STOCK" in os.environ
-    and any(name in os.environ for name in RANKS)
-    and not any(os.path.basename(word) in LAUNCHERS for word in sys.orig_argv[1:4])
+# A process without a rank may be a script that spawns its ranks.
+if "SHARDWISE_VERIFY_STOCK" in os.environ and not any(
+    os.path.basename(word) in LAUNCHERS for word in sys.orig_argv[1:4]
 ):
     sys.meta_path.insert(0, _AfterTorch())
