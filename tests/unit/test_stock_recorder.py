@@ -223,3 +223,4 @@ def test_spawned_reference_is_told_of_one_rank() -> None:
     def train(rank: int, world_size: int, batch_size: int, gpus: int) -> None: ...
 
     assert spawned.with_one_rank(train, (2, 2, 3), 2) == (1, 2, 3)
+    assert spawned.VARIABLE == recorder.VARIABLE

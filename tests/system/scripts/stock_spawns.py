@@ -22,8 +22,8 @@ def train(rank: int, world_size: int, port: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(48, 4, generator=torch.Generator().manual_seed(1)))
     sampler = DistributedSampler(data, num_replicas=world_size, rank=rank)
-    # The worker starts as the ranks do, and inherits their environment.
-    options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"}
+    # The worker inherits the environment of its rank.
+    options = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
     for (x,) in DataLoader(data, batch_size=8, sampler=sampler, **options):
         optimizer.zero_grad()
         model(x).square().mean().backward()

@@ -98,7 +98,7 @@ class BatchRecorder:
     def _begin(self, iterator: Any, loader: DataLoader[Any]) -> None:
         if not hasattr(loader, "stock_key"):
             return  # it was made without __init__, and the reference refuses it
-        key = loader.stock_key  # type: ignore[attr-defined]
+        key = loader.stock_key
         iterator.stock = [key, loader.stock_epochs, 0]  # type: ignore[attr-defined]
         loader.stock_epochs += 1  # type: ignore[attr-defined]
         facts = self.loaders.setdefault(key, {})
@@ -249,7 +249,7 @@ class BatchReplay:
     def _draw(self, loader: DataLoader[Any], key: str) -> None:
         """Draw the random numbers that a DataLoader draws when an iteration starts.
 
-        What the script draws after it is then what each rank draws.
+        Otherwise the next numbers of the script would not be the same as on the ranks.
         """
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         if self._loaders[key]["sampler"] == "RandomSampler":
@@ -377,7 +377,7 @@ def _joined(tensors: Sequence[Tensor], batch_size: int | None) -> Tensor:
     if batch_size is not None and len(first) > batch_size:
         raise UnjoinableBatches(
             f"dim 0 of a tensor has {len(first)} entries in a batch of {batch_size} samples, so "
-            "it is not known along which dim batches are to be joined"
+            "the dim of the samples is not known"
         )
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) == 1:

@@ -36,12 +36,12 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def make_view(view: Path, current: Path, hidden: Path) -> Path:
-    """Make a view of the folder `current`. Return the folder in it to start in.
+    """Make a view of the folder `current`, and return the folder in which a run starts.
 
     Args:
         view: Folder to create.
         current: The user's current folder, absolute.
-        hidden: Folder that the view does not show: that of the verification itself.
+        hidden: Folder of the verification itself, which the view does not show.
     """
     place, user = view, Path(current.anchor)
     place.mkdir()
@@ -122,7 +122,7 @@ def follow(view: Path) -> None:
 
 
 def _follow_safetensors(root: str) -> None:
-    """Let safetensors, which writes in Rust, replace a link as well."""
+    """Replace links before safetensors writes a file: it does so in Rust."""
     try:
         import safetensors.torch as library
     except ImportError:

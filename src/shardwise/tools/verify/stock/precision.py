@@ -33,7 +33,7 @@ def widen(*, promotes: bool) -> None:
 
 
 def _set_argument(kind: Any, name: str, value: Any) -> None:
-    """Let every object of `kind` be made with this value of a keyword argument."""
+    """Replace the value of a keyword argument in every constructor call of `kind`."""
     init: Callable[..., None] = kind.__init__
 
     @wraps(init)

@@ -19,7 +19,7 @@ from shardwise.world.tensor_log import Part
 
 LIBRARIES = {"accelerate", "deepspeed", "horovod", "lightning", "transformers", "trl"}
 PARTITIONING = ("deepspeed", "apex", "megatron", "fairscale", "colossalai")
-"""Packages whose optimizers step on flat partitions of their own, which have no names."""
+"""Packages whose optimizers step on flat partitions of parameters, which have no names."""
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _WRAPPERS = re.compile(
@@ -119,10 +119,11 @@ def full_parameters(models: Iterable[nn.Module]) -> Iterator[bool]:
 
 
 def gathered(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return a tensor with the layout of an FSDP1 flat parameter, whole. Collective for it.
+    """Return a whole tensor from the intervals of an FSDP1 flat parameter; other tensors as is.
 
-    Flat parameters are those of FSDP1 without `use_orig_params=True`. Each rank has an interval,
-    shape (ceil(numel / ranks),), and the last ones end with padding.
+    FSDP1 has flat parameters without `use_orig_params=True`. Each rank has an interval, shape
+    (ceil(numel / ranks),), and the last interval ends with padding. Collective for such a
+    parameter.
     """
     full = getattr(parameter, "_unpadded_unsharded_size", None)
     if full is None:

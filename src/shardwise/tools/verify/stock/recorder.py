@@ -92,7 +92,7 @@ class StockRecorder:
         }
         self._log = TensorLog(Path(request["record"]), rank)
         is_wide = bool(request["wide"])
-        # Batches of the reference are those of the ranks, so only hashes of its own are kept.
+        # The reference replays the batches of the ranks, so nothing reads files of its batches.
         keeps = not request["reference"]
         self._batches = BatchRecorder(folder, keeps=keeps, widens=is_wide)
         self._replay: BatchReplay | None = None
@@ -230,7 +230,7 @@ class StockRecorder:
             self._spawns = True
             return plain(*args, **kwargs)
 
-        module.start_processes = torch.multiprocessing.start_processes = noted
+        module.start_processes = vars(torch.multiprocessing)["start_processes"] = noted
 
     def _follow_exit(self) -> None:
         """Write the facts also if the script ends by os._exit, which runs no exit handlers."""
@@ -241,7 +241,7 @@ class StockRecorder:
             self._leave()
             return leave(status)
 
-        os._exit = noted  # type: ignore[assignment]
+        os._exit = noted
 
     # -- steps ------------------------------------------------------------------------------
 

@@ -14,12 +14,13 @@ import re
 import sys
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 import torch
 
-from shardwise.tools.verify.stock import recorder
-from shardwise.tools.verify.stock.batches import UnjoinableBatches
+VARIABLE = "SHARDWISE_VERIFY_STOCK"
+"""As in recorder.py, which only ranks import: that takes seconds."""
 
 _SIZES = re.compile(r"world_?size|^world$|^size$|n_?procs|num_proc|gpus$|n_?ranks|num_ranks")
 """Names of parameters for the number of ranks."""
@@ -34,11 +35,11 @@ def follow() -> None:
     @wraps(plain)
     def started(fn: Any, args: Any = (), nprocs: int = 1, *more: Any, **options: Any) -> Any:
         count, given = nprocs, tuple(args)
-        if json.loads(os.environ[recorder.VARIABLE])["reference"]:
+        if json.loads(os.environ[VARIABLE])["reference"]:
             count, given = 1, with_one_rank(fn, given, nprocs)
         return plain(SpawnedRank(fn, sys.orig_argv[1:]), given, count, *more, **options)
 
-    module.start_processes = torch.multiprocessing.start_processes = started
+    module.start_processes = vars(torch.multiprocessing)["start_processes"] = started
 
 
 def with_one_rank(function: Callable[..., Any], arguments: Any, ranks: int) -> tuple[Any, ...]:
@@ -61,9 +62,9 @@ class SpawnedRank:
 
     def __call__(self, rank: int, *arguments: Any) -> Any:
         """Start recording, and call the function."""
-        if json.loads(os.environ[recorder.VARIABLE])["reference"]:
+        if json.loads(os.environ[VARIABLE])["reference"]:
             _refuse_other_sizes()
-        recorder.start(rank, self._words)
+        import_module("shardwise.tools.verify.stock.recorder").start(rank, self._words)
         return self._function(rank, *arguments)
 
 
@@ -75,7 +76,7 @@ def _refuse_other_sizes() -> None:
     def joined(*args: Any, **kwargs: Any) -> Any:
         size = inspect.signature(plain).bind(*args, **kwargs).arguments.get("world_size", 1)
         if size > 1:
-            raise UnjoinableBatches(
+            raise import_module("shardwise.tools.verify.stock.batches").UnjoinableBatches(
                 f"the script starts {size} ranks also as one process. Start them by torchrun, or "
                 "call the parameter for their number world_size."
             )

@@ -109,8 +109,8 @@ def check(made: StockRecords) -> None:
         how = "deepspeed" if library == "deepspeed" else None
         hint = f" shardwise verify --adopt {how} can verify the script." if how else ""
         raise LaunchError(
-            f"Nothing is proved: the optimizers of {library} step on partitions of their own, "
-            f"which cannot be compared by name.{hint}"
+            f"The optimizers of {library} step on partitions without parameter names, which "
+            f"cannot be compared.{hint}"
         )
     if any(facts["spawns"] for facts in made.ranks):
         raise LaunchError(

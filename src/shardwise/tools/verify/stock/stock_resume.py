@@ -149,8 +149,8 @@ def _other_start(start: int | None) -> Finding:
         )
     return Finding(
         "parameters",
-        "The parameters after the second start are those of no step of the run that was not "
-        "stopped.",
+        "No step of the run that was not stopped has the parameters of the second start: the "
+        "script does not restore what it saved.",
     )
 
 

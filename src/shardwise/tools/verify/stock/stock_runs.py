@@ -249,7 +249,7 @@ class StockRuns:
             "PWD": str(place),
         }
         if wide:
-            # What is compiled is not widened, and compilers change only rounding.
+            # Compiled code is not widened, and a compiler changes only rounding.
             environ["TORCHDYNAMO_DISABLE"] = "1"
         try:
             with log.open("wb") as output:
@@ -291,7 +291,7 @@ class StockRuns:
             except subprocess.TimeoutExpired:
                 pass
             for pid in _claimed(folder):
-                # torchrun starts each rank in a process group of its own.
+                # torchrun starts each rank in a separate process group.
                 group = _group(pid)
                 if group is not None and group not in noted and group != os.getpgid(0):
                     noted.add(group)

@@ -58,8 +58,11 @@ def _import_next() -> None:
 
 
 _import_next()
-# A process without a rank may be a script that spawns its ranks.
-if "SHARDWISE_VERIFY_STOCK" in os.environ and not any(
-    os.path.basename(word) in LAUNCHERS for word in sys.orig_argv[1:4]
+# A process without a rank may be a script that spawns its ranks. Processes that multiprocessing
+# starts are such ranks, which spawned.py starts to record, or workers of a DataLoader.
+if (
+    "SHARDWISE_VERIFY_STOCK" in os.environ
+    and "--multiprocessing-fork" not in sys.orig_argv
+    and not any(os.path.basename(word) in LAUNCHERS for word in sys.orig_argv[1:4])
 ):
     sys.meta_path.insert(0, _AfterTorch())
