@@ -192,6 +192,7 @@ def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
         (("--stock", "-n", "2", "torchrun x.py"), "Give -n for a script, or a whole command"),
         (("--junit", "a.xml", SCRIPT), "--junit needs --stock"),
         (("--resume-at", "3", SCRIPT), "--resume-at needs --stock"),
+        (("--time-limit", "9", SCRIPT), "--time-limit needs --stock"),
         (("--stock", "--also", "-n 4", SCRIPT), "--also has no meaning with --stock"),
         (("--stock", "--resume-at", "20", SCRIPT), "leaves no step to compare"),
         (("--stock", "--resume-with", "x.py", SCRIPT), "--resume-with needs --resume-at"),

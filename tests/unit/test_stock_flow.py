@@ -87,6 +87,12 @@ def test_ranks_with_other_numbers_of_steps_are_not_proved(tmp_path: Path) -> Non
     assert "different numbers of steps: 4, 3" in result.why
 
 
+def test_reference_without_a_step_is_not_proved(tmp_path: Path) -> None:
+    made = twice(trained(tmp_path, "a"))
+    nothing = replace(made, training=replace(made.training, engines={}))
+    assert verify(made, nothing).verdict is TrainingVerdict.UNPROVED
+
+
 def test_findings_count_also_if_one_process_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,19 @@ def test_ends_after_the_steps_of_an_optimizer_that_is_made_again(tmp_path: Path)
     assert len(made.training.engines) == STEPS
 
 
+def test_script_records_after_a_subprocess_that_imported_torch(tmp_path: Path) -> None:
+    def train() -> None:
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    record(tmp_path, lambda: None)  # the subprocess makes no step
+    assert record(tmp_path, train).training.steps == 1
+    # A subprocess at the end of the script does not take its place.
+    assert record(tmp_path, lambda: None).ranks[0]["driver"] == "plain"
+
+
 def test_compiled_model_keeps_its_graph(tmp_path: Path) -> None:
     def script() -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))

@@ -293,7 +293,6 @@ VERIFY = (
         "--time-limit SECONDS",
         "with --stock: stop a run that makes no step for this many seconds (default 300)",
         above_zero(SECONDS),
-        default="300",
     ),
     row(
         "--resume-at K",

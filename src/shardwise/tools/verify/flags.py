@@ -19,6 +19,9 @@ Check that it trains the same:   shardwise verify -n 4 --zero 3 train.py --epoch
 shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then on several
 """
 
+TIME_LIMIT = 300.0
+"""Seconds without a step after which a run of a stock script is stopped."""
+
 LAUNCHER = {
     "hosts": "-H",
     "hostfile": "--hostfile",
@@ -61,7 +64,7 @@ def _verify(
     stock: bool,
     junit: str | None,
     total_batch: str | None,
-    time_limit: float,
+    time_limit: float | None,
     resume_at: int | None,
     resume_with: str | None,
     json_file: Path | None,
@@ -87,13 +90,13 @@ def _verify(
             module=module,
             causes=causes,
             total_batch=total_batch,
-            time_limit=time_limit,
+            time_limit=TIME_LIMIT if time_limit is None else time_limit,
             resume_at=resume_at,
             resume_with=resume_with,
             **run_flags,
         )
     of_stock = {"--junit": junit, "--total-batch": total_batch, "--resume-at": resume_at}
-    of_stock |= {"--resume-with": resume_with}
+    of_stock |= {"--resume-with": resume_with, "--time-limit": time_limit}
     if name := next((flag for flag, value in of_stock.items() if value is not None), None):
         raise LaunchError(f"{name} needs --stock.")
     program.command(words[0], words[1:], module=module)  # raises if the program does not exist

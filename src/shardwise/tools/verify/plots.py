@@ -145,7 +145,8 @@ def _tensors(axes: Any, results: Sequence[DrawnResult]) -> None:
     axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
     if not rows:
         axes.axis("off")
-        axes.text(0.5, 0.5, "no bit differs", ha="center", va="center", color=GREY)
+        words = "no bit differs" if result.judged.steps else "nothing was compared"
+        axes.text(0.5, 0.5, words, ha="center", va="center", color=GREY)
         return
     axes.set_xscale("log")
     axes.barh(

@@ -70,9 +70,27 @@ def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
         with (folder / CLAIM).open("x") as claim:
             claim.write(str(os.getpid()))
     except FileExistsError:
-        return
+        if not _is_abandoned(folder):
+            return
+        (folder / CLAIM).write_text(str(os.getpid()))
     started = {"argv": list(words or sys.orig_argv[1:]), "spawned": is_spawned}
     StockRecorder(request, rank, folder, started).follow()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether the process that claimed a rank has ended without a step.
+
+    A script may ask a subprocess for the GPUs before it imports torch itself.
+    """
+    if any(folder.glob("engine-*.pt")):
+        return False
+    try:
+        os.kill(int((folder / CLAIM).read_text()), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, ValueError):  # ValueError: the claim is being written
+        return False
+    return False
 
 
 class StockRecorder:

@@ -75,6 +75,8 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
         reference = runs.reference("one process")
     except RunFailed as error:
         return _unproved(result, _why_failed(error))
+    if not reference.training.steps:
+        return _unproved(result, "the script makes no step in one process.")
     result = replace(
         result, own=_compared(reference, made), losses=(_losses(reference), _losses(made))
     )
