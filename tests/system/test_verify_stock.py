@@ -99,6 +99,7 @@ def test_correct_script_of_lightning(shardwise: Launcher, tmp_path: Path, kind: 
         ((BY_HAND, "drawn"), 4, "all ranks were given 16 rows, and those of one process 8"),
         ((BY_HAND, "unseeded"), 4, "not deterministic on one process"),
     ],
+    ids=["sliced", "total batch", "counted", "drawn", "unseeded"],
 )
 def test_batches_made_by_hand(
     shardwise: Launcher, tmp_path: Path, words: tuple[str, ...], code: int, said: str

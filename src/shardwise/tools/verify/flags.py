@@ -95,7 +95,11 @@ def _verify(
             resume_with=resume_with,
             **run_flags,
         )
-    of_stock = {"--junit": junit, "--total-batch": total_batch, "--resume-at": resume_at}
+    of_stock: dict[str, Any] = {
+        "--junit": junit,
+        "--total-batch": total_batch,
+        "--resume-at": resume_at,
+    }
     of_stock |= {"--resume-with": resume_with, "--time-limit": time_limit}
     if name := next((flag for flag, value in of_stock.items() if value is not None), None):
         raise LaunchError(f"{name} needs --stock.")

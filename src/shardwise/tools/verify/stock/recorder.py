@@ -279,8 +279,10 @@ class StockRecorder:
             return
         if self._rounds.begin(followed.parameter_ids) == self._request["stop_at"]:
             self._request["stop_at"] = None
-            # Like a scheduler that takes the node away. A script with a handler goes on.
+            # Like a scheduler that takes the node away. A script with a handler goes on. The
+            # launcher would kill ranks that are not here yet, and so have written no facts.
             self._leave()
+            self._wait_for_others()
             signal.raise_signal(signal.SIGTERM)
         with torch.no_grad():
             if not followed.steps:

@@ -4,8 +4,8 @@
     stopped     step 1 ... K  SIGTERM           saves by the script's own means
     resumed              R+1 ... S              the command again, in the folder of the stopped run
 
-R is the step after which the script saved last. Its parameters tell R: they are those that the
-whole run had after step R.
+R is the last step that the script has saved. It is found by the parameters of the resumed run: the
+whole run had the same ones after step R.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResumeResult(StockResult):
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
-    """Make the three runs, and compare from the step on from which the script resumed.
+    """Make the three runs, and compare all steps after the one that the script resumed from.
 
     Raises:
         LaunchError: If the script makes no step of a torch optimizer, or if a run hangs.
@@ -65,9 +65,9 @@ def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
     try:
         resumed = runs.resumed_ranks("the ranks, resumed", again, view)
     except RunFailed as error:
-        why = f"the script does not start again: {last_words(error.output)}"
-        finding = Finding("does not resume", f"The script does not start again: {why}")
-        return replace(result, verdict=TrainingVerdict.DIFFERS, findings=[finding], why=why)
+        words = f"The script does not start again: {last_words(error.output)}"
+        finding = Finding("does not resume", words)
+        return replace(result, verdict=TrainingVerdict.DIFFERS, findings=[finding])
     if not resumed.training.steps:
         return replace(result, why="the resumed run made no step.")
     start = _start(whole, resumed)
@@ -79,6 +79,8 @@ def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
             losses=(_losses(whole), _losses(resumed)),
             findings=[_other_start(start)],
         )
+    if start >= whole.training.steps:
+        return replace(result, why="the second start goes on after the last step.")
     compared = _compare_from(whole, resumed, start)
     result = replace(
         result,

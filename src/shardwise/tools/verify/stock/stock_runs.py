@@ -266,24 +266,32 @@ class StockRuns:
             raise LaunchError(
                 f"There is no program {command[0]!r} to start the ranks with: {error.strerror}."
             ) from None
+        groups = {process.pid}
         try:
-            code = self._wait(process, folder, words, is_stopped=stop_at is not None)
+            code = self._wait(process, folder, words, groups, is_stopped=stop_at is not None)
         finally:
             end(process, folder)
-            self._reaper.ended(process.pid)
+            for group in groups:  # later, another process may get this number
+                self._reaper.ended(group)
         if code and stop_at is None:
             raise RunFailed(words, code, log.read_text(errors="replace"))
         return read(folder, words), folder
 
     def _wait(
-        self, process: subprocess.Popen[bytes], folder: Path, words: str, *, is_stopped: bool
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        words: str,
+        groups: set[int],
+        *,
+        is_stopped: bool,
     ) -> int:
         """Wait until a run ends, and return its exit code.
 
-        Raises LaunchError after the time limit without a new step or batch.
+        Adds the process groups of its ranks to `groups`. Raises LaunchError after the time limit
+        without a new step or batch.
         """
         self._reaper.started(process.pid)
-        noted: set[int] = set()
         files, since = -1, time.monotonic()
         while True:
             try:
@@ -293,8 +301,8 @@ class StockRuns:
             for pid in _claimed(folder):
                 # torchrun starts each rank in a separate process group.
                 group = _group(pid)
-                if group is not None and group not in noted and group != os.getpgid(0):
-                    noted.add(group)
+                if group is not None and group not in groups and group != os.getpgid(0):
+                    groups.add(group)
                     self._reaper.started(group)
             if (count := sum(1 for _ in folder.glob("rank-*/*.pt"))) != files:
                 files, since = count, time.monotonic()
@@ -326,6 +334,7 @@ def _group(pid: int) -> int | None:
 
 def end(process: subprocess.Popen[bytes], folder: Path) -> None:
     """End a run: its command first, which can end the ranks in order, then whatever is left."""
+    has_ended = process.poll() is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:
             process.send_signal(number)
@@ -334,6 +343,8 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
             except subprocess.TimeoutExpired:
                 continue
     end_within(process, 0.0)
+    if has_ended and not _has_proc():
+        return  # the numbers of its ranks may be those of other processes now
     for pid in _left(folder):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -343,6 +354,8 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 def _left(folder: Path) -> list[int]:
     """Return the living processes of a run: those whose environment names its folder."""
+    if not _has_proc():
+        return list(_claimed(folder))
     mark = os.fsencode(json.dumps(str(folder)))
     found = []
     for each in Path("/proc").glob("[0-9]*/environ"):
@@ -351,9 +364,12 @@ def _left(folder: Path) -> list[int]:
                 found.append(int(each.parent.name))
         except OSError:  # it has ended, or is another user's
             continue
-    if not Path("/proc/self").exists():  # macOS
-        found = list(_claimed(folder))
     return found
+
+
+def _has_proc() -> bool:
+    """Return whether this system shows the environment of processes. macOS does not."""
+    return Path("/proc/self/environ").exists()
 
 
 def describe_stall(folder: Path, words: str, limit: float) -> str:
@@ -364,7 +380,7 @@ def describe_stall(folder: Path, words: str, limit: float) -> str:
             f"Run of {words} stopped: no rank has imported torch in {limit:g} s. Raise "
             "--time-limit if it needs longer to start."
         )
-    for pid in _claimed(folder):
+    for pid in {*_claimed(folder)} & {*_left(folder)}:
         try:
             os.kill(pid, signal.SIGUSR2)  # writes the stack to STACK
         except OSError:
@@ -401,8 +417,7 @@ def read(folder: Path, words: str) -> StockRecords:
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     if missing := [rank.name[5:] for rank in ranks if not (rank / "stock.facts").exists()]:
         raise LaunchError(
-            f"Run of {words}: rank {missing[0]} was killed, so its record is not complete. The "
-            "command ended with exit code 0 all the same."
+            f"Run of {words}: rank {missing[0]} was killed, so its record is not complete."
         )
     facts = [json.loads((rank / "stock.facts").read_text()) for rank in ranks]
     steps = []
