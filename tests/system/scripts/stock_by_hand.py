@@ -16,13 +16,14 @@ kind = sys.argv[1]
 rows = int(sys.argv[2]) if len(sys.argv) > 2 else 8
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(rank if kind == "unseeded" else 0)
-if kind == "unseeded":
-    torch.seed()
+torch.manual_seed(0)
 checkpoint = Path("last.pt")
 first = nn.Linear(4, 1)
 if checkpoint.exists():
     first.load_state_dict(torch.load(checkpoint))
+if kind == "unseeded":
+    torch.seed()
+    nn.init.normal_(first.weight)
 model = DistributedDataParallel(first)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 data = torch.randn(200, 4, generator=torch.Generator().manual_seed(1))

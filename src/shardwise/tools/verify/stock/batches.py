@@ -156,7 +156,7 @@ def hashes_of_rows(batch: Any) -> list[int]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with its mappings as dicts, which pytree opens: BatchEncoding is none."""
+    """Return a batch with mappings as dicts. pytree does not open other mappings."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -276,7 +276,7 @@ class BatchReplay:
 
 
 def _loaded(path: Path) -> Any:
-    """Load a batch. Tensors of any GPU are moved to that of this process."""
+    """Load a batch. Tensors on a GPU are moved to the GPU of this process."""
 
     def place(storage: Any, location: str) -> Any:
         return storage.cuda() if location.startswith("cuda") else storage

@@ -385,7 +385,7 @@ class StockRecorder:
 
 
 class Rounds:
-    """Counts rounds of steps, in which every optimizer steps at most once.
+    """Counts rounds of steps. Every optimizer steps at most once in a round.
 
     With one optimizer a round is a step. With two, as for a GAN, it is a step of each. An optimizer
     that a script makes again for the same parameters counts as the same one.

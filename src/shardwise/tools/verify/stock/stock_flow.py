@@ -125,7 +125,7 @@ def check(made: StockRecords) -> None:
 
 
 def _unproved(result: StockResult, why: str) -> StockResult:
-    """Return the result of a comparison that could not be made: what is found counts still."""
+    """Return the result of a comparison that could not be made. Findings still count."""
     verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
     return replace(result, verdict=verdict, why=why)
 
@@ -179,7 +179,7 @@ def _losses(made: StockRecords) -> list[float]:
 
 @dataclass(frozen=True)
 class _Totals:
-    """What the models were given in a step, over all ranks (see `tensor_log.FeedTotals`)."""
+    """Totals of the inputs of the models in a step, over all ranks (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -206,7 +206,7 @@ def _fed(inputs: Sequence[dict[str, Any]]) -> _Totals:
 
 
 def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
-    """Say in which step one process computed with other inputs than the ranks; None if in none.
+    """Describe the first step that one process computed with other inputs, or return None.
 
     Inputs of the first step are not known, because the models are found by their optimizer.
     """
@@ -236,7 +236,7 @@ def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
 
 
 def _uneven(made: StockRecords) -> str | None:
-    """Say if ranks made different numbers of steps, of which only the common ones are compared."""
+    """Describe different numbers of steps of the ranks, or return None."""
     counts = [len(rows) for rows in made.steps]
     if min(counts) == max(counts):
         return None

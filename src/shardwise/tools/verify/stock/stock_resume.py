@@ -178,7 +178,7 @@ def _shifted(training: RecordedTraining, start: int) -> RecordedTraining:
 def _findings(
     whole: StockRecords, resumed: StockRecords, compared: Comparison, start: int
 ) -> Iterator[Finding]:
-    """Say what the script does not restore, what comes first in a step first."""
+    """Yield what the script does not restore, in the order in which a step uses it."""
     named = False
     if _inputs(whole, start) != _inputs(resumed, 0):
         named = True
@@ -225,7 +225,7 @@ def _findings(
 
 
 def _inputs(made: StockRecords, start: int) -> list[list[int]]:
-    """Return hashes of what the models were given after step `start`, by rank and step.
+    """Return hashes of the inputs of the models after step `start`, by rank and step.
 
     The first of these steps is left out: a run knows the inputs of its models from its second step
     on.

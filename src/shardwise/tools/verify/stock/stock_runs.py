@@ -127,8 +127,8 @@ class StockRuns:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-stock-")).resolve()
         self._made = 0
         self._ranks = self._folder
-        """What the ranks recorded last: a reference gets the batches of that run, since data that
-        a script draws in fp64 are other numbers than those in fp32."""
+        """Records of the last run of the ranks. A reference gets the batches of that run, because
+        a script draws other numbers in fp64 than in fp32."""
 
     def __enter__(self) -> StockRuns:
         self._reaper = OrphanReaper(self._folder).__enter__()
@@ -333,7 +333,7 @@ def _group(pid: int) -> int | None:
 
 
 def end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End a run: its command first, which can end the ranks in order, then whatever is left."""
+    """End the command of a run, and then all processes that it has left."""
     has_ended = process.poll() is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:
@@ -344,7 +344,7 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
                 continue
     end_within(process, 0.0)
     if has_ended and not _has_proc():
-        return  # the numbers of its ranks may be those of other processes now
+        return  # other processes may have the process numbers of its ranks by now
     for pid in _left(folder):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -373,7 +373,7 @@ def _has_proc() -> bool:
 
 
 def describe_stall(folder: Path, words: str, limit: float) -> str:
-    """Say which ranks make no step, after how many, and in which line they are."""
+    """Describe a run that makes no step: the last step and the line of each rank."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     if not ranks:
         return (
