@@ -51,7 +51,10 @@ class DrawLog(TorchFunctionMode):
 
 def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
     """Return the first operation that drew from other states in two runs; None without one."""
-    for (operation, line, library, before), (*_, again) in zip(one, other, strict=False):
-        if before != again and operation not in ("seed", "manual_seed"):
-            return f"{operation} in {line} draws random numbers ({library}) without a seed"
+    # Libraries draw from `random` for names of files, so look at the generators of torch first.
+    for wanted in ("torch", "cuda", "numpy", "random"):
+        pairs = ([entry for entry in each if entry[2] == wanted] for each in (one, other))
+        for (operation, line, _, before), (*_, again) in zip(*pairs, strict=False):
+            if before != again and operation not in ("seed", "manual_seed"):
+                return f"{operation} in {line} draws random numbers ({wanted}) without a seed"
     return None

@@ -179,7 +179,7 @@ def _losses(made: StockRecords) -> list[float]:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Totals of the inputs of the models in a step, over all ranks (see `tensor_log.FeedTotals`)."""
+    """Totals of the models' inputs in a step, over all ranks (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
