@@ -17,12 +17,12 @@ MOST = 2000
 class DrawLog(TorchFunctionMode):
     """Compares the states of all generators after each call of torch.
 
-    An entry is (operation, line of the script, library, hash of the state before).
+    An entry is (operation, line of the script, library, hashes of the state before and after).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.entries: list[tuple[str, str, str, int]] = []
+        self.entries: list[tuple[str, str, str, int, int | None]] = []
         self._states = readers.hash_random_states()
 
     def follow(self) -> None:
@@ -43,9 +43,9 @@ class DrawLog(TorchFunctionMode):
             return
         states = readers.hash_random_states()
         for library, before in self._states.items():
-            if states.get(library) != before:
+            if (after := states.get(library)) != before:
                 line = watching.user_line() or "a library"
-                self.entries.append((operation, line, library, before))
+                self.entries.append((operation, line, library, before, after))
         self._states = states
 
 
@@ -54,7 +54,8 @@ def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
     # Libraries draw from `random` for names of files, so look at the generators of torch first.
     for wanted in ("torch", "cuda", "numpy", "random"):
         pairs = ([entry for entry in each if entry[2] == wanted] for each in (one, other))
-        for (operation, line, _, before), (*_, again) in zip(*pairs, strict=False):
-            if before != again and operation not in ("seed", "manual_seed"):
+        for (operation, line, _, *states), (*_, before, after) in zip(*pairs, strict=False):
+            # A seed gives both runs the same state after it.
+            if states[0] != before and states[1] != after:
                 return f"{operation} in {line} draws random numbers ({wanted}) without a seed"
     return None
