@@ -47,23 +47,31 @@ class ForkedRuns:
         self._folder.cleanup()
 
     def ranks(
-        self, words: str, *, wide: bool = False, alter: Mapping[str, Any] | None = None
+        self, words: str, *, wide: str | None = None, alter: Mapping[str, Any] | None = None
     ) -> StockRecords:
         self._ranks = self._run(words, wide, alter, self._size, None)
-        return stock_runs.read(self._ranks)
+        return stock_runs.read(self._ranks, words)
 
     def reference(
-        self, words: str, *, wide: bool = False, alter: Mapping[str, Any] | None = None
+        self,
+        words: str,
+        *,
+        wide: str | None = None,
+        alter: Mapping[str, Any] | None = None,
+        notes_draws: bool = False,
     ) -> StockRecords:
-        return stock_runs.read(self._run(words, wide, alter, 1, self._ranks))
+        folder = self._run(words, wide, alter, 1, self._ranks, notes_draws=notes_draws)
+        return stock_runs.read(folder, words)
 
     def _run(
         self,
         words: str,
-        wide: bool,
+        wide: str | None,
         alter: Mapping[str, Any] | None,
         size: int,
         replay: Path | None,
+        *,
+        notes_draws: bool = False,
     ) -> Path:
         self._made += 1
         self.names.append(words)
@@ -71,6 +79,9 @@ class ForkedRuns:
         folder.mkdir()
         request = {
             "record": str(folder),
+            "view": None,
+            "stop_at": None,
+            "draws": notes_draws,
             "steps": self._steps,
             "reference": replay is not None,
             "replay": None if replay is None else str(replay),

@@ -1,15 +1,19 @@
 """`shardwise verify --stock` names the mistake of a script with DistributedDataParallel."""
 
 import json
+import signal
 import sys
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests.system.launcher import Launcher, Ran, script
 
 SCRIPT = script("stock_mistakes")
+BY_HAND = script("stock_by_hand")
 CORRECT = {"none": 3}
 MISTAKES = {
     "summed": "gradients summed",
@@ -36,7 +40,7 @@ FAST = ("mean_of_means",)
 
 def verify(shardwise: Launcher, folder: Path, *words: str) -> tuple[Ran, dict[str, object]]:
     """Run `shardwise verify` and return its end and its JSON."""
-    ran = shardwise.run("verify", "--json", "found.json", *words)
+    ran = shardwise.finish(shardwise.start("verify", "--json", "found.json", *words), limit=240)
     path = folder / "found.json"
     return ran, json.loads(path.read_text()) if path.exists() else {}
 
@@ -65,12 +69,113 @@ def test_names_the_mistake(shardwise: Launcher, tmp_path: Path, mistake: str) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("library", ["fsdp1", "fsdp2", "zero", "tensor", "accelerate"])
+@pytest.mark.parametrize(
+    "library", ["fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_bf16", "zero", "tensor", "accelerate"]
+)
 def test_correct_script_of_a_library(shardwise: Launcher, tmp_path: Path, library: str) -> None:
     words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_libraries"), library)
     ran, found = verify(shardwise, tmp_path, *words)
     assert ran.code == 0, ran.out + ran.err
     assert found["causes"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fabric"])
+def test_correct_script_of_lightning(shardwise: Launcher, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("lightning", reason="the lightning package is not there")
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_lightning"), kind)
+    ran, found = verify(shardwise, tmp_path, *words)
+    assert ran.code == 0, ran.out + ran.err
+    assert found["causes"] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ((BY_HAND, "sliced"), 3, "Equal within rounding"),
+        (("--total-batch", "16", BY_HAND, "counted"), 3, "was started with 16 (16 rows per step)"),
+        ((BY_HAND, "counted"), 4, "all ranks were given 16 rows, and those of one process 8"),
+        ((BY_HAND, "drawn"), 4, "all ranks were given 16 rows, and those of one process 8"),
+        ((BY_HAND, "unseeded"), 4, "normal_ in stock_by_hand.py:26 draws random numbers (torch)"),
+    ],
+    ids=["sliced", "total batch", "counted", "drawn", "unseeded"],
+)
+def test_batches_made_by_hand(
+    shardwise: Launcher, tmp_path: Path, words: tuple[str, ...], code: int, said: str
+) -> None:
+    theirs = tmp_path / "last.pt"
+    torch.save({"weight": torch.ones(1, 4), "bias": torch.ones(1)}, theirs)
+    before = theirs.read_bytes()
+    ran, _ = verify(shardwise, tmp_path, "-n", "2", "--stock", *words)
+    assert ran.code == code, ran.out + ran.err
+    assert said in " ".join(ran.out.split())
+    # Both runs have loaded and saved a checkpoint of this name.
+    assert theirs.read_bytes() == before
+    assert shardwise.folders_left() == []
+    assert (tmp_path / "runs" / "verify-stock_by_hand" / "verify.html").exists()
+
+
+@pytest.mark.full
+def test_script_that_spawns_its_ranks(shardwise: Launcher, tmp_path: Path) -> None:
+    command = f"{sys.executable} {script('stock_spawns')}"
+    ran, found = verify(shardwise, tmp_path, "--stock", "--accept", "rounding", command)
+    assert ran.code == 0, ran.out + ran.err
+    assert found["ranks"] == 2
+    assert found["rows"] == [16, 16]
+
+
+@pytest.mark.full
+def test_hanging_script_is_stopped(shardwise: Launcher, tmp_path: Path) -> None:
+    words = ("-n", "2", "--stock", "--time-limit", "25", "--junit", "junit.xml", BY_HAND, "hangs")
+    ran, _ = verify(shardwise, tmp_path, *words)
+    assert ran.code == 1
+    said = " ".join(ran.out.split())
+    assert "no step and no batch in 25 s. Rank 0 is after 2 steps in stock_by_hand.py:" in said
+    assert "Rank 1 is after 2 steps in stock_by_hand.py:" in said
+    assert ElementTree.parse(tmp_path / "junit.xml").getroot().attrib["errors"] == "1"
+    assert shardwise.wait_until_gone() == []
+
+
+@pytest.mark.full
+def test_interrupt_leaves_nothing_behind(shardwise: Launcher, tmp_path: Path) -> None:
+    started = shardwise.start("verify", "-n", "2", "--stock", BY_HAND, "hangs")
+    wait_for_step(tmp_path)
+    started.send_signal(signal.SIGINT)
+    assert shardwise.finish(started).code != 0
+    assert shardwise.wait_until_gone() == []
+    assert shardwise.folders_left() == []
+
+
+def wait_for_step(folder: Path) -> None:
+    """Wait until rank 1 has made its second step."""
+    until = time.monotonic() + 60
+    while not list(folder.glob("temporary/shardwise-stock-*/run-1/rank-1/*-step-2.pt")):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        ("none", None),
+        ("optimizer", "optimizer state"),
+        ("scheduler", "learning rate"),
+        ("samples", "samples"),
+        ("random", "random state"),
+        ("never", "does not resume"),
+    ],
+)
+def test_resumes(shardwise: Launcher, tmp_path: Path, mistake: str, cause: str | None) -> None:
+    words = ("-n", "2", "--stock", "--resume-at", "5", "--steps", "9")
+    ran, found = verify(shardwise, tmp_path, *words, script("stock_resumes"), mistake)
+    assert ran.code == (5 if cause else 0), ran.out + ran.err
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert [each["name"] for each in causes][:1] == ([cause] if cause else [])
+    assert found["resumed_from"] == (0 if mistake == "never" else 4)
+    assert list(tmp_path.glob("last-*.pt")) == []
 
 
 @pytest.mark.full
@@ -87,6 +192,12 @@ def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
         (("--stock", "--zero", "3", SCRIPT), "--zero has no meaning"),
         (("--stock", "-n", "2", "torchrun x.py"), "Give -n for a script, or a whole command"),
         (("--junit", "a.xml", SCRIPT), "--junit needs --stock"),
+        (("--resume-at", "3", SCRIPT), "--resume-at needs --stock"),
+        (("--time-limit", "9", SCRIPT), "--time-limit needs --stock"),
+        (("--stock", "--also", "-n 4", SCRIPT), "--also has no meaning with --stock"),
+        (("--stock", "--resume-at", "20", SCRIPT), "leaves no step to compare"),
+        (("--stock", "--resume-with", "x.py", SCRIPT), "--resume-with needs --resume-at"),
+        (("--stock", "--time-limit", "0", SCRIPT), "--time-limit"),
         (("--stock", "--junit", "nowhere/a.xml", SCRIPT), "there is no folder nowhere"),
         (("--stock", "nothing-here --now"), "There is no program 'nothing-here'"),
     ],

@@ -286,6 +286,25 @@ VERIFY = (
     ),
     row("--junit FILE", "with --stock: also write the result as a JUnit XML file", values.file),
     row(
+        '--total-batch "ARGS"',
+        "with --stock: add these arguments in one process, which then reads its own batches",
+    ),
+    row(
+        "--time-limit SECONDS",
+        "with --stock: stop a run that makes no step for this many seconds (default 300)",
+        above_zero(SECONDS),
+    ),
+    row(
+        "--resume-at K",
+        "with --stock: stop the ranks after K steps, start them again, and compare with a run "
+        "that was not stopped",
+        values.whole(1),
+    ),
+    row(
+        '--resume-with "COMMAND"',
+        "with --resume-at: what to start again (default: the same command)",
+    ),
+    row(
         "--[no-]causes",
         "find out by further runs why a placement differs (default on)",
         names="--causes/--no-causes",

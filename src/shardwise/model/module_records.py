@@ -30,9 +30,15 @@ class ForwardInputs:
     Args:
         models: The models, with their name prefixes.
         current: Returns the batch that was handed out last.
+        hooked: Returns whether a module may have hooks. Default: all may.
     """
 
-    def __init__(self, models: Named, current: Callable[[], Batch | None]) -> None:
+    def __init__(
+        self,
+        models: Named,
+        current: Callable[[], Batch | None],
+        hooked: Callable[[nn.Module], bool] = lambda module: True,
+    ) -> None:
         self._current = current
         self._depth = 0
         self._fed, self._samples = FeedTotals(), list[int]()
@@ -45,7 +51,7 @@ class ForwardInputs:
             for path, module in model.named_modules():
                 self._names[module] = joined(prefix, path)
                 # Hooks would break the graph of a compiled module.
-                if module._compiled_call_impl is None:
+                if module._compiled_call_impl is None and hooked(module):
                     before, after = module.register_forward_pre_hook, module.register_forward_hook
                     self._hooks += [
                         attach(before, self._before_forward, with_kwargs=True, prepend=True),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,13 +32,15 @@ torch.manual_seed(0)
 x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x.prod(1, keepdim=True))
 model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-if library == "fsdp2":
+if library in ("fsdp2", "fsdp2_bf16"):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model[2], mesh=mesh)
-    fully_shard(model, mesh=mesh)
-elif library == "fsdp1":
+    dtype = torch.bfloat16 if library == "fsdp2_bf16" else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    fully_shard(model[2], mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+elif library in ("fsdp1", "fsdp1_flat"):
     device = torch.device("cpu")
-    model = FullyShardedDataParallel(model, device_id=device, use_orig_params=True)
+    model = FullyShardedDataParallel(model, device_id=device, use_orig_params=library == "fsdp1")
 elif library == "tensor":
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ Check that it trains the same:   shardwise verify -n 4 --zero 3 train.py --epoch
 
 shardwise verify [flags] SCRIPT.py [its arguments]     runs it on one worker, then on several
 """
+
+TIME_LIMIT = 300.0
+"""Seconds without a step after which a run of a stock script is stopped."""
 
 LAUNCHER = {
     "hosts": "-H",
@@ -59,6 +63,10 @@ def _verify(
     accept: str,
     stock: bool,
     junit: str | None,
+    total_batch: str | None,
+    time_limit: float | None,
+    resume_at: int | None,
+    resume_with: str | None,
     json_file: Path | None,
     out: str | None,
     module: bool,
@@ -69,11 +77,32 @@ def _verify(
     if not words:
         raise LaunchError("No script given. Example: shardwise verify -n 2 train.py")
     if stock:
+        unused = {"--also": bool(also), "--against": against is not None, "--adopt": adopt}
+        if name := next((flag for flag, is_set in unused.items() if is_set), None):
+            raise LaunchError(f"{name} has no meaning with --stock: leave it out.")
         return _verify_stock(
-            words, steps, accept, json_file, junit, out, module=module, **run_flags
+            words,
+            steps,
+            accept,
+            json_file,
+            junit,
+            out,
+            module=module,
+            causes=causes,
+            total_batch=total_batch,
+            time_limit=TIME_LIMIT if time_limit is None else time_limit,
+            resume_at=resume_at,
+            resume_with=resume_with,
+            **run_flags,
         )
-    if junit is not None:
-        raise LaunchError("--junit needs --stock.")
+    of_stock: dict[str, Any] = {
+        "--junit": junit,
+        "--total-batch": total_batch,
+        "--resume-at": resume_at,
+    }
+    of_stock |= {"--resume-with": resume_with, "--time-limit": time_limit}
+    if name := next((flag for flag, value in of_stock.items() if value is not None), None):
+        raise LaunchError(f"{name} needs --stock.")
     program.command(words[0], words[1:], module=module)  # raises if the program does not exist
     if not module and not program.is_script(words[0]):
         raise LaunchError(f"shardwise verify runs Python: a script or -m MODULE, not {words[0]}.")
@@ -117,35 +146,79 @@ def _verify_stock(
     out: str | None,
     *,
     module: bool,
+    causes: bool,
+    total_batch: str | None,
+    time_limit: float,
+    resume_at: int | None,
+    resume_with: str | None,
     **given: Any,
 ) -> int:
     """Verify a script of another library; `given` are flags of a placement, of which -n counts."""
-    if settings := sorted(n for n in ("config", *config.FIELDS) if given.get(n) is not None):
+    unused = sorted(n for n in ("config", *config.FIELDS, *LAUNCHER) if given.get(n))
+    if unused:
+        flag = LAUNCHER.get(unused[0], f"--{unused[0].replace('_', '-')}")
         raise LaunchError(
-            f"--stock runs a script of another library as it is, so --{settings[0]} has no "
+            f"--stock runs a script of another library as it is, so {flag} has no "
             "meaning: leave it out."
         )
-    runs = import_module("shardwise.tools.verify.stock.stock_runs")
-    if len(words) == 1 and " " in words[0]:
-        if given["size"] is not None:
-            raise LaunchError("Give -n for a script, or a whole command that starts the ranks.")
-        command = runs.StockCommand(words=_words_of(words[0], "--stock"))
-        name = next((Path(w).stem for w in command.words if program.is_script(w)), "command")
-    else:
-        program.command(words[0], words[1:], module=module)  # raises if there is none
-        size = given["size"] or resources.gpu_count(os.environ) or 2
-        script = ("-m", *words) if module else words
-        command = runs.StockCommand(words=script, size=size)
-        name = Path(words[0]).stem
+    if resume_at is None and resume_with is not None:
+        raise LaunchError("--resume-with needs --resume-at K, the step after which to stop.")
+    if resume_at is not None and resume_at >= steps:
+        raise LaunchError(
+            f"--resume-at {resume_at} leaves no step to compare: give a step below --steps {steps}."
+        )
+    if resume_at is not None and total_batch is not None:
+        raise LaunchError(
+            "--total-batch is for the run of one process, and --resume-at makes none: leave one of "
+            "them out."
+        )
+    check_can_draw = import_module("shardwise.tools.report.output").check_can_draw
+    check_can_draw("shardwise verify")  # before the runs, which take minutes
+    command, name = _stock_command(words, given["size"], module=module)
+    if total_batch is not None:
+        command = replace(command, alone=_words_of(total_batch, "--total-batch"))
+    again = command
+    if resume_with is not None:
+        parts = _words_of(resume_with, "--resume-with")
+        if not parts:
+            raise LaunchError("--resume-with takes a command, or a script and its arguments.")
+        # A script is started like the first one, and a whole command as it is.
+        is_script = program.is_script(parts[0]) or parts[0] == "-m"
+        again = replace(command, words=parts, size=command.size if is_script else None)
     stock = import_module("shardwise.tools.verify.stock.stock_command")
-    return stock.verify(  # type: ignore[no-any-return]
-        command,
-        steps,
-        Path(out or f"runs/verify-{name}"),
+    request = stock.StockRequest(
+        command=command,
+        steps=steps,
+        out=Path(out or f"runs/verify-{name}"),
         accepts_rounding=accept == "rounding",
-        json_file=json_file,
-        junit=None if junit is None else Path(junit),
+        finds_causes=causes,
+        time_limit=time_limit,
+        resume_at=resume_at,
+        again=again,
     )
+    return stock.verify(  # type: ignore[no-any-return]
+        request, json_file=json_file, junit=None if junit is None else Path(junit)
+    )
+
+
+def _stock_command(words: tuple[str, ...], size: int | None, *, module: bool) -> tuple[Any, str]:
+    """Return the command that starts the ranks, and the name of its script without a suffix."""
+    kind = import_module("shardwise.tools.verify.stock.stock_runs").StockCommand
+    if len(words) == 1 and " " in words[0] and not Path(words[0]).exists():
+        if size is not None:
+            raise LaunchError("Give -n for a script, or a whole command that starts the ranks.")
+        command = kind(words=_words_of(words[0], "--stock"))
+        name = next((Path(w).stem for w in command.words if program.is_script(w)), "command")
+        return command, name
+    program.command(words[0], words[1:], module=module)  # raises if there is none
+    if not module and not program.is_script(words[0]):
+        raise LaunchError(
+            f"--stock takes a script, -m MODULE, or a whole command in quotes, not {words[0]}. "
+            f'Example: --stock "{" ".join(words)}"'
+        )
+    script = ("-m", *words) if module else words
+    size = size or resources.gpu_count(os.environ) or 2
+    return kind(words=script, size=size), Path(words[0]).stem
 
 
 def placement_of(text: str) -> Any:

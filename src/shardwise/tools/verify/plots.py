@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,8 @@ from shardwise.tools.report.look import (
     TITLES,
     save_picture,
 )
-from shardwise.tools.verify.comparing import largest_by_step
-from shardwise.tools.verify.report import VerifyReport, largest
+from shardwise.tools.verify.comparing import Comparison, largest_by_step
+from shardwise.tools.verify.report import largest
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict, format_difference
 
 COLORS = SERIES
@@ -38,18 +40,41 @@ REQUIRED = f"required in fp64: {format_difference(TOLERANCE)}"
 SMALL = {"color": GREY, "fontsize": 8.5, "ha": "center", "va": "bottom"}
 
 
-def draw(report: VerifyReport, folder: Path) -> str:
+@dataclass(frozen=True, kw_only=True)
+class DrawnResult:
+    """The curves of one result.
+
+    Attributes:
+        label: What was verified, for the legends.
+        losses: Losses of the reference and of the run, by step.
+        own: Comparison in the script's own precision.
+        wide: Comparison in fp64, or None without fp64 runs.
+    """
+
+    label: str
+    verdict: TrainingVerdict
+    losses: tuple[Sequence[float], Sequence[float]]
+    own: Comparison
+    wide: Comparison | None
+
+    @property
+    def judged(self) -> Comparison:
+        """The comparison that determines the verdict."""
+        return self.own if self.wide is None else self.wide
+
+
+def draw(command: str, results: Sequence[DrawnResult], folder: Path) -> str:
     """Save verify.png to `folder`, titled with the verdict. Return the SVG without the title."""
 
     def draw_all(figure: Any) -> None:
         losses, steps, tensors = figure.subplots(1, 3, width_ratios=(1, 1, 1.1))
-        _losses(losses, report)
-        _steps(steps, report)
-        _tensors(tensors, report)
+        _losses(losses, results)
+        _steps(steps, results)
+        _tensors(tensors, results)
 
-    worst = report.verdict
+    worst = max((result.verdict for result in results), key=lambda each: each.value)
     title = {
-        "t": f"{_short(report.command, 80)}: {worst.words}",
+        "t": f"{_short(command, 80)}: {worst.words}",
         "color": VERDICTS[worst],
         "fontsize": 13,
         "fontweight": "bold",
@@ -57,10 +82,10 @@ def draw(report: VerifyReport, folder: Path) -> str:
     return save_picture(folder / "verify", (14, 4.8), draw_all, style=STYLE, title=title)
 
 
-def _losses(axes: Any, report: VerifyReport) -> None:
+def _losses(axes: Any, results: Sequence[DrawnResult]) -> None:
     """Plot the reference's loss as a wide pale line, and the placements' as thin lines on top."""
     axes.set_title("loss")
-    reference = max((result.losses[0] for result in report.results), key=len)
+    reference = max((result.losses[0] for result in results), key=len)
     axes.plot(
         range(len(reference)),
         reference,
@@ -69,25 +94,25 @@ def _losses(axes: Any, report: VerifyReport) -> None:
         alpha=0.35,
         label="reference",
     )
-    for number, result in enumerate(report.results):
+    for number, result in enumerate(results):
         axes.plot(
             range(len(result.losses[1])),
             result.losses[1],
             color=COLORS[number % len(COLORS)],
             linewidth=1.4,
             marker=".",
-            label=_short(str(result.placement)),
+            label=_short(result.label),
         )
     axes.ticklabel_format(axis="y", useOffset=False)
     _by_step(axes)
     _legend_below(axes)
 
 
-def _steps(axes: Any, report: VerifyReport) -> None:
+def _steps(axes: Any, results: Sequence[DrawnResult]) -> None:
     """Plot the largest difference per step, in the script's own precision and in fp64."""
     axes.set_title("largest relative difference")
     axes.set_yscale("log")
-    for number, result in enumerate(report.results):
+    for number, result in enumerate(results):
         color = COLORS[number % len(COLORS)]
         curves = [("as it is", result.own, "-"), ("fp64", result.wide, "--")]
         for words, comparison, line in curves:
@@ -101,7 +126,7 @@ def _steps(axes: Any, report: VerifyReport) -> None:
                 color=color,
                 linestyle=line,
                 linewidth=1.6,
-                label=f"{_short(str(result.placement), 22)}, {words}",
+                label=f"{_short(result.label, 22)}, {words}",
             )
     axes.axhline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2, label=REQUIRED)
     axes.axhspan(LEAST / 3, LEAST * 3, color=FAINT, alpha=0.5, linewidth=0)
@@ -112,21 +137,22 @@ def _steps(axes: Any, report: VerifyReport) -> None:
     _legend_below(axes)
 
 
-def _tensors(axes: Any, report: VerifyReport) -> None:
+def _tensors(axes: Any, results: Sequence[DrawnResult]) -> None:
     """Plot the largest differences by tensor, for the placement with the worst verdict."""
-    result = max(report.results, key=lambda each: each.verdict.value)
+    result = max(results, key=lambda each: each.verdict.value)
     # Reverse the rows to put the largest difference on top, because barh starts at the bottom.
     rows = largest(result.judged, TENSORS)[::-1]
     axes.set_title(f"tensors by difference{' in fp64' if result.wide is not None else ''}")
     if not rows:
         axes.axis("off")
-        axes.text(0.5, 0.5, "no bit differs", ha="center", va="center", color=GREY)
+        words = "no bit differs" if result.judged.steps else "nothing was compared"
+        axes.text(0.5, 0.5, words, ha="center", va="center", color=GREY)
         return
     axes.set_xscale("log")
     axes.barh(
         [_tail(each.name) for _, each in rows],
         [min(max(each.relative, LEAST), 1e3) for _, each in rows],
-        color=COLORS[list(report.results).index(result) % len(COLORS)],
+        color=COLORS[list(results).index(result) % len(COLORS)],
         height=0.6,
     )
     axes.axvline(TOLERANCE, color=GREY, linestyle=":", linewidth=1.2)

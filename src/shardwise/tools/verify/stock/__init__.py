@@ -1,11 +1,17 @@
 """`shardwise verify --stock`: compares a distributed script of any library with one process.
 
-Ranks and reference run the script unchanged. A hook at interpreter start (start/sitecustomize.py)
-records in each of them what the optimizers get (recorder.py) and what the loaders yield
-(batches.py). The reference is the script in one process, whose loaders yield the union of what the
-ranks were given.
+    stock_command.py   prints the result, writes page, JSON and JUnit
+    stock_flow.py      ranks against one process: which runs, which verdict
+    stock_resume.py    a stopped and resumed run against a whole one (--resume-at)
+    stock_runs.py      starts a run, and ends it after the time limit
+    own_files.py       shows each run the user's files, without changing them
+    start/             is imported when Python starts, and starts the recorder in each rank
+    recorder.py        writes gradients, parameters and losses of every step
+    batches.py         writes the batches of every rank, and replays their union in one process
+    findings.py        names the mistakes that records prove
+    metrics.py         names the mistakes of evaluations
+    suspects.py        possible causes of a difference, with the alterations that would remove it
+    alterations.py     removes a suspected cause in a trial run
 
-findings.py names the mistakes that records prove, metrics.py those of evaluations, and suspects.py
-the possible causes of a difference, each with the alterations (alterations.py) that would remove
-it. stock_flow.py tries them.
+Ranks and reference run the script unchanged.
 """

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, dataloader
 
+from shardwise.layout.fingerprints import can_be_taken
 from shardwise.tools.verify import watching
 
 IGNORED = -100
@@ -27,7 +28,7 @@ IGNORED = -100
 
 
 class UnjoinableBatches(Exception):
-    """Batches of several ranks that cannot be joined to one. The message says why."""
+    """One process cannot be given what the ranks were given. The message says why."""
 
 
 class LoaderKeys:
@@ -53,16 +54,18 @@ class LoaderKeys:
 
 
 class BatchRecorder:
-    """Writes what the loaders of one rank yield into `folder`.
+    """Writes what the loaders of one rank yield into `folder`, unless `keeps` is False.
 
-    `fingerprints` are kept in memory, too: of each batch the loader's key, its iteration, the
-    number of rows and a hash for each row, and whether gradients were enabled.
+    `seen` has for each batch the loader's key, its iteration, the step, a hash of each row, and
+    whether gradients were enabled. If `widens` is True, the script gets floats as fp64.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, *, keeps: bool = True, widens: bool = False) -> None:
+        self._folder, self._keeps, self._widens = folder, keeps, widens
         self.seen: list[dict[str, Any]] = []
         self.loaders: dict[str, dict[str, Any]] = {}
+        self.steps = 0
+        """Number of optimizer steps so far, which the owner counts."""
         self._counted = 0
         self.evaluated = 0
         """Rows that were yielded without gradients since the last batch with gradients."""
@@ -89,13 +92,15 @@ class BatchRecorder:
             batch = following(iterator)
             if hasattr(iterator, "stock"):
                 self._record(iterator, batch)
-            return batch
+            return widened(batch) if self._widens else batch
 
         DataLoader.__iter__ = begun  # type: ignore[method-assign]
         dataloader._BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign, assignment]
 
     def _begin(self, iterator: Any, loader: DataLoader[Any]) -> None:
-        key = loader.stock_key  # type: ignore[attr-defined]
+        if not hasattr(loader, "stock_key"):
+            return  # it was made without __init__, and the reference refuses it
+        key = loader.stock_key
         iterator.stock = [key, loader.stock_epochs, 0]  # type: ignore[attr-defined]
         loader.stock_epochs += 1  # type: ignore[attr-defined]
         facts = self.loaders.setdefault(key, {})
@@ -108,22 +113,32 @@ class BatchRecorder:
         except TypeError:
             facts["samples"] = None
         facts["sampler"] = type(loader.sampler).__name__
-        facts["shuffles"] = getattr(loader.sampler, "shuffle", False)
-        facts["batch_size"] = loader.batch_size
+        facts["shuffles"] = bool(getattr(loader.sampler, "shuffle", False))
+        size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
+        facts["batch_size"] = size if isinstance(size, int) else None
 
     def _record(self, iterator: Any, batch: Any) -> None:
         key, epoch, number = iterator.stock
         iterator.stock[2] += 1
         path = self._folder / f"batch-{key}-{epoch}-{number}.pt"
-        try:
-            torch.save(batch, path)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            path.unlink(missing_ok=True)
-            self.loaders[key]["not_saved"] = str(error)
+        if self._keeps and "not_saved" not in self.loaders[key]:
+            try:
+                torch.save(batch, path)
+            except Exception as error:  # a class may fail to be pickled in any way
+                path.unlink(missing_ok=True)
+                # The reference refuses to run on an incomplete union (see BatchReplay).
+                self.loaders[key]["not_saved"] = f"{type(error).__name__}: {error}"
         rows = hashes_of_rows(batch)
         self.evaluated = _evaluated(self.evaluated, rows)
-        trains = torch.is_grad_enabled()
-        self.seen.append({"loader": key, "epoch": epoch, "rows": rows, "trains": trains})
+        self.seen.append(
+            {
+                "loader": key,
+                "epoch": epoch,
+                "step": self.steps,
+                "rows": rows,
+                "trains": torch.is_grad_enabled(),
+            }
+        )
 
 
 def _evaluated(before: int, rows: Sequence[int]) -> int:
@@ -133,7 +148,8 @@ def _evaluated(before: int, rows: Sequence[int]) -> int:
 
 def hashes_of_rows(batch: Any) -> list[int]:
     """Return a hash of each row of a batch, over all of its tensors."""
-    tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    leaves = torch.utils._pytree.tree_leaves(_plain(batch))
+    tensors = [each for each in leaves if isinstance(each, Tensor) and can_be_taken(each)]
     tensors = [each for each in tensors if each.ndim]
     if not tensors:
         return []
@@ -148,73 +164,144 @@ def hashes_of_rows(batch: Any) -> list[int]:
     return hashes
 
 
+def _plain(batch: Any) -> Any:
+    """Return a batch with mappings as dicts. pytree does not open other mappings."""
+    if isinstance(batch, Mapping):
+        return {key: _plain(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_plain(value) for value in batch]
+    return torch.from_numpy(batch) if _is_numeric(batch) else batch
+
+
+def _is_numeric(values: Any) -> bool:
+    """Return whether `values` is a NumPy array that torch can read."""
+    return isinstance(values, np.ndarray) and values.dtype.kind in "biufc" and bool(values.ndim)
+
+
 def _bytes(values: Tensor) -> bytes:
     # Without padding at the end: the same sample is padded to another length in another batch.
-    flat = values.contiguous().reshape(-1)
-    if flat.dtype is torch.bfloat16:
-        flat = flat.float()
-    if not flat.is_floating_point() and flat.numel() > 1:
+    flat = values.resolve_conj().contiguous().reshape(-1)
+    if not (flat.is_floating_point() or flat.is_complex()) and flat.numel() > 1:
         kept = ((flat != 0) & (flat != IGNORED)).nonzero()
         flat = flat[: int(kept[-1]) + 1] if len(kept) else flat[:0]
-    return flat.numpy().tobytes()
+    # NumPy knows neither bfloat16 nor the 8-bit floats, so read their bytes.
+    return flat.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 class BatchReplay:
-    """Makes the loaders of one process yield the union of what `ranks` recorded."""
+    """Makes the loaders of one process yield the union of what `ranks` recorded.
+
+    A loader is found by its key. A script or a library may make a loader in another line if there
+    is one rank only; such a loader takes the place of the recorded one with as many samples.
+    """
 
     def __init__(self, folder: Path, widen: bool = False) -> None:
         self._ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
         self._widen = widen
-        self._lengths: dict[str, Any] = {}
+        self._loaders: dict[str, dict[str, Any]] = {}
+        self._bound: dict[str, str] = {}
+        """The recorded key of each key in this process."""
         self._is_tensor_parallel = False
         self.evaluated = 0
         for rank in self._ranks:
             facts = json.loads((rank / "stock.facts").read_text())
             self._is_tensor_parallel |= facts["tensor_parallel"]
             for key, loader in facts["loaders"].items():
-                self._lengths.setdefault(key, loader["length"])
+                known = self._loaders.setdefault(key, dict(loader))
+                # Ranks may have different numbers of batches; one process has the most of them.
+                if known["length"] is not None and loader["length"] is not None:
+                    known["length"] = max(known["length"], loader["length"])
+                if "not_saved" in loader:
+                    known["not_saved"] = loader["not_saved"]
 
     def follow(self) -> None:
-        """Replay from now on. A loader that no rank has iterated over stays as it is."""
+        """Replay from now on."""
         begin, length = DataLoader.__iter__, DataLoader.__len__
 
         @wraps(begin)
         def replayed(loader: DataLoader[Any]) -> Iterator[Any]:
-            key = loader.stock_key  # type: ignore[attr-defined]
-            if key not in self._lengths:
-                return begin(loader)
+            key = self._key(loader)
+            if key is None:
+                line = getattr(loader, "stock_key", "an unknown line")
+                raise UnjoinableBatches(
+                    f"one process iterates over the DataLoader of {line}, and no rank does"
+                )
             epoch = loader.stock_epochs  # type: ignore[attr-defined]
             loader.stock_epochs += 1  # type: ignore[attr-defined]
+            self._draw(loader, key)
             return self._batches(key, epoch)
 
         @wraps(length)
         def recorded(loader: DataLoader[Any]) -> int:
-            known = self._lengths.get(getattr(loader, "stock_key", ""))
+            key = self._key(loader)
+            known = None if key is None else self._loaders[key]["length"]
             return length(loader) if known is None else int(known)
 
         DataLoader.__iter__ = replayed  # type: ignore[method-assign, assignment]
         DataLoader.__len__ = recorded  # type: ignore[method-assign]
 
+    def _key(self, loader: DataLoader[Any]) -> str | None:
+        """Return the recorded key of a loader; None if no rank has iterated over it."""
+        own = str(getattr(loader, "stock_key", ""))
+        if own in self._loaders:
+            self._bound[own] = own
+        elif own not in self._bound:
+            try:
+                samples = len(loader.dataset)  # type: ignore[arg-type]
+            except TypeError:
+                samples = None
+            for key, facts in self._loaders.items():
+                if key not in self._bound.values() and facts["samples"] == samples:
+                    self._bound[own] = key
+                    break
+        return self._bound.get(own)
+
+    def _draw(self, loader: DataLoader[Any], key: str) -> None:
+        """Draw the random numbers that a DataLoader draws when an iteration starts.
+
+        Otherwise the next numbers of the script would not be the same as on the ranks.
+        """
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        if self._loaders[key]["sampler"] == "RandomSampler":
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
     def _batches(self, key: str, epoch: int) -> Iterator[Any]:
+        facts = self._loaders[key]
+        if "not_saved" in facts:
+            raise UnjoinableBatches(
+                f"a batch of the DataLoader of {key} could not be saved: {facts['not_saved']}"
+            )
         number = 0
         while True:
             paths = [rank / f"batch-{key}-{epoch}-{number}.pt" for rank in self._ranks]
             # Ranks may have different numbers of batches; the union is of those that have one.
-            found = [torch.load(path, weights_only=False) for path in paths if path.exists()]
+            found = [_loaded(path) for path in paths if path.exists()]
             if not found:
                 return
             if self._is_tensor_parallel or are_copies(found):
                 found = without_copies(found)
-            batch = join(found)
+            batch = join(found, facts["batch_size"])
             self.evaluated = _evaluated(self.evaluated, hashes_of_rows(batch))
-            if self._widen:
-                batch = torch.utils._pytree.tree_map_only(Tensor, _widened, batch)
-            yield batch
+            yield widened(batch) if self._widen else batch
             number += 1
 
 
-def _widened(values: Tensor) -> Tensor:
-    return values.double() if values.is_floating_point() else values
+def _loaded(path: Path) -> Any:
+    """Load a batch. Tensors on a GPU are moved to the GPU of this process."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage.cuda() if location.startswith("cuda") else storage
+
+    return torch.load(path, map_location=place, weights_only=False)
+
+
+def widened(batch: Any) -> Any:
+    """Return a batch with its floating-point tensors in fp64."""
+
+    def cast(values: Tensor) -> Tensor:
+        return values.double() if values.is_floating_point() else values
+
+    return torch.utils._pytree.tree_map_only(Tensor, cast, batch)
 
 
 def without_copies(batches: Sequence[Any]) -> list[Any]:
@@ -236,34 +323,44 @@ def are_copies(batches: Sequence[Any]) -> bool:
     return () not in counts and len(set(counts.values())) == 1 < max(counts.values())
 
 
-def join(batches: Sequence[Any]) -> Any:
+def join(batches: Sequence[Any], batch_size: int | None = None) -> Any:
     """Return one batch with the rows of all `batches`, in their order.
 
-    Tensors are concatenated along dim 0. Rows of different lengths are padded at their end: with
-    -100 where it occurs in one of the tensors (labels), else with 0.
+    Tensors and arrays are concatenated along dim 0. Rows of different lengths are padded at their
+    end: with -100 where it occurs in one of the tensors (labels), else with 0. A list with one
+    entry per sample is appended to the others'.
+
+    Args:
+        batches: The batches, one per rank.
+        batch_size: Largest number of samples in each of them, or None if it is not known.
 
     Raises:
         UnjoinableBatches: If the batches do not have the same structure, or have values that are
-            neither tensors nor lists nor equal.
+            neither tensors nor lists nor equal, or if dim 0 is not that of the samples.
     """
     first = batches[0]
     if len(batches) == 1:
         return first
     if isinstance(first, Tensor):
-        return _joined(batches)
-    if isinstance(first, dict) or hasattr(first, "keys"):
+        return _joined(batches, batch_size)
+    if _is_numeric(first):
+        return _joined([torch.from_numpy(each) for each in batches], batch_size).numpy()
+    if isinstance(first, Mapping):
         keys = list(first.keys())
-        if any(list(each.keys()) != keys for each in batches):
+        if any(not isinstance(each, Mapping) or list(each.keys()) != keys for each in batches):
             raise UnjoinableBatches("ranks have batches with different keys")
-        values = {key: join([each[key] for each in batches]) for key in keys}
-        return values if type(first) is dict else type(first)(values)
+        values = {key: join([each[key] for each in batches], batch_size) for key in keys}
+        return values if type(first) is dict else type(first)(values)  # type: ignore[call-arg]
     if isinstance(first, list | tuple):
-        if any(len(each) != len(first) for each in batches) or _is_of_samples(first):
+        lengths = {len(each) for each in batches}
+        if len(lengths) > 1 or _is_of_samples(batches, batch_size):
             return type(first)(sample for each in batches for sample in each)
-        parts = [join([each[place] for each in batches]) for place in range(len(first))]
+        parts = [join([each[place] for each in batches], batch_size) for place in range(len(first))]
         is_named = isinstance(first, tuple) and hasattr(first, "_fields")
         return type(first)(*parts) if is_named else type(first)(parts)
-    if all(each == first for each in batches[1:]):
+    if isinstance(first, str | bytes | int | float | bool | type(None)) and all(
+        each == first for each in batches[1:]
+    ):
         return first
     raise UnjoinableBatches(
         f"batches of several ranks have different values of type {type(first).__name__}, which "
@@ -271,24 +368,41 @@ def join(batches: Sequence[Any]) -> Any:
     )
 
 
-def _is_of_samples(values: Sequence[Any]) -> bool:
+def _is_of_samples(batches: Sequence[Sequence[Any]], batch_size: int | None) -> bool:
     """Return whether a list has one entry per sample, such as strings, and not one per field."""
-    return bool(values) and not any(
-        isinstance(each, Tensor | list | tuple | dict) for each in values
+    entries = [entry for each in batches for entry in each]
+    if not any(isinstance(each, Tensor | np.ndarray | list | tuple | Mapping) for each in entries):
+        return bool(entries)
+    # Images of different sizes are a list of tensors, and their boxes a list of mappings. Fields
+    # have the samples in dim 0.
+    is_even = any(all(isinstance(e, kind) for e in entries) for kind in (Tensor, Mapping))
+    leaves = torch.utils._pytree.tree_leaves(_plain(entries))
+    tensors = [each for each in leaves if isinstance(each, Tensor) and each.ndim]
+    return (
+        is_even
+        and len(batches[0]) == batch_size
+        and not any(len(each) == batch_size for each in tensors)
     )
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
+def _joined(tensors: Sequence[Tensor], batch_size: int | None) -> Tensor:
     first = tensors[0]
+    if any(not isinstance(each, Tensor) or not can_be_taken(each) for each in tensors):
+        raise UnjoinableBatches("batches of several ranks have tensors that are not dense")
     if first.ndim == 0:
         if all(torch.equal(each, first) for each in tensors[1:]):
             return first
         raise UnjoinableBatches("batches of several ranks have different numbers (0-dim tensors)")
+    if len({each.ndim for each in tensors}) > 1:
+        raise UnjoinableBatches("batches of several ranks have tensors of different ranks")
+    if batch_size is not None and len(first) > batch_size:
+        raise UnjoinableBatches(
+            f"dim 0 of a tensor has {len(first)} entries in a batch of {batch_size} samples, so "
+            "the dim of the samples is not known"
+        )
     shapes = {tuple(each.shape[1:]) for each in tensors}
     if len(shapes) == 1:
         return torch.cat(list(tensors))
-    if len({each.ndim for each in tensors}) > 1:
-        raise UnjoinableBatches("batches of several ranks have tensors of different ranks")
     longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
     integers = not first.is_floating_point() and first.dtype is not torch.bool
     fill = IGNORED if integers and any(bool((t == IGNORED).any()) for t in tensors) else 0

@@ -8,11 +8,15 @@ rates. stock.facts has the facts that causes are recognised by.
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import json
 import math
+import multiprocessing
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -25,51 +29,106 @@ from torch.optim.optimizer import (
 )
 
 from shardwise.engine import loss_terms
-from shardwise.model.module_records import ForwardInputs, joined, other_tensors
-from shardwise.tools.verify.outside import _named_models
-from shardwise.tools.verify.stock import alterations, readers
+from shardwise.model.module_records import BUFFER, ForwardInputs, joined, other_tensors
+from shardwise.tools.verify.outside import _has_closure, _named_models
+from shardwise.tools.verify.stock import alterations, draws, own_files, precision, readers
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
 from shardwise.tools.verify.stock.script_facts import ScriptFacts
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
-"""JSON: record (folder), steps, reference (whether this is the one process), replay (folder of
-the ranks' records or None), wide (whether it runs in fp64), alter (see alterations.py)."""
+"""JSON: record (folder), view (folder of own_files.py), steps, stop_at (step after which the rank
+gets SIGTERM, or None), reference (whether this is the one process), replay (folder of the ranks'
+records or None), wide (None, "default" or "promoted", see precision.py), draws (whether to note
+random operations, see draws.py), alter (see alterations.py)."""
+
 CONTRIBUTIONS = ("contributions", "first contribution", "last contribution")
 """Kinds of tensors: what all backwards of a step added to a gradient, the first one, the last."""
 
+CLAIM = "claimed"
+"""File of a rank's folder with the pid of the process that records it."""
 
-def start() -> None:
-    """Record this process from now on, unless another process records this rank already."""
+STACK = "stack.txt"
+"""File of a rank's folder to which SIGUSR2 writes the rank's stack."""
+
+LAST_WAIT = 20.0
+"""Seconds to wait for the records of other ranks after the last step."""
+
+
+def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
+    """Record this process from now on, unless another process records this rank already.
+
+    Args:
+        rank: The rank, if no launcher has set it in the environment.
+        words: Words that start the script, if they are not those of this process.
+    """
     request = json.loads(os.environ[VARIABLE])
-    rank = 0 if request["reference"] else readers.rank()
+    is_spawned = rank is not None
+    if rank is None or request["reference"]:
+        rank = 0 if request["reference"] else readers.rank()
     folder = Path(request["record"]) / f"rank-{rank}"
     folder.mkdir(parents=True, exist_ok=True)
     try:
         # The first process of a rank that imports torch is the script. Its own subprocesses
         # inherit the variables, and must not record as well.
-        (folder / "claimed").touch(exist_ok=False)
+        with (folder / CLAIM).open("x") as claim:
+            claim.write(str(os.getpid()))
     except FileExistsError:
-        return
-    StockRecorder(request, rank, folder).follow()
+        if not _is_abandoned(folder):
+            return
+        (folder / CLAIM).write_text(str(os.getpid()))
+    started = {"argv": list(words or sys.orig_argv[1:]), "spawned": is_spawned}
+    StockRecorder(request, rank, folder, started).follow()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether the process that claimed a rank has ended without a step.
+
+    A script may ask a subprocess for the GPUs before it imports torch itself.
+    """
+    if any(folder.glob("engine-*.pt")):
+        return False
+    try:
+        os.kill(int((folder / CLAIM).read_text()), 0)
+    except ProcessLookupError:
+        return True
+    except (PermissionError, ValueError):  # ValueError: the claim is being written
+        return False
+    return False
 
 
 class StockRecorder:
     """Records the optimizers, losses and loaders of one process."""
 
-    def __init__(self, request: dict[str, Any], rank: int, folder: Path) -> None:
+    def __init__(
+        self, request: dict[str, Any], rank: int, folder: Path, started: dict[str, Any]
+    ) -> None:
         self._request, self._rank, self._folder = request, rank, folder
         self._pid = os.getpid()
-        self._environment = dict(os.environ)
+        self._spawns = False
+        self._start = started | {
+            "executable": sys.executable,
+            "environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "view": request["view"],
+        }
         self._log = TensorLog(Path(request["record"]), rank)
-        self._batches = BatchRecorder(folder)
+        is_wide = bool(request["wide"])
+        # The reference replays the batches of the ranks, so nothing reads files of its batches.
+        keeps = not request["reference"]
+        self._batches = BatchRecorder(folder, keeps=keeps, widens=is_wide)
         self._replay: BatchReplay | None = None
         self._optimizers: dict[int, FollowedOptimizer] = {}
+        self._rounds = Rounds(request["steps"])
         self._depth = 0
+        self._steps = 0
         self._is_in_backward = False
         self._losses: list[dict[str, Any]] = []
         self._events: list[list[str]] = [[]]
         self._rates: list[list[float]] = []
+        self._dtypes: set[str] = set()
+        self._world_size = 0
+        self._unnamed: str | None = None
         self._is_done = False
         self._script_facts = ScriptFacts(
             lambda: self._is_here and not self._is_done,
@@ -77,6 +136,7 @@ class StockRecorder:
             lambda event: self._events[-1].append(event),
             lambda: len(self._events) - 1,
         )
+        self._draws = draws.DrawLog() if request["draws"] else None
 
     @property
     def _is_here(self) -> bool:
@@ -85,19 +145,30 @@ class StockRecorder:
 
     def follow(self) -> None:
         """Record from now on."""
+        if self._request["view"]:
+            own_files.follow(Path(self._request["view"]))
         if self._request["wide"]:
-            torch.set_default_dtype(torch.float64)
+            precision.widen(promotes=self._request["wide"] == "promoted")
+        if hasattr(signal, "SIGUSR2"):
+            # verify asks for the stack of a rank that makes no step. The file stays open.
+            faulthandler.register(
+                signal.SIGUSR2, (self._folder / STACK).open("w"), all_threads=False
+            )
+        if self._draws is not None:
+            self._draws.follow()
         keys = LoaderKeys()
         keys.follow()
         if self._request["replay"]:
-            self._replay = BatchReplay(Path(self._request["replay"]), self._request["wide"])
+            self._replay = BatchReplay(Path(self._request["replay"]), bool(self._request["wide"]))
             self._replay.follow()
         else:
             self._batches.follow()
         self._follow_losses()
         self._follow_events()
         self._script_facts.follow()
-        # Alterations come first, so that gradients are recorded as the optimizer uses them.
+        self._follow_exit()
+        self._follow_spawns()
+        # Hooks run in this order, so the gradients are recorded as a trial has altered them.
         alterations.apply(self._request["alter"])
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -113,8 +184,9 @@ class StockRecorder:
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self._is_in_backward or not self._is_here:
                 return backward(tensors, *args, **kwargs)
-            losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-            for loss in losses:
+            if not isinstance(tensors, Tensor):
+                tensors = tuple(tensors)  # it may be an iterator, which can be read only once
+            for loss in (tensors,) if isinstance(tensors, Tensor) else tensors:
                 if loss.numel() == 1:
                     self._losses.append(_described(loss))
             self._events[-1].append("backward")
@@ -137,6 +209,7 @@ class StockRecorder:
             if "step" in vars(kind):  # some override the base class's
                 self._note_calls(kind, "step", "schedule")
         self._note_calls(torch.utils.data.DistributedSampler, "set_epoch", "set_epoch")
+        self._follow_scaler()
 
     def _note_calls(self, owner: Any, name: str, event: str) -> None:
         plain = getattr(owner, name)
@@ -153,52 +226,143 @@ class StockRecorder:
 
         setattr(owner, name, noted)
 
+    def _follow_scaler(self) -> None:
+        """Mark losses with their scale, and forget the gradients of steps that are skipped."""
+        scaler: Any = torch.amp.GradScaler
+        scale, step = scaler.scale, scaler.step
+
+        @wraps(scale)
+        def marked(this: Any, outputs: Any) -> Any:
+            result = scale(this, outputs)
+            if isinstance(result, Tensor) and this.is_enabled():
+                vars(result)["stock_scale"] = float(this.get_scale())
+            return result
+
+        @wraps(step)
+        def stepped(this: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._steps
+            result = step(this, *args, **kwargs)
+            if self._steps == before and self._is_here:
+                # Gradients have overflowed, so their losses belong to no step.
+                self._losses.clear()
+                self._batches.count_since_step()
+                kept = [e for e in self._events[-1] if e in ("schedule", "set_epoch")]
+                self._events[-1] = [*kept, "skipped"]
+            return result
+
+        scaler.scale, scaler.step = marked, stepped
+
+    def _follow_spawns(self) -> None:
+        """Note whether this rank starts processes itself."""
+        module: Any = sys.modules["torch.multiprocessing.spawn"]
+        plain: Callable[..., Any] = module.start_processes
+
+        @wraps(plain)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._spawns = True
+            return plain(*args, **kwargs)
+
+        module.start_processes = vars(torch.multiprocessing)["start_processes"] = noted
+
+    def _follow_exit(self) -> None:
+        """Write the facts also if the script ends by os._exit, which runs no exit handlers."""
+        leave: Callable[[int], Any] = os._exit
+
+        @wraps(leave)
+        def noted(status: int) -> Any:
+            self._leave()
+            return leave(status)
+
+        os._exit = noted
+
     # -- steps ------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth > 1 or not self._is_here or self._is_done:
             return  # an optimizer inside of another one, such as in ZeroRedundancyOptimizer
+        self._world_size = readers.world_size()
         followed = self._optimizers.get(id(optimizer))
         if followed is None:
-            followed = FollowedOptimizer(optimizer, len(self._optimizers))
+            named = [each for each in self._optimizers.values() if each.names]
+            followed = FollowedOptimizer(optimizer, len(named))
+            self._optimizers[id(optimizer)] = followed
+        if followed.update():
             if self._request["reference"]:
                 followed.follow_contributions()
-            self._optimizers[id(optimizer)] = followed
             self._script_facts.know(followed.models, followed.names)
         if not followed.names:
+            self._unnamed = readers.partitioning_library(optimizer)
             return
+        if self._rounds.begin(followed.parameter_ids) == self._request["stop_at"]:
+            self._request["stop_at"] = None
+            # Like a scheduler that takes the node away. A script with a handler goes on. The
+            # launcher would kill ranks that are not here yet, and so have written no facts.
+            self._leave()
+            self._wait_for_others()
+            signal.raise_signal(signal.SIGTERM)
         with torch.no_grad():
-            followed.gradients = list(followed.read_gradients(self._rank))
             if not followed.steps:
                 self._write(followed, [], {})
+            followed.has_closure = _has_closure(args, kwargs)
+            if not followed.has_closure:
+                followed.gradients = list(followed.read_gradients(self._rank))
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         followed = self._optimizers.get(id(optimizer))
         if self._depth or not self._is_here or self._is_done or followed is None:
             return
+        self._steps += 1
+        self._batches.steps = self._steps
         if not followed.names:
             return
         followed.steps += 1
         self._rates.append([float(group["lr"]) for group in optimizer.param_groups])
         losses, self._losses = self._losses, []
         batches = self._batches.count_since_step()
+        clips = [float(e.split()[1]) for e in self._events[-1] if e.startswith("clip ")]
         self._events.append([])
-        value = math.fsum(each["value"] for each in losses)
+        figures = {
+            "loss": math.fsum(each["value"] for each in losses),
+            "terms": losses,
+            "batches": batches,
+            "random": readers.hash_random_states(),
+        }
+        if clips:
+            figures["grad_norm"] = clips[-1]
         with torch.no_grad():
-            self._write(
-                followed, followed.gradients, {"loss": value, "terms": losses, "batches": batches}
+            if followed.has_closure:
+                # The closure has computed the gradients inside of the step.
+                followed.gradients = list(followed.read_gradients(self._rank))
+            self._dtypes.update(
+                readers.floating_dtypes([part.values for part in followed.gradients])
             )
-        first = next(iter(self._optimizers.values()))
-        if followed is first and followed.steps >= self._request["steps"]:
+            self._write(followed, followed.gradients, figures)
+        followed.gradients = []
+        if self._rounds.end():
             self._is_done = True
             self._leave()
-            # All ranks make the same step now, so none waits for this one. Exit handlers of
-            # the script's libraries would wait for ranks that are gone.
+            self._wait_for_others()
+            for child in multiprocessing.active_children():
+                child.terminate()  # workers of DataLoaders would notice seconds later
+            # Exit handlers of the script's libraries would wait for ranks that are gone.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+    def _wait_for_others(self) -> None:
+        """Wait until all ranks have written their facts.
+
+        All ranks make the same step now. A rank that exits closes its sockets, and another one may
+        still be in the collective that this rank has finished.
+        """
+        until = time.monotonic() + LAST_WAIT
+        folder = self._folder.parent
+        while time.monotonic() < until:
+            if len(list(folder.glob("rank-*/stock.facts"))) >= self._world_size:
+                return
+            time.sleep(0.01)
 
     def _write(
         self, followed: FollowedOptimizer, gradients: list[Part], figures: dict[str, Any]
@@ -211,29 +375,30 @@ class StockRecorder:
         self._log.write(followed.number, followed.steps, figures, parts)
 
     def _leave(self) -> None:
-        """Write the facts. Runs once, at the end of the script or after the last step."""
-        path = self._folder / "stock.facts"
-        if not self._is_here or path.exists():
+        """Write the facts, at the end of the script or after the last step."""
+        if not self._is_here:
             return
-        trained = [
-            [name for p, name in each.names.items() if p.requires_grad]
-            for each in self._optimizers.values()
-        ]
-        facts = {
-            "driver": "plain" if any(each.steps for each in self._optimizers.values()) else "",
-            "world_size": readers.world_size(),
-            "argv": sys.orig_argv[1:],
-            "environment": self._environment,
+        followed = [each for each in self._optimizers.values() if each.names]
+        facts = self._start | {
+            "driver": "plain" if any(each.steps for each in followed) else "",
+            "world_size": self._world_size or readers.world_size(),
             "libraries": sorted(readers.LIBRARIES & sys.modules.keys()),
             "loaders": self._batches.loaders,
             "seen": self._batches.seen,
             "events": self._events,
             "rates": self._rates,
-            "trained": trained,
-            "tensor_parallel": any(each.is_tensor_parallel for each in self._optimizers.values()),
+            "trained": [
+                [name for p, name in each.names.items() if p.requires_grad] for each in followed
+            ],
+            "tensor_parallel": any(each.is_tensor_parallel for each in followed),
             "ended_itself": not self._is_done,
+            "dtypes": sorted(self._dtypes),
+            "unnamed": self._unnamed,
+            "spawns": self._spawns,
+            "draws": [] if self._draws is None else self._draws.entries,
             **self._script_facts.plain(),
         }
+        path = self._folder / "stock.facts"
         path.with_suffix(".part").write_text(json.dumps(facts))
         os.replace(path.with_suffix(".part"), path)
 
@@ -251,17 +416,47 @@ def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kw
     return f" {values[0]!r} {values[1]!r} {count}"
 
 
+class Rounds:
+    """Counts rounds of steps. Every optimizer steps at most once in a round.
+
+    With one optimizer a round is a step. With two, as for a GAN, it is a step of each. An optimizer
+    that a script makes again for the same parameters counts as the same one.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._number = 0
+        self._stepped: set[int] = set()
+        self._before: set[int] = set()
+
+    def begin(self, parameters: set[int]) -> int:
+        """Note a step for the parameters with these ids. Return the number of rounds before it."""
+        if not self._number or self._stepped & parameters:
+            self._number += 1
+            self._before, self._stepped = self._stepped, set()
+        self._stepped |= parameters
+        return self._number - 1
+
+    def end(self) -> bool:
+        """Return whether the last round is complete, so that the script can end."""
+        return self._number >= self._most and self._before <= self._stepped
+
+
 def _described(loss: Tensor) -> dict[str, Any]:
     """Return the value of a loss, what its graph shows that it is a mean over, and the factor that
-    the script multiplied that mean by, such as 1/4 for four micro-batches."""
+    the script multiplied that mean by, such as 1/4 for four micro-batches.
+
+    Value and factor are those before a GradScaler multiplied the loss."""
     terms = loss_terms.read(loss, None)
     main = terms.main
+    scale = getattr(loss, "stock_scale", 1.0)
+    value = readers.number(loss.detach().reshape(()))
     return {
-        "value": float(loss.detach()),
+        "value": math.nan if value is None else value / scale,
         "source": None if main is None else main.source,
         # A sum divided by a number may be divided by that of all ranks, or by a constant.
         "items": None if main is None or terms.guessed else readers.number(main.items),
-        "factor": _root_factor(loss),
+        "factor": _root_factor(loss) / scale,
         "words": terms.describe(),
         "addends": _count_addends(loss),
     }
@@ -295,23 +490,55 @@ class FollowedOptimizer:
         self.number = number
         self.steps = 0
         self.gradients: list[Part] = []
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.has_closure = False
+        self.is_tensor_parallel = False
+        self.models: list[tuple[str, nn.Module]] = []
+        self.names: dict[Tensor, str] = {}
+        self._parameters: list[Tensor] = []
+        self._inputs: ForwardInputs | None = None
+        self._contributions: dict[Tensor, list[Tensor]] = {}
+        self._followed: set[Tensor] = set()
+
+    def update(self) -> bool:
+        """Find the names of the parameters, again if the script has added some.
+
+        Returns:
+            Whether there are other parameters than before.
+        """
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if [*map(id, parameters)] == [*map(id, self._parameters)]:
+            return False
+        self._parameters = parameters
         self.models = list(_named_models(parameters))
-        self.names: dict[Tensor, str] = {
+        self.names = {
             parameter: readers.plain_name(joined(prefix, name))
             for prefix, model in self.models
             for name, parameter in model.named_parameters()
         }
-        self._parameters = [p for p in parameters if p in self.names]
-        self.is_tensor_parallel = any(readers.is_tensor_parallel(model) for _, model in self.models)
-        self._inputs = ForwardInputs(self.models, lambda: None)
-        self._contributions: dict[Tensor, list[Tensor]] = {}
+        if readers.partitioning_library(self._optimizer) is None:
+            # Parameters that belong to no module, such as a learned temperature.
+            for place, parameter in enumerate(parameters):
+                self.names.setdefault(parameter, f"parameters[{place}]")
+        modules = [model for _, model in self.models]
+        self.is_tensor_parallel = any(map(readers.is_tensor_parallel, modules))
+        compiled = readers.compiled_modules(modules)
+        if self._inputs is not None:
+            self._inputs.close()
+        self._inputs = ForwardInputs(self.models, lambda: None, lambda each: each not in compiled)
+        return True
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ids of the optimizer's parameters."""
+        return set(map(id, self._parameters))
 
     def follow_contributions(self) -> None:
         """Keep what each backward adds to a gradient. Ranks reduce it, so for one process only."""
         for parameter in self._parameters:
-            if parameter.requires_grad and parameter.is_leaf:
-                parameter.register_hook(partial(self._add_contribution, parameter))
+            is_new = parameter not in self._followed and parameter in self.names
+            if is_new and parameter.requires_grad and parameter.is_leaf:
+                self._followed.add(parameter)
+                parameter.register_hook(partial(self._add_contribution, parameter))  # type: ignore[no-untyped-call]
 
     def _add_contribution(self, parameter: Tensor, gradient: Tensor) -> None:
         values = gradient.detach().double()
@@ -332,7 +559,9 @@ class FollowedOptimizer:
 
     def figures(self) -> dict[str, Any]:
         """Return what a step's file has next to tensors."""
+        assert self._inputs is not None
         fed, samples = self._inputs.taken() if self.steps else (FeedTotals(), [])
+        named = [p for p in self._parameters if p in self.names]
         return {
             "lr": [float(group["lr"]) for group in self._optimizer.param_groups],
             "numbers": {
@@ -344,26 +573,32 @@ class FollowedOptimizer:
             "order": [readers.plain_name(name) for name in self._inputs.order],
             "fed": vars(fed),
             "samples": samples,
-            "dtypes": sorted({str(p.grad.dtype) for p in self._parameters if p.grad is not None}),
-            "parameters": [[(self.names[p], tuple(p.shape)) for p in self._parameters]],
+            "dtypes": sorted({str(p.grad.dtype) for p in named if p.grad is not None}),
+            "parameters": [[(self.names[p], tuple(p.shape)) for p in named]],
         }
 
     def read_gradients(self, rank: int) -> Iterator[Part]:
         """Yield the whole gradient of each trained parameter."""
         with readers.full_parameters(model for _, model in self.models):
             for parameter in self._parameters:
-                gradient = readers.gradient(parameter)
-                if gradient is not None:
+                values = readers.gradient(parameter, self._optimizer)
+                if values is not None and parameter in self.names:
+                    values = readers.gathered(values, parameter)
                     # A copy: at the end of the block FSDP1 frees the full gradients.
-                    yield readers.part("gradient", self.names[parameter], gradient.clone(), rank)
+                    yield readers.part("gradient", self.names[parameter], values, rank)
 
     def read_state(self, rank: int) -> Iterator[Part]:
         """Yield parameters, optimizer state and buffers."""
         with readers.full_parameters(model for _, model in self.models) as is_split:
             for parameter, name in self.names.items():
-                yield readers.part("model", name, parameter.detach().clone(), rank)
+                values = readers.gathered(parameter.detach(), parameter)
+                yield readers.part("model", name, values, rank)
                 for key, state in self._optimizer.state.get(parameter, {}).items():
-                    if isinstance(state, Tensor) and state.ndim and not is_split:
-                        yield readers.part("optimizer", f"{name}.{key}", state, rank)
+                    is_tensor = isinstance(state, Tensor) and state.ndim
+                    if is_tensor and not is_split and readers.can_be_recorded(state):
+                        values = readers.gathered(state, parameter)
+                        yield readers.part("optimizer", f"{name}.{key}", values, rank)
         for each in other_tensors(self.models, rank):
+            if each.kind != BUFFER:
+                continue  # FSDP1 leaves tensors without memory in attributes
             yield Part(each.kind, readers.plain_name(each.name), each.values, copy=rank)

@@ -1,14 +1,26 @@
-"""Verifies a stock script: which runs are made, and what follows from them."""
+"""Verifies a stock script: which runs are made, and what follows from them.
+
+runs                                    result
+-------------------------------------------------------------------------------------------
+ranks and one process                   done if they are identical or within 1e-8
+both in fp64                            within 1e-8: equal within rounding
+one process in fp64 again               differs: the script is not deterministic
+ranks, with a suspect taken away        agree: the suspect is the cause
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from shardwise.errors import LaunchError
+from shardwise.layout import fingerprints
+from shardwise.tools.report.output import last_words
+from shardwise.tools.verify import verdicts
 from shardwise.tools.verify.comparing import Comparison, compare
 from shardwise.tools.verify.runs import RunFailed
-from shardwise.tools.verify.stock import metrics
+from shardwise.tools.verify.stock import draws, metrics
 from shardwise.tools.verify.stock.batches import UnjoinableBatches
 from shardwise.tools.verify.stock.findings import Finding, findings, parts_of_ranks, some
 from shardwise.tools.verify.stock.stock_runs import StockRecords, StockRuns
@@ -19,6 +31,7 @@ METRICS = 1e-4
 """Relative difference in training up to which evaluations are compared."""
 
 UNJOINABLE = UnjoinableBatches.__name__
+WIDE = "float64"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,81 +42,137 @@ class StockResult:
     steps: int
     ranks: int
     rows: Sequence[int]
-    """Rows of each step, over all ranks."""
+    """Rows of each step but the first, over all ranks."""
     own: Comparison
-    judged: Comparison
+    wide: Comparison | None = None
     findings: Sequence[Finding] = ()
     cause: StockSuspect | None = None
     why: str = ""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
 
+    @property
+    def judged(self) -> Comparison:
+        """The comparison that the verdict is about."""
+        return self.own if self.wide is None else self.wide
 
-def verify(runs: StockRuns) -> StockResult:
+
+def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
     """Run the ranks and the reference, compare them, and find the cause of a difference.
 
     Raises:
-        LaunchError: If the script makes no step of a torch optimizer.
-        RunFailed: If a run ends with an error.
+        LaunchError: If the script makes no step of a torch optimizer, or if a run hangs.
+        RunFailed: If the ranks end with an error.
     """
     made = runs.ranks("the ranks")
-    if not made.ranks:
-        raise LaunchError(
-            "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
-            "or SLURM_PROCID) and imports torch. Give a command that starts several ranks."
-        )
-    if not made.training.steps:
-        raise LaunchError(
-            "The ranks made no step of a torch optimizer, so there is nothing to compare."
-        )
-    nothing = Comparison([], {})
+    check(made)
     result = StockResult(
         verdict=TrainingVerdict.BITS,
         steps=made.training.steps,
         ranks=len(made.ranks),
-        rows=_rows(made),
-        own=nothing,
-        judged=nothing,
+        rows=[total.rows for total in map(_fed, _by_step(made)[1:])],
+        own=Comparison([], {}),
         findings=findings(made),
     )
+    if len(made.ranks) == 1:
+        return _unproved(result, "the command started one rank only, so there is nothing to prove.")
     try:
         reference = runs.reference("one process")
     except RunFailed as error:
-        if UNJOINABLE not in error.output:
-            raise
-        why = error.output.rpartition(f"{UNJOINABLE}: ")[2].splitlines()[0]
-        verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
-        return replace(result, verdict=verdict, why=why)
-    own = _compared(reference, made)
-    losses = tuple(
-        [step.loss for step in each.training.engines[0][1:]] for each in (reference, made)
+        return _unproved(result, _why_failed(error))
+    if not reference.training.steps:
+        return _unproved(result, "the script makes no step in one process.")
+    result = replace(
+        result, own=_compared(reference, made), losses=(_losses(reference), _losses(made))
     )
     proved = findings(made, reference)
-    if own.trains_the_same(METRICS):
+    if result.own.trains_the_same(METRICS):
         proved += metrics.findings(reference, made)
-    result = replace(result, own=own, judged=own, losses=(losses[0], losses[1]), findings=proved)
+    result = replace(result, findings=proved)
     if parts := parts_of_ranks(made, reference):
-        why = f"{some(parts)} have other shapes on the ranks than in one process."
-        verdict = TrainingVerdict.DIFFERS if proved else TrainingVerdict.UNPROVED
-        return replace(result, verdict=verdict, why=why)
+        return _unproved(
+            result, f"{some(parts)} have other shapes on the ranks than in one process."
+        )
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)
-    if own.same_bits:
+    if why := _other_data(reference, made) or _uneven(made):
+        return _unproved(result, why)
+    if result.own.same_bits:
         return result
-    if own.within(TOLERANCE):
+    if result.own.within(TOLERANCE):
         return replace(result, verdict=TrainingVerdict.ROUNDING)
-    try:
-        wide_made = runs.ranks("the ranks in fp64", wide=True)
-        wide_reference = runs.reference("one process in fp64", wide=True)
-    except RunFailed as error:
-        why = f"it differs as it is, and the script does not run in fp64: {error}"
-        return replace(result, verdict=TrainingVerdict.UNPROVED, why=why)
-    judged = _compared(wide_reference, wide_made)
-    result = replace(result, judged=judged)
-    if judged.within(TOLERANCE):
+    return _judge_in_fp64(runs, result, finds_causes=finds_causes)
+
+
+def check(made: StockRecords) -> None:
+    """Raise LaunchError if there is nothing to compare, and say why."""
+    if not made.ranks:
+        raise LaunchError(
+            "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
+            "or SLURM_PROCID), or was started by torch.multiprocessing.spawn, and that imports "
+            "torch. Give a command that starts several ranks."
+        )
+    size = max(facts["world_size"] for facts in made.ranks)
+    if len(made.ranks) < size:
+        raise LaunchError(
+            f"Only {len(made.ranks)} of {size} ranks were recorded: all ranks must run on this "
+            "host, and import torch in a Python that reads PYTHONPATH."
+        )
+    if made.training.steps:
+        return
+    if library := next((f["unnamed"] for f in made.ranks if f["unnamed"]), None):
+        how = "deepspeed" if library == "deepspeed" else None
+        hint = f" shardwise verify --adopt {how} can verify the script." if how else ""
+        raise LaunchError(
+            f"The optimizers of {library} step on partitions without parameter names, which "
+            f"cannot be compared.{hint}"
+        )
+    if any(facts["spawns"] for facts in made.ranks):
+        raise LaunchError(
+            "The script starts its ranks itself, by torch.multiprocessing.spawn. Give the command "
+            'that starts it, without -n: --stock "python train.py".'
+        )
+    raise LaunchError(
+        "The ranks made no step of a torch optimizer, so there is nothing to compare."
+    )
+
+
+def _unproved(result: StockResult, why: str) -> StockResult:
+    """Return the result of a comparison that could not be made. Findings still count."""
+    verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
+    return replace(result, verdict=verdict, why=why)
+
+
+def _why_failed(error: RunFailed) -> str:
+    if UNJOINABLE in error.output:
+        return error.output.rpartition(f"{UNJOINABLE}: ")[2].splitlines()[0]
+    return f"the script fails in one process: {last_words(error.output)}"
+
+
+def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) -> StockResult:
+    """Run ranks and reference in fp64, and find the cause of a difference that remains."""
+    why = ""
+    for wide in ("default", "promoted"):
+        try:
+            made = runs.ranks("the ranks in fp64", wide=wide)
+            reference = runs.reference("one process in fp64", wide=wide)
+        except RunFailed as error:
+            why = f"the script does not run in fp64: {error}"
+            continue
+        dtypes = {each for facts in (*made.ranks, *reference.ranks) for each in facts["dtypes"]}
+        if dtypes <= {WIDE}:
+            break
+        narrow = ", ".join(sorted(dtypes - {WIDE}))
+        why = f"gradients are {narrow} also with fp64 as the default."
+    else:
+        return _unproved(result, f"it differs as it is, and {why}")
+    result = replace(result, wide=_compared(reference, made))
+    if result.judged.within(TOLERANCE):
         return replace(result, verdict=TrainingVerdict.ROUNDING)
-    cause = _cause(runs, wide_reference, wide_made, judged)
+    if noise := _noise(runs, reference, wide):
+        return _unproved(result, noise)
+    cause = _cause(runs, reference, made, result.judged, wide) if finds_causes else None
     if cause is not None and not cause.is_mistake:
-        return replace(result, verdict=TrainingVerdict.UNPROVED, why=cause.words)
+        return _unproved(result, cause.words)
     return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
 
 
@@ -115,8 +184,99 @@ def _compared(reference: StockRecords, made: StockRecords) -> Comparison:
     return plain if plain.within(TOLERANCE) else compared
 
 
+def _losses(made: StockRecords) -> list[float]:
+    return [step.loss for step in made.training.engines[0][1:]] if made.training.engines else []
+
+
+# -- data -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Totals of the models' inputs in a step, over all ranks (see `tensor_log.FeedTotals`)."""
+
+    elements: int
+    hashes: int
+    squares: float
+    rows: int
+
+
+def _by_step(made: StockRecords) -> list[list[dict[str, Any]]]:
+    """Return the inputs of the first optimizer's models, by step and rank."""
+    inputs = [[row["fed"] for row in rows] for rows in zip(*made.steps, strict=False)]
+    if made.ranks[0]["tensor_parallel"]:
+        # Ranks that share layers are given the same rows.
+        return [list({each["hashes"]: each for each in row}.values()) for row in inputs]
+    return inputs
+
+
+def _fed(inputs: Sequence[dict[str, Any]]) -> _Totals:
+    return _Totals(
+        sum(each["elements"] for each in inputs),
+        sum(each["hashes"] for each in inputs) % fingerprints.WORD,
+        sum(each["sums"][1] for each in inputs),
+        sum(each["rows"] for each in inputs),
+    )
+
+
+def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
+    """Describe the first step that one process computed with other inputs, or return None.
+
+    Inputs of the first step are not known, because the models are found by their optimizer.
+    """
+    pairs = list(zip(_by_step(made), _by_step(reference), strict=False))
+    reads_loaders = all(any(e["trains"] and e["rows"] for e in f["seen"]) for f in made.ranks)
+    if len(pairs) < 2 and not reads_loaders:
+        return "which inputs the models get is known from the second step on. Make at least two."
+    for number, (ours, theirs) in enumerate(pairs[1:], 1):
+        one, two = _fed(ours), _fed(theirs)
+        if one.hashes == two.hashes:
+            continue
+        if one.elements != two.elements and one.rows != two.rows:
+            return (
+                f"in step {number} the models of all ranks were given {one.rows} rows, and those "
+                f"of one process {two.rows}. Its batches are not made by a DataLoader, or depend "
+                "on the rank. Give the arguments for the total batch: --total-batch "
+                '"--batch-size 64".'
+            )
+        # Inputs may be results of another model, which differ by rounding, or be padded.
+        scale = max(abs(one.squares), 1e-300)
+        if one.elements == two.elements and abs(one.squares - two.squares) > 1e-3 * scale:
+            return (
+                f"in step {number} the models were given other values than in one process, for "
+                "example since each rank draws noise or augments its own samples."
+            )
+    return None
+
+
+def _uneven(made: StockRecords) -> str | None:
+    """Describe different numbers of steps of the ranks, or return None."""
+    counts = [len(rows) for rows in made.steps]
+    if min(counts) == max(counts):
+        return None
+    return f"the ranks made different numbers of steps: {', '.join(map(str, counts))}."
+
+
+# -- causes ---------------------------------------------------------------------------------
+
+
+def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
+    """Say why two runs of one process differ; None if they agree."""
+    again = runs.reference("one process again", wide=wide, notes_draws=True)
+    compared = compare(reference.training, again.training)
+    first = compared.first(TOLERANCE)
+    if first is None and compared.same_counts:
+        return None
+    third = runs.reference("one process again", wide=wide, notes_draws=True)
+    operation = draws.first_without_seed(again.ranks[0]["draws"], third.ranks[0]["draws"])
+    place = "in their number of steps" if first is None else verdicts.name_step(first)
+    where = "" if first is None else f" {verdicts.describe_step(first, TOLERANCE)}"
+    how = f" {operation}." if operation else " No operation without a seed was found."
+    return f"the script is not deterministic on one process: two runs differ {place}.{how}{where}"
+
+
 def _cause(
-    runs: StockRuns, reference: StockRecords, made: StockRecords, judged: Comparison
+    runs: StockRuns, reference: StockRecords, made: StockRecords, judged: Comparison, wide: str
 ) -> StockSuspect | None:
     """Return the first suspect without which the runs agree."""
     for suspect in suspects(reference, made, judged, TOLERANCE):
@@ -124,19 +284,12 @@ def _cause(
             return suspect
         words = f"trial: {suspect.name}"
         try:
-            ours = runs.ranks(words, wide=True, alter=suspect.ranks)
+            ours = runs.ranks(words, wide=wide, alter=suspect.ranks)
             theirs = reference
             if suspect.reference:
-                theirs = runs.reference(words, wide=True, alter=suspect.reference)
+                theirs = runs.reference(words, wide=wide, alter=suspect.reference)
         except RunFailed:
             continue  # a trial that fails proves nothing
         if _compared(theirs, ours).within(TOLERANCE):
             return suspect
     return None
-
-
-def _rows(made: StockRecords) -> list[int]:
-    """Return the rows of each step, over all ranks; of training loaders only."""
-    rows = [step.fed.rows for step in made.training.engines[0][1:]]
-    # The first step's inputs are seen before its optimizer is known.
-    return rows[1:]

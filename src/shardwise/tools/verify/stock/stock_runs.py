@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ from rich.progress import Progress
 
 import shardwise
 from shardwise.errors import LaunchError
-from shardwise.launch import program
+from shardwise.launch.orphan_reaper import OrphanReaper, end_within
+from shardwise.messages.printable import printable
 from shardwise.tools.verify import records
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.runs import RunFailed, environment
-from shardwise.tools.verify.stock.recorder import VARIABLE
+from shardwise.tools.verify.stock.own_files import make_view
+from shardwise.tools.verify.stock.recorder import CLAIM, STACK, VARIABLE
 
 START = Path(__file__).parent / "start"
 RANK_VARIABLES = {
@@ -39,6 +44,33 @@ RANK_VARIABLES = {
 }
 """What tells the reference that it is the only rank, whichever launcher started the ranks."""
 
+OTHER_LAUNCHERS = {
+    **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "0"),
+    **dict.fromkeys(("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"), "1"),
+    **dict.fromkeys(("PMI_RANK", "PMIX_RANK", "MPI_LOCALRANKID"), "0"),
+    **dict.fromkeys(("PMI_SIZE", "MPI_LOCALNRANKS"), "1"),
+    **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
+    **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS"), "1"),
+}
+"""The same variables of other launchers, which are replaced if a rank had them."""
+
+INHERITED = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"}
+INHERITED |= RANK_VARIABLES.keys() - {"MASTER_ADDR"}
+"""Variables of an outer launcher, such as those of a batch script. A launcher would look like a
+rank with them."""
+
+DROPPED = ("TORCHELASTIC_ERROR_FILE",)
+"""Variables of a rank that name files of its launcher, which has removed them."""
+
+GRACE = 5.0
+"""Seconds that a command has to end its ranks after SIGINT, and again after SIGTERM."""
+
+ENDING = 40.0
+"""Seconds that a command has to end after all its ranks got SIGTERM. torchrun waits 30 for them."""
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python[\d.]+)[/\\]|^<")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StockCommand:
@@ -47,13 +79,17 @@ class StockCommand:
     words: Sequence[str]
     size: int | None = None
     """Number of ranks if the words are those of a script alone; torchrun starts it then."""
+    alone: Sequence[str] = ()
+    """Words that are added for one process, so that it uses the total batch (`--total-batch`)."""
 
-    @property
-    def full_words(self) -> list[str]:
-        """The words to start, with torchrun in front of a script."""
+    def start_words(self, logs: Path) -> list[str]:
+        """Return the words to start, with torchrun in front of a script.
+
+        torchrun creates a folder in `logs`, and would leave one in the folder for temporary files.
+        """
         if self.size is None:
             return list(self.words)
-        torchrun = ["-m", "torch.distributed.run", "--standalone"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--log-dir", str(logs)]
         return [sys.executable, *torchrun, "--nproc-per-node", str(self.size), *self.words]
 
     def __str__(self) -> str:
@@ -71,46 +107,93 @@ class StockRecords:
 
 
 class StockRuns:
-    """Makes the runs of one verification, in a folder that is removed at the end. A context."""
+    """Makes the runs of one verification, in a folder that is removed at the end. A context.
 
-    def __init__(self, command: StockCommand, steps: int, logs: Path, progress: Progress) -> None:
-        self._command, self._steps, self._logs = command, steps, logs
+    Args:
+        command: The command that starts the ranks.
+        steps: Number of steps after which a run is ended.
+        logs: Folder for the output of each run.
+        progress: Display of the current run.
+        limit: Seconds without a step or a batch after which a run is stopped.
+    """
+
+    def __init__(
+        self, command: StockCommand, steps: int, logs: Path, progress: Progress, limit: float
+    ) -> None:
+        self.command = command
+        self._steps, self._logs, self._limit = steps, logs, limit
         self._progress = progress
         self._task = progress.add_task("", total=None)
-        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-stock-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-stock-")).resolve()
         self._made = 0
         self._ranks = self._folder
-        """What the ranks recorded last: a reference gets the batches of that run, since data that
-        a script draws in fp64 are other numbers than those in fp32."""
+        """Records of the last run of the ranks. A reference gets the batches of that run, because
+        a script draws other numbers in fp64 than in fp32."""
 
     def __enter__(self) -> StockRuns:
+        self._reaper = OrphanReaper(self._folder).__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._reaper.__exit__(*error)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ranks(
-        self, words: str, *, wide: bool = False, alter: Mapping[str, Any] | None = None
+        self, words: str, *, wide: str | None = None, alter: Mapping[str, Any] | None = None
     ) -> StockRecords:
         """Run the script on its ranks. Raises RunFailed."""
-        made, folder = self._run(self._command.full_words, words, {}, wide=wide, alter=alter)
+        made, folder = self._run(
+            self.command.start_words(self._folder), words, {}, wide=wide, alter=alter
+        )
         self._ranks = folder
         return made
 
+    def stopped_ranks(self, words: str, step: int, view: Path) -> StockRecords:
+        """Run the script in `view` until each rank gets SIGTERM after `step` steps."""
+        made, _ = self._run(
+            self.command.start_words(self._folder), words, {}, stop_at=step, view=view
+        )
+        return made
+
+    def resumed_ranks(self, words: str, command: StockCommand, view: Path) -> StockRecords:
+        """Run `command` in the view of a stopped run. Raises RunFailed."""
+        return self._run(command.start_words(self._folder), words, {}, view=view)[0]
+
+    def new_view(self) -> Path:
+        """Return the folder of a view that several runs can share."""
+        return self._folder / "view-shared"
+
     def reference(
-        self, words: str, *, wide: bool = False, alter: Mapping[str, Any] | None = None
+        self,
+        words: str,
+        *,
+        wide: str | None = None,
+        alter: Mapping[str, Any] | None = None,
+        notes_draws: bool = False,
     ) -> StockRecords:
         """Run the script in one process, on the union of the batches that the ranks were given.
 
-        Raises RunFailed.
+        With `--total-batch`, the process reads its own batches instead. If `notes_draws` is True,
+        the facts list the operations that draw random numbers. Raises RunFailed.
         """
         facts = json.loads((self._ranks / "rank-0" / "stock.facts").read_text())
-        variables = {**facts["environment"], **RANK_VARIABLES, "MASTER_PORT": str(_free_port())}
-        for name in ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"):
-            if name in variables:
-                variables[name] = "1" if name.endswith("SIZE") else "0"
-        command = [sys.executable, *facts["argv"]]
-        made, _ = self._run(command, words, variables, wide=wide, alter=alter, replay=self._ranks)
+        known = {n: v for n, v in facts["environment"].items() if n not in DROPPED}
+        variables = dict(known)
+        if not facts["spawned"]:  # such a script needs no variables, and would look like a rank
+            variables |= RANK_VARIABLES | {"MASTER_PORT": str(_free_port())}
+        variables |= {n: v for n, v in OTHER_LAUNCHERS.items() if n in variables}
+        command = [facts["executable"], *facts["argv"], *self.command.alone]
+        replay = None if self.command.alone else self._ranks
+        made, _ = self._run(
+            command,
+            words,
+            variables,
+            wide=wide,
+            alter=alter,
+            replay=replay,
+            reference_of=facts,
+            notes_draws=notes_draws,
+        )
         return made
 
     def _run(
@@ -119,54 +202,223 @@ class StockRuns:
         words: str,
         variables: Mapping[str, str],
         *,
-        wide: bool,
-        alter: Mapping[str, Any] | None,
+        wide: str | None = None,
+        alter: Mapping[str, Any] | None = None,
         replay: Path | None = None,
+        reference_of: Mapping[str, Any] | None = None,
+        notes_draws: bool = False,
+        stop_at: int | None = None,
+        view: Path | None = None,
     ) -> tuple[StockRecords, Path]:
         self._made += 1
-        self._progress.update(self._task, description=f"run {self._made} · {words}")
+        self._progress.update(
+            self._task, description=printable(f"run {self._made} · {words} · {self.command}")
+        )
         folder = self._folder / f"run-{self._made}"
         folder.mkdir()
+        current = Path.cwd().resolve()
+        view = view or self._folder / f"view-{self._made}"
+        if view.exists():  # a stopped run goes on in its view
+            place = view.joinpath(*current.relative_to(current.anchor).parts)
+        else:
+            place = make_view(view, current, hidden=self._folder)
+        if reference_of is not None and reference_of["folder"].startswith(reference_of["view"]):
+            # A launcher may change to another folder before it starts the ranks.
+            place = view / os.path.relpath(reference_of["folder"], reference_of["view"])
+            place.mkdir(parents=True, exist_ok=True)
         request = {
             "record": str(folder),
+            "view": str(view),
             "steps": self._steps,
-            "reference": replay is not None,
+            "stop_at": stop_at,
+            "reference": reference_of is not None,
             "replay": None if replay is None else str(replay),
             "wide": wide,
+            "draws": notes_draws,
             "alter": dict(alter or {}),
         }
         log = self._logs / f"{self._made:02d}.txt"
         package = str(Path(shardwise.__file__).parents[1])
-        paths = [str(START), package, os.environ.get("PYTHONPATH", "")]
-        environ = environment(self._command.size or 2) | dict(variables)
+        environ = environment(self.command.size or 2)
+        environ = {n: v for n, v in environ.items() if n not in INHERITED} | dict(variables)
+        kept = environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [str(START), package, *(path for path in kept if path != str(START))]
         environ |= {
             VARIABLE: json.dumps(request),
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONPATH": os.pathsep.join(filter(None, dict.fromkeys(paths))),
+            "PWD": str(place),
         }
+        if wide:
+            # Compiled code is not widened, and a compiler changes only rounding.
+            environ["TORCHDYNAMO_DISABLE"] = "1"
         try:
             with log.open("wb") as output:
                 process = subprocess.Popen(
                     list(command),
+                    cwd=place,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environ,
+                    start_new_session=True,  # so that Ctrl-C reaches the ranks only through us
                 )
-                code = program.wait_for(process, lambda: None)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError) as error:
             raise LaunchError(
-                f"There is no program {command[0]!r} to start the ranks with."
+                f"There is no program {command[0]!r} to start the ranks with: {error.strerror}."
             ) from None
-        if code:
+        groups = {process.pid}
+        try:
+            code = self._wait(process, folder, words, groups, is_stopped=stop_at is not None)
+        finally:
+            end(process, folder)
+            for group in groups:  # later, another process may get this number
+                self._reaper.ended(group)
+        if code and stop_at is None:
             raise RunFailed(words, code, log.read_text(errors="replace"))
-        return read(folder), folder
+        return read(folder, words), folder
+
+    def _wait(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: Path,
+        words: str,
+        groups: set[int],
+        *,
+        is_stopped: bool,
+    ) -> int:
+        """Wait until a run ends, and return its exit code.
+
+        Adds the process groups of its ranks to `groups`. Raises LaunchError after the time limit
+        without a new step or batch.
+        """
+        self._reaper.started(process.pid)
+        files, since = -1, time.monotonic()
+        while True:
+            try:
+                return process.wait(timeout=0.1)
+            except subprocess.TimeoutExpired:
+                pass
+            for pid in _claimed(folder):
+                # torchrun starts each rank in a separate process group.
+                group = _group(pid)
+                if group is not None and group not in groups and group != os.getpgid(0):
+                    groups.add(group)
+                    self._reaper.started(group)
+            if (count := sum(1 for _ in folder.glob("rank-*/*.pt"))) != files:
+                files, since = count, time.monotonic()
+            limit = ENDING if is_stopped and _all_left(folder) else self._limit
+            if time.monotonic() - since > limit:
+                if is_stopped and _all_left(folder):
+                    return 1  # a script that ignores SIGTERM, or its launcher
+                raise LaunchError(describe_stall(folder, words, self._limit))
 
 
-def read(folder: Path) -> StockRecords:
-    """Read what all ranks of one run recorded."""
+def _all_left(folder: Path) -> bool:
+    ranks = list(folder.glob("rank-*"))
+    return bool(ranks) and all((rank / "stock.facts").exists() for rank in ranks)
+
+
+def _claimed(folder: Path) -> Iterator[int]:
+    """Yield the pids of the ranks that are recorded in `folder`."""
+    for claim in folder.glob(f"rank-*/{CLAIM}"):
+        if text := claim.read_text():
+            yield int(text)
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except OSError:
+        return None
+
+
+def end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End the command of a run, and then all processes that it has left."""
+    has_ended = process.poll() is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if process.poll() is None:
+            process.send_signal(number)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                continue
+    end_within(process, 0.0)
+    if has_ended and not _has_proc():
+        return  # other processes may have the process numbers of its ranks by now
+    for pid in _left(folder):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _left(folder: Path) -> list[int]:
+    """Return the living processes of a run: those whose environment names its folder."""
+    if not _has_proc():
+        return list(_claimed(folder))
+    mark = os.fsencode(json.dumps(str(folder)))
+    found = []
+    for each in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in each.read_bytes():
+                found.append(int(each.parent.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _has_proc() -> bool:
+    """Return whether this system shows the environment of processes. macOS does not."""
+    return Path("/proc/self/environ").exists()
+
+
+def describe_stall(folder: Path, words: str, limit: float) -> str:
+    """Describe a run that makes no step: the last step and the line of each rank."""
+    ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
+    if not ranks:
+        return (
+            f"Run of {words} stopped: no rank has imported torch in {limit:g} s. Raise "
+            "--time-limit if it needs longer to start."
+        )
+    for pid in {*_claimed(folder)} & {*_left(folder)}:
+        try:
+            os.kill(pid, signal.SIGUSR2)  # writes the stack to STACK
+        except OSError:
+            continue
+    time.sleep(0.5)
+    said = []
+    for rank in ranks:
+        steps = max((int(p.stem[14:]) for p in rank.glob("engine-0-step-*.pt")), default=0)
+        done = f"after {steps} step{'s' * (steps != 1)}" if steps else "before its first step"
+        stack = rank / STACK
+        line = users_line(stack.read_text()) if stack.exists() else None
+        ended = " (it has ended)" if (rank / "stock.facts").exists() else ""
+        said.append(f"Rank {rank.name[5:]} is {done}{ended}{f' in {line}' if line else ''}.")
+    return (
+        f"Run of {words} stopped: no step and no batch in {limit:g} s. {' '.join(said)} Raise "
+        "--time-limit if a step takes longer."
+    )
+
+
+def users_line(stack: str) -> str | None:
+    """Return FILE:LINE (FUNCTION) of the innermost frame of a stack that is not a library's."""
+    for match in _FRAME.finditer(stack):  # faulthandler writes the innermost frame first
+        if not _INSTALLED.search(match["file"]) and str(START.parents[2]) not in match["file"]:
+            function = match["function"]
+            where = "" if function.startswith("<") else f" ({function})"
+            return f"{Path(match['file']).name}:{match['line']}{where}"
+    return None
+
+
+def read(folder: Path, words: str) -> StockRecords:
+    """Read what all ranks of one run recorded. Raises LaunchError if a record is not complete."""
     import torch
 
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
+    if missing := [rank.name[5:] for rank in ranks if not (rank / "stock.facts").exists()]:
+        raise LaunchError(
+            f"Run of {words}: rank {missing[0]} was killed, so its record is not complete."
+        )
     facts = [json.loads((rank / "stock.facts").read_text()) for rank in ranks]
     steps = []
     for rank in ranks:

@@ -5,12 +5,17 @@ environment's own sitecustomize, too.
 """
 
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "accelerate")
+"""Programs that start ranks. In a batch job they have the rank of the batch script."""
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -34,9 +39,14 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        from shardwise.tools.verify.stock import recorder
+        if any(name in os.environ for name in RANKS):
+            from shardwise.tools.verify.stock import recorder
 
-        recorder.start()
+            recorder.start()
+        else:
+            from shardwise.tools.verify.stock import spawned
+
+            spawned.follow()
 
 
 def _import_next() -> None:
@@ -48,6 +58,11 @@ def _import_next() -> None:
 
 
 _import_next()
-# A launcher imports torch as well, but only its ranks have a rank.
-if "SHARDWISE_VERIFY_STOCK" in os.environ and any(name in os.environ for name in RANKS):
+# A process without a rank may be a script that spawns its ranks. Processes that multiprocessing
+# starts are such ranks, which spawned.py starts to record, or workers of a DataLoader.
+if (
+    "SHARDWISE_VERIFY_STOCK" in os.environ
+    and "--multiprocessing-fork" not in sys.orig_argv
+    and not any(os.path.basename(word) in LAUNCHERS for word in sys.orig_argv[1:4])
+):
     sys.meta_path.insert(0, _AfterTorch())

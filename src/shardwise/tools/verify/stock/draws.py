@@ -1,0 +1,61 @@
+"""Notes which operations of a script draw random numbers, to name the one that has no seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from shardwise.tools.verify import watching
+from shardwise.tools.verify.stock import readers
+
+MOST = 2000
+"""Largest number of entries. The first operation without a seed is usually among the first."""
+
+
+class DrawLog(TorchFunctionMode):
+    """Compares the states of all generators after each call of torch.
+
+    An entry is (operation, line of the script, library, hashes of the state before and after).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[tuple[str, str, str, int, int | None]] = []
+        self._states = readers.hash_random_states()
+
+    def follow(self) -> None:
+        """Note draws from now on."""
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self._compare("random or numpy.random")
+        result = func(*args, **(kwargs or {}))
+        self._compare(getattr(func, "__name__", str(func)))
+        return result
+
+    def _compare(self, operation: str) -> None:
+        """Add an entry for each generator whose state has changed."""
+        if len(self.entries) >= MOST:
+            return
+        states = readers.hash_random_states()
+        for library, before in self._states.items():
+            if (after := states.get(library)) != before:
+                line = watching.user_line() or "a library"
+                self.entries.append((operation, line, library, before, after))
+        self._states = states
+
+
+def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
+    """Return the first operation that drew from other states in two runs; None without one."""
+    # Libraries draw from `random` for names of files, so look at the generators of torch first.
+    for wanted in ("torch", "cuda", "numpy", "random"):
+        pairs = ([entry for entry in each if entry[2] == wanted] for each in (one, other))
+        for (operation, line, _, *states), (*_, before, after) in zip(*pairs, strict=False):
+            # A seed gives both runs the same state after it.
+            if states[0] != before and states[1] != after:
+                return f"{operation} in {line} draws random numbers ({wanted}) without a seed"
+    return None

@@ -1,0 +1,45 @@
+"""Lets a stock script compute in fp64, so that rounding explains no difference."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from shardwise.tools.verify.script import PromoteToFp64
+
+
+def widen(*, promotes: bool) -> None:
+    """Make fp64 the default of this process, and switch off what computes in fewer bits.
+
+    That is autocast, loss scaling and the mixed precision of FSDP. If `promotes` is True, casts of
+    the script to narrower dtypes have no effect, and mixed arguments are promoted.
+    """
+    torch.set_default_dtype(torch.float64)
+    _set_argument(torch.autocast, "enabled", False)
+    _set_argument(torch.amp.GradScaler, "enabled", False)
+    from torch.distributed import fsdp
+
+    for kind in (fsdp.MixedPrecision, fsdp.MixedPrecisionPolicy):
+        for name in ("param_dtype", "reduce_dtype"):
+            _set_argument(kind, name, None)
+    _set_argument(fsdp.MixedPrecision, "buffer_dtype", None)
+    _set_argument(fsdp.MixedPrecisionPolicy, "output_dtype", None)
+    if promotes:
+        PromoteToFp64().__enter__()  # type: ignore[no-untyped-call]
+
+
+def _set_argument(kind: Any, name: str, value: Any) -> None:
+    """Replace the value of a keyword argument in every constructor call of `kind`."""
+    init: Callable[..., None] = kind.__init__
+
+    @wraps(init)
+    def replaced(this: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(init).bind(this, *args, **kwargs)
+        bound.arguments[name] = value
+        init(*bound.args, **bound.kwargs)
+
+    kind.__init__ = replaced

@@ -1,0 +1,136 @@
+"""Whatever cannot be compared is not proved, and never equal."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.errors import LaunchError
+from shardwise.tools.verify.runs import RunFailed
+from shardwise.tools.verify.stock import draws, stock_flow
+from shardwise.tools.verify.stock.findings import Finding
+from shardwise.tools.verify.stock.stock_flow import StockResult
+from shardwise.tools.verify.stock.stock_runs import StockRecords
+from shardwise.tools.verify.verdicts import TrainingVerdict
+from tests.unit.test_stock_recorder import record
+
+
+def trained(folder: Path, name: str, *, copies: int = 1) -> StockRecords:
+    """Return the record of a training on equal rows, `copies` times in each batch."""
+
+    def script() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((8 * copies, 4), 2.0**-step)
+            model(x).mean().backward()
+            optimizer.step()
+
+    (folder / name).mkdir()
+    return record(folder / name, script)
+
+
+def twice(made: StockRecords) -> StockRecords:
+    """Return a record of two ranks that did the same."""
+    return replace(made, ranks=[*made.ranks] * 2, steps=[*made.steps] * 2)
+
+
+class Runs:
+    """Returns records that exist already."""
+
+    def __init__(self, made: StockRecords, reference: StockRecords | RunFailed) -> None:
+        self._made, self._reference = made, reference
+
+    def ranks(self, words: str, **more: Any) -> StockRecords:
+        return self._made
+
+    def reference(self, words: str, **more: Any) -> StockRecords:
+        if isinstance(self._reference, RunFailed):
+            raise self._reference
+        return self._reference
+
+
+def verify(made: StockRecords, reference: StockRecords | RunFailed) -> StockResult:
+    runs: Any = Runs(made, reference)
+    return stock_flow.verify(runs)
+
+
+def test_union_of_the_rows_is_equal(tmp_path: Path) -> None:
+    result = verify(twice(trained(tmp_path, "a")), trained(tmp_path, "b", copies=2))
+    assert result.verdict is TrainingVerdict.BITS
+    assert result.rows == [16, 16, 16]
+
+
+def test_equal_results_on_other_rows_are_not_proved(tmp_path: Path) -> None:
+    # Both ranks train on the same rows, which no DataLoader has made.
+    result = verify(twice(trained(tmp_path, "a")), trained(tmp_path, "b"))
+    assert result.verdict is TrainingVerdict.UNPROVED
+    assert "given 16 rows, and those of one process 8" in result.why
+
+
+def test_one_rank_is_not_proved(tmp_path: Path) -> None:
+    made = trained(tmp_path, "a")
+    result = verify(made, made)
+    assert result.verdict is TrainingVerdict.UNPROVED
+    assert "one rank only" in result.why
+
+
+def test_ranks_with_other_numbers_of_steps_are_not_proved(tmp_path: Path) -> None:
+    made = twice(trained(tmp_path, "a"))
+    made = replace(made, steps=[made.steps[0], made.steps[1][:3]])
+    result = verify(made, trained(tmp_path, "b", copies=2))
+    assert result.verdict is TrainingVerdict.UNPROVED
+    assert "different numbers of steps: 4, 3" in result.why
+
+
+def test_reference_without_a_step_is_not_proved(tmp_path: Path) -> None:
+    made = twice(trained(tmp_path, "a"))
+    nothing = replace(made, training=replace(made.training, engines={}))
+    assert verify(made, nothing).verdict is TrainingVerdict.UNPROVED
+
+
+def test_findings_count_also_if_one_process_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = twice(trained(tmp_path, "a"))
+    failed = RunFailed("one process", 1, "AssertionError: needs two ranks")
+    assert verify(made, failed).verdict is TrainingVerdict.UNPROVED
+    assert "needs two ranks" in verify(made, failed).why
+    monkeypatch.setattr(stock_flow, "findings", lambda made: [Finding("a mistake", "It is wrong.")])
+    assert verify(made, failed).verdict is TrainingVerdict.DIFFERS
+
+
+def test_missing_ranks_and_other_optimizers_are_refused(tmp_path: Path) -> None:
+    made = trained(tmp_path, "a")
+    one = replace(made, ranks=[made.ranks[0] | {"world_size": 2}])
+    with pytest.raises(LaunchError, match="Only 1 of 2 ranks were recorded"):
+        stock_flow.check(one)
+    nothing = replace(made, training=replace(made.training, engines={}))
+    partitions = replace(nothing, ranks=[made.ranks[0] | {"unnamed": "deepspeed"}])
+    with pytest.raises(LaunchError, match="--adopt deepspeed"):
+        stock_flow.check(partitions)
+    spawns = replace(nothing, ranks=[made.ranks[0] | {"spawns": True}])
+    with pytest.raises(LaunchError, match="starts its ranks itself"):
+        stock_flow.check(spawns)
+
+
+def test_names_the_operation_without_a_seed(tmp_path: Path) -> None:
+    def script() -> None:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.seed()
+        for _ in range(2):
+            model(torch.rand(4, 4)).mean().backward()
+            optimizer.step()
+
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        found.append(record(tmp_path / name, script, draws=True).ranks[0]["draws"])
+    assert "rand in test_stock_flow.py:" in str(draws.first_without_seed(*found))
+    assert draws.first_without_seed(found[0], found[0]) is None
