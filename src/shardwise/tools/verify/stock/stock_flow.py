@@ -262,13 +262,14 @@ def _uneven(made: StockRecords) -> str | None:
 
 def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
     """Say why two runs of one process differ; None if they agree."""
-    again = runs.reference("one process again", wide=wide, notes_draws=True)
+    again = runs.reference("one process again", wide=wide)
     compared = compare(reference.training, again.training)
     first = compared.first(TOLERANCE)
     if first is None and compared.same_counts:
         return None
-    third = runs.reference("one process again", wide=wide, notes_draws=True)
-    operation = draws.first_without_seed(again.ranks[0]["draws"], third.ranks[0]["draws"])
+    # Noting draws makes every operation slower, so only a script that needs it pays for it.
+    noted = [runs.reference("one process, noting draws", wide=wide, notes_draws=True) for _ in "12"]
+    operation = draws.first_without_seed(*(each.ranks[0]["draws"] for each in noted))
     place = "in their number of steps" if first is None else verdicts.name_step(first)
     where = "" if first is None else f" {verdicts.describe_step(first, TOLERANCE)}"
     how = f" {operation}." if operation else " No operation without a seed was found."
