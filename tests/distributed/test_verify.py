@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.tools.verify.flow import NARROW_LOSSES
 from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.verdicts import TrainingVerdict, sentences
 from tests.distributed.verified import judged
@@ -73,6 +74,12 @@ def test_correct_scripts_have_no_cause(
     said = "\n".join(sentences(result))
     assert result.verdict in (TrainingVerdict.BITS, TrainingVerdict.ROUNDING), said
     assert result.steps == 6
+
+
+def test_losses_in_fp32_beside_gradients_in_fp64_agree(tmp_path: Path) -> None:
+    result = judged((str(SCRIPTS / "narrow_loss.py"),), RunPlacement(size=2), tmp_path, steps=4)
+    assert result.verdict is TrainingVerdict.ROUNDING, "\n".join(sentences(result))
+    assert result.note == NARROW_LOSSES
 
 
 def test_losses_averaged_over_workers_agree(tmp_path: Path) -> None:

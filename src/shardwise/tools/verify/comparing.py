@@ -132,6 +132,17 @@ class Comparison:
         steps = [replace(step, loss=0.0, weight=0.0) for step in self.steps]
         return Comparison(steps, self.counts)
 
+    def rounds_losses(self, tolerance: float, of_losses: float) -> bool:
+        """Return whether only losses differ by more than `tolerance`, and by at most `of_losses`.
+
+        A wrong loss of this size would also have wrong gradients.
+        """
+        return (
+            not self.within(tolerance)
+            and self.without_losses.within(tolerance)
+            and all(step.weight <= tolerance and step.loss <= of_losses for step in self.steps)
+        )
+
     def trains_the_same(self, tolerance: float) -> bool:
         """Return whether no difference exceeds `tolerance`, ignoring weights and step counts."""
         return all(step.in_training <= tolerance for step in self.steps)
