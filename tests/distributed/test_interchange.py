@@ -126,3 +126,31 @@ def test_other_groups_are_refused(group, tmp_path):
     for kind in ("torch dict", "dcp"):
         foreign.write(kind, tmp_path)
     group(2)(mismatch_case, tmp_path)
+
+
+def adapter_case(world, folder):
+    """An adapter of PEFT loads into the model with the adapter, whose names differ from its file."""
+    from peft import LoraConfig, get_peft_model
+
+    def build(seed):
+        model = foreign.build(seed)
+        config = LoraConfig(target_modules=["lin", "emb"], r=2, init_lora_weights=False)
+        return get_peft_model(model, config)
+
+    theirs = build(3)
+    if world.is_main:
+        theirs.save_pretrained(folder / "adapter")
+    world.barrier()
+    model = build(4)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    engine = sw.Engine(model, torch.optim.AdamW(trained), zero=3)
+    engine.load(folder / "adapter", strict=False)
+    with engine.full_parameters():
+        for (name, ours), wanted in zip(model.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(ours, wanted) == ("lora_" in name), name
+    engine.close()
+
+
+@pytest.mark.full
+def test_adapter_of_peft_loads(group, tmp_path):
+    group(2)(adapter_case, tmp_path)

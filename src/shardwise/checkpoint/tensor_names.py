@@ -67,7 +67,20 @@ def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
         ]
     if prefix == _WRAPPER and (inner := common_prefix([readings[-1](name) for name in names])):
         readings.append(lambda name: _uncompiled(name).removeprefix(prefix).removeprefix(inner))
+    if any(_ADAPTER in name for name in names):
+        readings.append(_of_adapter)
     return readings
+
+
+_ADAPTER = "lora_"
+
+
+def _of_adapter(name: str) -> str:
+    """Return the name of a LoRA weight in a model of PEFT, whose files leave out the adapter."""
+    head, dot, last = name.rpartition(".")
+    if _ADAPTER in last:  # lora_embedding_A is a parameter itself, not a module
+        return f"{name}.default"
+    return f"{head}.default{dot}{last}" if _ADAPTER in head else name
 
 
 def common_prefix(names: Sequence[str]) -> str:

@@ -368,3 +368,54 @@ def test_values_of_wrong_types_are_named(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": odd}, tmp_path / "m.pt")
     with pytest.raises(BrokenCheckpoint, match=r"not what torch.save writes .*params"):
         open_checkpoint(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"checkpoint_metadata.json": "{}", "model/x": ""}, "of nanotron"),
+        ({"metadata.json": '{"sharded_backend": "zarr"}'}, "in the format zarr"),
+        ({"iter_0000010/mp_rank_00/model_optim_rng.pt": ""}, "Megatron-LM in its old format"),
+        ({"__0_0.distcp": ""}, r"lacks \.metadata"),
+        ({"pytorch_model_fsdp_0/x": ""}, r"fsdp_0 lacks \.metadata"),
+    ],
+)
+def test_unsupported_folders_are_refused_by_name(tmp_path, files, said):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=said):
+        open_checkpoint(tmp_path)
+
+
+def test_weights_of_megatron_core_are_read(tmp_path):
+    """Its documented layout: DCP with stacked layers, and optimizer buffers next to them."""
+    weight = torch.randn(2, 6, 4)
+    state = {
+        "decoder.layers.self_attention.linear_qkv.weight": weight,
+        "chained_0.optimizer.state.exp_avg.decoder.x": torch.ones(3),
+        "rng_state": torch.ones(1),
+    }
+    foreign.save_dcp(state, tmp_path / "iter")
+    (tmp_path / "iter" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 10}, tmp_path / "iter" / "common.pt")
+    with open_checkpoint(tmp_path / "iter") as found:
+        assert found.format == "Megatron-Core"
+        assert list(found.model.specs) == ["decoder.layers.self_attention.linear_qkv.weight"]
+        assert "only its weights are read" in found.notes[0]
+
+
+def test_folder_of_the_trainer_has_step_and_schedule(tmp_path, trained):
+    """The layout of transformers.Trainer: see docs of `Trainer.save_model`, `_save_checkpoint`."""
+    model, optimizer = trained
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save({"last_epoch": 3}, tmp_path / "scheduler.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    with open_checkpoint(tmp_path) as found:
+        assert found.format == "Transformers Trainer"
+        assert (found.step, found.schedulers) == (3, {"lr_scheduler": {"last_epoch": 3}})
+        assert [len(g.keys) for one in found.optimizers for g in one.groups] == [5]
+    (tmp_path / "trainer_state.json").write_text('{"global_step": "x"}')
+    with pytest.raises(BrokenCheckpoint, match="global_step is 'x'"):
+        open_checkpoint(tmp_path)

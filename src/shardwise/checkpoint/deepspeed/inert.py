@@ -208,7 +208,7 @@ def damage(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             name = damaged_record(archive)
-    except (OSError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError) as error:
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError) as error:
         return f"{path} cannot be read ({error})"
     return None if name is None else f"{name} in {path} was changed after it was written"
 

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import pickle
+import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +38,9 @@ METADATA = ".metadata"
 """File that every checkpoint of this format has."""
 
 WHAT = "torch's distributed checkpoint (DCP)"
+
+_OF_MEGATRON = re.compile(r"(chained_[0-9]+\.)?optimizer\.|rng_state|rerun_state_machine_state")
+"""Keys that Megatron-Core stores next to the names of its weights."""
 
 _LARGEST_VALUE = 64 * 2**20
 """Maximum size in bytes of a value that is not a tensor, such as the state of a data loader."""
@@ -205,6 +209,11 @@ class DcpReader(TensorReader):
             except BrokenCheckpoint as error:
                 yield str(error)
 
+    @property
+    def files(self) -> list[str]:
+        """Names of the files with the tensors."""
+        return sorted({c.place.file for chunks in self._chunks.values() for c in chunks})
+
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.popitem()[1])
@@ -361,7 +370,7 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
             _check_cover(specs[name], chunks[name])
         paths = _nested_paths(meta.planner_data, [*specs, *values])
         reader = DcpReader(folder, specs, chunks)
-    for file in sorted({c.place.file for cs in chunks.values() for c in cs}):
+    for file in reader.files:
         if not (folder / file).is_file():
             raise BrokenCheckpoint(
                 f"{folder} lacks {file}, which has chunks of tensors: the save did not finish, or "
@@ -448,11 +457,19 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         return None
     with ExitStack() as stack:
         tree, reader = read_tree(folder, stack)
-        # Lightning writes everything but model and optimizers to this file.
-        files = sorted({c.place.file for chunks in reader._chunks.values() for c in chunks})
+        of_megatron = (folder / "metadata.json").is_file() and (folder / "common.pt").is_file()
+        if of_megatron:
+            # Its optimizer state is stored next to the weights, in buffers of the optimizer.
+            tree = {k: v for k, v in tree.items() if not _OF_MEGATRON.match(str(k))}
         found = training_dict.interpret(tree, folder, WHAT)
         checkpoint = Checkpoint("torch DCP", folder, **found)
-        checkpoint.facts["written by"] = f"{len(files)} file(s) of ranks"
+        if of_megatron:
+            checkpoint.format = "Megatron-Core"
+            checkpoint.notes.append(
+                f"{folder} was written by Megatron-Core: only its weights are read. Layers are "
+                "stacked along dim 0 of their tensors."
+            )
+        checkpoint.facts["files"] = str(len(reader.files))
         checkpoint.damages = reader.damages
         checkpoint.stack = stack.pop_all()
         return checkpoint

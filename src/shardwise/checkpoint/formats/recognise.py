@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
+from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.formats import (
     dcp,
     deepspeed_folders,
@@ -54,6 +56,7 @@ def open_checkpoint(
             f"{path} has the tensors of a checkpoint but no {DOCUMENT}, which holds everything "
             "else. Restore the file, or name one of its .safetensors files to use only the weights."
         )
+    _refuse_unsupported(path)
     try:
         for open_format in formats:
             if (found := open_format(path)) is not None:
@@ -79,3 +82,28 @@ def open_checkpoint(
         f"{path} ends in {path.suffix or 'nothing'}, which cannot be loaded. Name a folder, or a "
         f"file that ends in .safetensors, {', '.join(torch_files.SUFFIXES)}."
     )
+
+
+def _refuse_unsupported(path: Path) -> None:
+    """Raise CheckpointError for the folders of libraries that cannot be read, by name."""
+    if (path / "checkpoint_metadata.json").is_file() and (path / "model").is_dir():
+        raise CheckpointError(
+            f"{path} is a checkpoint of nanotron, which cannot be read. Convert it with nanotron's "
+            "convert_nanotron_to_hf.py, and name the result."
+        )
+    metadata = path / "metadata.json"
+    if metadata.is_file() and metadata.stat().st_size < 2**16:
+        backend = re.search(rb'"sharded_backend":\s*"(\w+)"', read_whole(metadata))
+        if backend is not None and backend[1] != b"torch_dist":
+            raise CheckpointError(
+                f"{path} is a checkpoint of Megatron-Core in the format "
+                f"{backend[1].decode()}, which cannot be read. Save it with "
+                "--dist-ckpt-format torch_dist."
+            )
+    if any(path.glob("iter_*/mp_rank_*/model_optim_rng.pt")) or any(
+        path.glob("mp_rank_*/model_optim_rng.pt")
+    ):
+        raise CheckpointError(
+            f"{path} is a checkpoint of Megatron-LM in its old format, with one file per rank, "
+            "which cannot be read. Save it with --use-dist-ckpt."
+        )
