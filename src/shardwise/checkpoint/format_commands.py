@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.formats.saved import Checkpoint, Leaf
 
 DIFFERENT = 1
-"""Exit code of `diff` and `fingerprint --against` if two checkpoints differ, and of `verify`."""
+"""Exit code of `diff` and `fingerprint --compare` if two checkpoints differ, and of `verify`."""
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _MAP = click.option(
@@ -220,7 +220,7 @@ def import_(
 @click.option(
     "--to",
     metavar="FORMAT",
-    help="transformers, safetensors, pt or dcp (default: what the name of OUT implies)",
+    help="transformers, safetensors, pt or dcp (default: from the name of OUT)",
 )
 @click.option("--dtype", metavar="DTYPE", help="convert weights to fp32, bf16 or fp16")
 @click.option("--with-optimizer", is_flag=True, help="also write optimizer state (pt, dcp)")
@@ -275,7 +275,8 @@ def export(
 @click.command(short_help="Print or compare the fingerprints of a model's tensors.")
 @_PATH
 @click.option(
-    "--against",
+    "--compare",
+    "against",
     metavar="FILE",
     type=click.Path(path_type=Path),
     help="compare with a fingerprints.json, or with a checkpoint of any format",
@@ -284,7 +285,7 @@ def export(
 def fingerprint(path: Path, against: Path | None) -> int:
     """Print the fingerprint of each of the model's tensors: dtype, shape and CRC-32, as JSON.
 
-    With --against, the exit code is 1 if a tensor differs or is missing.
+    With --compare, the exit code is 1 if a tensor differs or is missing.
     """
     found = _fingerprints(path)
     if against is None:
@@ -334,7 +335,7 @@ def verify_foreign(console: Console, path: Path) -> int:
     return DIFFERENT if faults else 0
 
 
-# -- what the commands share -------------------------------------------------------------------
+# -- shared by the commands --------------------------------------------------------------------
 
 
 @contextmanager
@@ -373,7 +374,7 @@ def _apply(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Change]:
 
 
 def _print_changes(checkpoint: Checkpoint, changes: Sequence[Change]) -> int:
-    """Print what a map does to each tensor."""
+    """Print the effect of a map on each tensor."""
     from rich.console import Console
 
     table = _new_table("source", "result", "shape", "change")

@@ -18,8 +18,8 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.agreement import agree, read_on_all
 from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, lacks_document
-from shardwise.checkpoint.deepspeed.folders import find as find_deepspeed
 from shardwise.checkpoint.engine_view import EngineView
+from shardwise.checkpoint.formats.recognise import training_format
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.checkpoint.tracking import Tracking
@@ -50,7 +50,7 @@ class CheckpointLoader:
         """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
         All ranks return the same lists. Raises CheckpointError if `folder` cannot be read, is
-        itself a checkpoint, or contains only a DeepSpeed checkpoint.
+        itself a checkpoint, or contains only a checkpoint of another library.
         """
         own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
@@ -70,9 +70,9 @@ class CheckpointLoader:
                     f'all of them. Write engine.resume("{folder.parent}"), or '
                     f'engine.load("{folder}") to load just this one.'
                 )
-            elif not own[0] and find_deepspeed(folder):
+            elif not own[0] and (library := training_format(folder)) is not None:
                 failure = (
-                    f"{folder} contains a DeepSpeed checkpoint, but resume takes Shardwise "
+                    f"{folder} contains a checkpoint of {library}, but resume takes Shardwise "
                     f'checkpoints. Write engine.load("{folder}"), then resume and save in another '
                     "folder."
                 )

@@ -106,7 +106,7 @@ class _Converter(TensorSink):
 
 
 class Publisher:
-    """Publishes an engine's weights, and remembers what was published last."""
+    """Publishes an engine's weights, and remembers the fingerprints of the last version."""
 
     def __init__(self, state: EngineView) -> None:
         self._state = state
@@ -152,7 +152,7 @@ class Publisher:
             folder = Path(target)
             return self._write(tensors, stored, published, folder, keep, only_changed, dtype)
 
-    # -- what has changed -------------------------------------------------------------------
+    # -- fingerprints -----------------------------------------------------------------------
 
     def _fingerprints(
         self,
@@ -211,7 +211,7 @@ class Publisher:
         failures: list[str] = []
 
         def take(name: str, first: int, values: Tensor) -> None:
-            # An error must not keep this rank from the collectives, in which others wait for it.
+            # After an error, this rank must still join the collectives. Others wait for it there.
             if not failures:
                 try:
                     callback(PublishedPart(name, published[name].shape, first, values))
@@ -235,7 +235,7 @@ class Publisher:
         dtype: torch.dtype | None,
     ) -> Path:
         group, aliases = self._state.spec.world_group, tensors.inventory.aliases
-        # Frozen weights get files of their own, which later versions can share.
+        # Store frozen weights in separate files, which later versions can share.
         trained = {named.name for named in tensors.states.parameters.named}
         frozen = tensors.inventory.parameters.keys() - trained
         layout = lay_out(

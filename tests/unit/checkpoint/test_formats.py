@@ -221,11 +221,11 @@ def test_fingerprints_prove_the_bits(tmp_path, trained):
     assert code == 0
     assert json.loads(told) == fingerprints(model)
     (tmp_path / "prints.json").write_text(told)
-    assert run("fingerprint", path, "--against", tmp_path / "prints.json")[0] == 0
+    assert run("fingerprint", path, "--compare", tmp_path / "prints.json")[0] == 0
     with torch.no_grad():
         model.norm.bias[0] += 1
     foreign.torch_dict(tmp_path, model, optimizer)
-    code, told = run("fingerprint", path, "--against", tmp_path / "prints.json")
+    code, told = run("fingerprint", path, "--compare", tmp_path / "prints.json")
     assert code == 1
     assert "norm.bias" in told
 
@@ -244,7 +244,7 @@ def test_fingerprints_prove_the_bits(tmp_path, trained):
         (("import", "SOURCE", "full/file"), "file is in the way"),
         (("show", "nothing"), "does not exist"),
         (("show", "full"), "contains no model.safetensors"),
-        (("fingerprint", "SOURCE", "--against", "full/wrong.json"), "not a file of fingerprints"),
+        (("fingerprint", "SOURCE", "--compare", "full/wrong.json"), "not a file of fingerprints"),
     ],
 )
 def test_wrong_words_have_one_clear_sentence(tmp_path, monkeypatch, trained, words, said):
@@ -320,7 +320,7 @@ def test_no_pickle_runs_code(tmp_path, trained):
 
 
 def chunk(offsets, sizes):
-    return our_dcp._Chunk(offsets, sizes, our_dcp._Place("f", 0, 0))
+    return our_dcp._Chunk(offsets, sizes, our_dcp._Place("f", 0, 99))
 
 
 @pytest.mark.parametrize(
@@ -348,6 +348,7 @@ def test_intervals_of_chunks(shape, offsets, sizes, interval):
         ([((0, 0), (1, 2)), ((0, 0), (1, 2))], "overlap"),
         ([((0, 0), (1, 2))], "not all"),
         ([((1, 0), (2, 2))], "outside"),
+        ([((0, 0), (2, 2**40))], "outside"),
         ([((0, 0), (2, 1)), ((0, 0), (1, 2))], "overlap"),
     ],
 )

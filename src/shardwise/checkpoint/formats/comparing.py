@@ -27,8 +27,8 @@ class Difference:
         first: Its spec in the first checkpoint, or None if it is missing there.
         second: The same for the second one.
         changed: Number of elements with different bits, after conversion to a common dtype.
-        relative: Largest difference divided by the largest absolute value. NaN if one has a NaN
-            where the other has none.
+        relative: Largest difference divided by the largest absolute value. NaN if only one of two
+            elements is a NaN.
     """
 
     name: str
@@ -155,8 +155,8 @@ def format_fingerprint(spec: TensorSpec, crc: str) -> str:
 def fingerprints(model: nn.Module | Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprint of each tensor of a model or state_dict, by name.
 
-    Two models with the same fingerprints hold the same bits. Use it where a model is served, to
-    prove that it holds the bits that the trainer published.
+    Two models with the same fingerprints hold the same bits. Use it on a server, to prove that its
+    model holds the bits that the trainer published.
 
     Args:
         model: A module, or tensors by name. Values that are no tensors are skipped.

@@ -69,7 +69,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A box of a tensor's elements, and where it is."""
+    """A box of a tensor's elements, and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -162,7 +162,7 @@ class DcpReader(TensorReader):
                 into.copy_(near)
 
     def _locate(self, spec: TensorSpec, chunk: _Chunk) -> tuple[int, Tensor | None]:
-        """Return where a chunk's elements start in its file.
+        """Return the position of a chunk's elements in its file.
 
         The second result is the elements themselves, if the chunk was not saved in element order.
         """
@@ -250,7 +250,7 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """What the pickle in a chunk says about its tensor."""
+    """Description of a tensor in the pickle of a chunk."""
 
     key: str
     first: int
@@ -259,7 +259,7 @@ class _StoredTensor:
 
 
 class _ChunkUnpickler(pickle.Unpickler):
-    """Reads what a chunk's pickle says about its one tensor. Knows no other names."""
+    """Reads the description of a chunk's tensor. Refuses all other names in the pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -286,9 +286,9 @@ def _rebuild(key: str, first: int, shape: Any, stride: Any, *_: Any) -> _StoredT
 def _parse_chunk(
     archive: zipfile.ZipFile, place: _Place, dtype: str
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return where the elements start in the file, and the shape of a chunk.
+    """Return the position of a chunk's elements in the file, and the shape of the chunk.
 
-    The start is None if the elements cannot be read in order, so that torch must load the chunk.
+    The position is None if the elements cannot be read in order, so that torch must load the chunk.
     """
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     order = records.get("byteorder")
@@ -396,6 +396,9 @@ def _check_cover(spec: TensorSpec, chunks: Sequence[_Chunk]) -> None:
         box = zip(chunk.offsets, chunk.sizes, spec.shape, strict=True)
         if any(not 0 <= o <= o + s <= size for o, s, size in box):
             raise ValueError(f"a chunk of {spec.name} is outside its shape {spec.shape}")
+        # Readers allocate memory by these sizes, so a false one must not pass.
+        if chunk.numel * ITEM_BYTES[spec.dtype] > chunk.place.length:
+            raise ValueError(f"a chunk of {spec.name} is larger than its place in the file")
     if sum(chunk.numel for chunk in chunks) != spec.numel:
         raise ValueError(f"the chunks of {spec.name} are not all of its elements")
     # Their sizes add up, so unless two chunks overlap there is no gap. Sorted by the first dim, a

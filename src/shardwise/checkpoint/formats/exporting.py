@@ -92,9 +92,14 @@ class Export:
                 f"{self.checkpoint.path} has no optimizer state. Leave out --with-optimizer."
             )
         sets, fields = fields_alone(self.checkpoint)
-        tensors = sets.get("optimizer", MappedReader({}))
-        assert isinstance(tensors, MappedReader)
-        return tensors, fields
+        tensors = sets.get("optimizer")
+        # Masters are weights: `weights` uses them, and no other library knows this key.
+        leaves = {
+            name: Leaf(tensors, name)
+            for name in (tensors.specs if tensors is not None else ())
+            if tensors is not None and not name.endswith(".master")
+        }
+        return MappedReader(leaves), fields
 
 
 def format_of(out: Path) -> str:
@@ -113,7 +118,7 @@ def format_of(out: Path) -> str:
 def check(export: Export, to: str) -> None:
     """Raise CheckpointError if an export cannot be written, before any work.
 
-    The format may be unknown or unable to hold what is asked for, or the path may be taken.
+    The format may be unknown or unable to hold the optimizer state, or the path may be taken.
     """
     if to not in FORMATS:
         raise CheckpointError(f"There is no format {to!r}. Write one of {', '.join(FORMATS)}.")
@@ -264,7 +269,7 @@ def _write_pt(export: Export, advance: Advance) -> None:
 
 
 def _training_dict(fields: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a script saves: state_dicts that torch's own load_state_dict accepts."""
+    """Return a training dict of state_dicts that torch's own load_state_dict accepts."""
     of_state: dict[str, dict[str, Tensor]] = {}
     for full, value in values.items():
         if full[:1] == "\0":

@@ -41,7 +41,7 @@ class Imported:
         path: Its folder.
         tensors: Number of tensors.
         nbytes: Size of all files in bytes.
-        notes: What the source lacks, and what was not taken from it.
+        notes: Sentences about missing contents, and about contents that were not imported.
     """
 
     path: Path
@@ -62,7 +62,7 @@ def plain_prefixes(checkpoint: Checkpoint) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Import:
-    """What `write` writes.
+    """The contents of a checkpoint that `write` writes.
 
     Args:
         checkpoint: The source.
@@ -81,9 +81,9 @@ class Import:
 
 
 def prepare(checkpoint: Checkpoint, *, model_only: bool = False) -> Import:
-    """Return what an import of `checkpoint`, perhaps changed by rules, writes.
+    """Return the contents that an import of `checkpoint` writes.
 
-    Notes about what the source lacks are added to its notes.
+    Adds sentences about missing contents to the notes of the checkpoint.
 
     Args:
         model_only: Leave out the optimizer state.
@@ -198,7 +198,7 @@ def _write_tensors(
     writer = Writer(folder, plan)
     try:
         for kind, tensors in sets.items():
-            # In the order of the source, in which it can be read sequentially.
+            # Keep the order of the source, so that its files are read sequentially.
             for spec in tensors.specs.values():
                 for first, value in chunks(tensors, spec):
                     data = value.view(torch.uint8).numpy().data

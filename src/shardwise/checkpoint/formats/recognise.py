@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
+from shardwise.checkpoint.deepspeed.folders import find as find_deepspeed
 from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.formats import (
     dcp,
@@ -82,6 +83,18 @@ def open_checkpoint(
         f"{path} ends in {path.suffix or 'nothing'}, which cannot be loaded. Name a folder, or a "
         f"file that ends in .safetensors, {', '.join(torch_files.SUFFIXES)}."
     )
+
+
+def training_format(folder: Path) -> str | None:
+    """Return the name of the library whose training checkpoint is in `folder`, or None.
+
+    Reads no file except DeepSpeed's `latest`. Models without an optimizer do not count.
+    """
+    if find_deepspeed(folder) is not None:
+        return "DeepSpeed"
+    if dcp.find(folder) is not None:
+        return "torch DCP"
+    return "Accelerate or the Trainer" if run_folders.has_optimizer(folder) else None
 
 
 def _refuse_unsupported(path: Path) -> None:

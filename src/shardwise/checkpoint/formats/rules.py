@@ -241,14 +241,14 @@ _GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 BUILT_IN = {
     "llama-meta-to-hf": "Llama: Meta's and torchtitan's names to Transformers'",
     "llama-hf-to-meta": "Llama: Transformers' names to Meta's and torchtitan's",
-    "gpt2-hf-to-linear": "GPT-2: Transformers' Conv1D weights to those of nn.Linear",
+    "gpt2-hf-to-linear": "GPT-2: Transformers' Conv1D weights to nn.Linear weights",
     "gpt2-linear-to-hf": "GPT-2: weights of nn.Linear to Transformers' Conv1D",
     "qkv-split": "self_attn.qkv_proj to q_proj, k_proj and v_proj",
     "qkv-fuse": "self_attn.q_proj, k_proj and v_proj to qkv_proj",
     "gate-up-split": "mlp.gate_up_proj to gate_proj and up_proj",
     "gate-up-fuse": "mlp.gate_proj and up_proj to gate_up_proj",
 }
-"""Names of the built-in maps, and what each does."""
+"""Names of the built-in maps, with a description of each."""
 
 
 def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
@@ -349,7 +349,7 @@ def _built_in(name: str, numbers: _Numbers) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Change:
-    """What a map does to one or several tensors.
+    """The effect of a map on one tensor, or on several that it fuses.
 
     Args:
         rule: The rule, or None if no rule matches.
@@ -375,12 +375,21 @@ def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) ->
             no tensor.
     """
     known, done, used = set(names), set[str](), set[str]()
+    # A rule for one whole name is found by that name, because there may be one per tensor.
+    by_name: dict[str, int] = {}
+    others: list[int] = []
+    for number, rule in enumerate(rules):
+        if rule.is_prefix or len(rule.old) > 1 or "{" in rule.old[0]:
+            others.append(number)
+        else:
+            by_name.setdefault(rule.old[0], number)
     changes: list[Change] = []
     for name in names:
         if name in done:
             continue
         change = Change(None, (name,), (name,))
-        for rule in rules:
+        for number in sorted([*others, *([by_name[name]] if name in by_name else [])]):
+            rule = rules[number]
             matched = _match(rule, name)
             if matched is None:
                 continue

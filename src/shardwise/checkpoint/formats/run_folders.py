@@ -23,13 +23,17 @@ _FSDP = "pytorch_model_fsdp"
 _STATE = "trainer_state.json"
 
 
+def has_optimizer(path: Path) -> bool:
+    """Return whether a folder contains an optimizer's state by one of its usual names."""
+    return (path / "optimizer_0").is_dir() or any((path / name).is_file() for name in _OPTIMIZERS)
+
+
 def open_checkpoint(path: Path) -> Checkpoint | None:
     """Open the folder of a run. Returns None if `path` is not one."""
     if not path.is_dir():
         return None
-    has_optimizer = any((path / name).is_file() for name in _OPTIMIZERS)
     fsdp = (path / f"{_FSDP}_0").is_dir() or (path / f"{_FSDP}.bin").is_file()
-    if not has_optimizer and not fsdp and not (path / _STATE).is_file():
+    if not has_optimizer(path) and not fsdp and not (path / _STATE).is_file():
         return None
     with ExitStack() as stack:
         checkpoint = _open_model(path, stack)

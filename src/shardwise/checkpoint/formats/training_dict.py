@@ -49,7 +49,7 @@ _BESIDE = frozenset({"optimizer", "lr_scheduler", "train_state", "dataloader"})
 """Keys that torchtitan stores next to the names of parameters."""
 
 _DEEPEST = 4
-"""Maximum depth at which the model is searched for."""
+"""Maximum depth of the model in the nested dicts."""
 
 
 class Unread:
@@ -300,7 +300,7 @@ def _parse_optimizer(state: Mapping[Any, Any], groups: Any) -> SavedOptimizer:
 
 
 def _as_list(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):  # a list in which DCP has flattened every item
+    if isinstance(value, Mapping):  # DCP has flattened every item of the list
         value = [value[key] for key in sorted(value)]
     if not isinstance(value, list | tuple) or not all(isinstance(k, str | int) for k in value):
         raise TypeError(f"the parameters of a group are {value!r:.60}")
