@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardwise as sw
 from shardwise.checkpoint.commands import checkpoint
-from shardwise.errors import CheckpointMismatch
+from shardwise.errors import CheckpointError, CheckpointMismatch
 from tests import foreign_checkpoints as foreign
 
 
@@ -154,3 +154,27 @@ def adapter_case(world, folder):
 @pytest.mark.full
 def test_adapter_of_peft_loads(group, tmp_path):
     group(2)(adapter_case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about few workers, small data and more
+def test_file_of_lightnings_trainer_continues(group, tmp_path):
+    """Its names have the prefix of the attribute that holds the model."""
+    path, losses = foreign.lightning(tmp_path)
+    for steps, ours in group(2)(continued, path, 3):
+        assert steps == foreign.STEPS
+        assert ours == pytest.approx(losses, rel=1e-9)
+
+
+def resume_case(world, folder):
+    """A folder of another library does not let a run silently start from scratch."""
+    model = foreign.build(seed=9)
+    engine = sw.Engine(model, foreign.optimizer_of(model))
+    with pytest.raises(CheckpointError, match=r"contains a checkpoint of torch DCP.*engine\.load"):
+        engine.resume(folder)
+    engine.close()
+
+
+def test_resume_refuses_a_folder_of_another_library(group, tmp_path):
+    path, _ = foreign.write("dcp", tmp_path)
+    group(2)(resume_case, path)

@@ -176,3 +176,40 @@ def write(kind: str, folder: Path, optimizer_kind: str = "adamw") -> tuple[Path,
     train(model, optimizer, 0, STEPS)
     path = WRITERS[kind](folder, model, optimizer)
     return path, train(model, optimizer, STEPS, MORE)
+
+
+def lightning(folder: Path) -> tuple[Path, list[float]]:
+    """Let Lightning's Trainer train and save, and return the path and the losses of next steps."""
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+            # An object in the file, which is not loaded.
+            self.save_hyperparameters({"device": torch.device("cpu"), "path": folder})
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = optimizer_of(self.net)
+            return [optimizer], [optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    module = Module()
+    trainer = lightning.Trainer(
+        max_steps=STEPS,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[LightningEnvironment()],
+    )
+    data = [batch(step) for step in range(STEPS)]
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.save_checkpoint(folder / "trainer.ckpt")
+    losses = train(module.net, trainer.optimizers[0], STEPS, MORE)
+    return folder / "trainer.ckpt", losses
