@@ -83,10 +83,12 @@ def callback_case(world, row):
     engine = sw.Engine(model, torch.optim.SGD(trained, lr=0.1), zero=row)
     parts = []
 
+    def keep(part):
+        parts.append((part.name, part.first, part.values.clone()))
+
     def publish():
         parts.clear()
-        kept = lambda part: parts.append((part.name, part.first, part.values.clone()))  # noqa: E731
-        assert engine.publish(kept, dtype=torch.bfloat16) is None
+        assert engine.publish(keep, dtype=torch.bfloat16) is None
         return [part for of_rank in world.gather(list(parts)) for part in of_rank]
 
     wanted = full_state(engine, model, torch.bfloat16)
@@ -106,6 +108,11 @@ def callback_case(world, row):
     assert "lin.weight" not in changed
     assert "scale" not in changed
     assert "emb.weight" in changed
+
+    # Another function may serve another receiver, which has received nothing yet.
+    others = []
+    engine.publish(lambda part: others.append(part.name), dtype=torch.bfloat16)
+    assert "scale" in {name for names in world.gather(others) for name in names}
 
     def fail(part):
         raise KeyError(part.name)

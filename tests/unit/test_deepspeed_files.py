@@ -237,6 +237,28 @@ def test_a_changed_byte_is_found(copy):
     assert "1 changed" in result.output.replace("\n", " ")
 
 
+def test_export_uses_the_fp32_masters(tmp_path):
+    folder = small.HERE / "stage2-bf16"
+    for words, dtype in (((), torch.float32), (("--dtype", "bf16"), torch.bfloat16)):
+        to = tmp_path / f"{len(words)}.safetensors"
+        told = CliRunner().invoke(checkpoint, ["export", str(folder), str(to), *words])
+        assert told.exit_code == 0, told.output
+        save = opened(folder)
+        wanted = save.fp32() if dtype == torch.float32 else save.model
+        with open_checkpoint(to) as found:
+            for name in found.model.specs:
+                value, expected = found.model.whole(name), wanted.whole(name)
+                if value.is_floating_point():
+                    assert value.dtype == dtype
+                    expected = expected.to(dtype)
+                assert torch.equal(value, expected), name
+    masters, weights = save.fp32(), save.model
+    assert any(
+        not torch.equal(masters.whole(name), weights.whole(name).to(masters.whole(name).dtype))
+        for name in masters.specs
+    )
+
+
 def test_an_unknown_stage_is_refused(copy):
     folder = copy("stage1")
     for path in folder.glob("*/*_optim_states.pt"):

@@ -54,7 +54,7 @@ class Checkpoints:
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
-        self.publisher = Publisher(state)
+        self.publisher = Publisher(state, self.saver.claim)
         # Folder for the final save: the one resumed from, otherwise the one last saved to.
         self._folder: Path | None = None
         self._options = _SaveOptions()

@@ -256,7 +256,7 @@ def export(
             f"{path} is {what}, which has no moving average. Leave out --average."
         )
     weights = "average" if average else None
-    with _opened(path, rules, weights, model_only=not with_optimizer) as (checkpoint, changes):
+    with _opened(path, rules, weights, named_only=not with_optimizer) as (checkpoint, changes):
         if dry_run:
             return _print_changes(checkpoint, changes)
         if checkpoint.format == "DeepSpeed" and dtype is None:
@@ -340,9 +340,19 @@ def verify_foreign(console: Console, path: Path) -> int:
 
 @contextmanager
 def _opened(
-    path: Path, rules: Sequence[str], weights: str | None, *, model_only: bool = False
+    path: Path,
+    rules: Sequence[str],
+    weights: str | None,
+    *,
+    model_only: bool = False,
+    named_only: bool = False,
 ) -> Iterator[tuple[Checkpoint, list[Change]]]:
-    """Context manager that opens a checkpoint and applies the user's map to it."""
+    """Context manager that opens a checkpoint and applies the user's map to it.
+
+    Args:
+        model_only: Leave out the optimizers.
+        named_only: Leave out optimizers that store positions. Others may have fp32 masters.
+    """
     from shardwise.checkpoint.formats.recognise import open_checkpoint
 
     with open_checkpoint(path) as checkpoint:
@@ -355,6 +365,9 @@ def _opened(
             checkpoint.use(weights)
         if model_only:
             checkpoint.optimizers = []
+        if named_only:
+            kept = [one for one in checkpoint.optimizers if not one.is_by_position]
+            checkpoint.optimizers = kept
         _apply_prefixes(checkpoint)
         yield checkpoint, _apply(checkpoint, rules)
 

@@ -106,11 +106,18 @@ class _Converter(TensorSink):
 
 
 class Publisher:
-    """Publishes an engine's weights, and remembers the fingerprints of the last version."""
+    """Publishes an engine's weights, and remembers the fingerprints of the last version.
 
-    def __init__(self, state: EngineView) -> None:
-        self._state = state
-        # Fingerprints by name of the last version, per dtype, and the folder that has its files.
+    Args:
+        claim: Locks a folder for this job. Collective.
+    """
+
+    def __init__(self, state: EngineView, claim: Callable[[Path], None]) -> None:
+        self._state, self._claim = state, claim
+        # The last callback, with the fingerprints that it has received. Another callback, which
+        # may serve another receiver, gets everything.
+        self._sent: tuple[Callback, dict[str, str]] | None = None
+        # Fingerprints of the last version by name, its folder, and the layout of its files.
         self._last: dict[str, str] = {}
         self._home: Path | None = None
         self._layout: list[TensorFile] = []
@@ -150,6 +157,7 @@ class Publisher:
                 self._send(tensors, stored, published, target, only_changed=only_changed)
                 return None
             folder = Path(target)
+            self._claim(folder)
             return self._write(tensors, stored, published, folder, keep, only_changed, dtype)
 
     # -- fingerprints -----------------------------------------------------------------------
@@ -203,10 +211,11 @@ class Publisher:
         only_changed: bool,
     ) -> None:
         wanted = dict(published)
-        if only_changed and self._last:
+        known = self._sent[1] if self._sent is not None and self._sent[0] == callback else {}
+        if only_changed and known:
             # Fingerprints are much cheaper than sending, so compute them first.
             now = self._fingerprints(tensors, stored, published)
-            wanted = {name: s for name, s in wanted.items() if now[name] != self._last.get(name)}
+            wanted = {name: s for name, s in wanted.items() if now[name] != known.get(name)}
 
         failures: list[str] = []
 
@@ -220,7 +229,7 @@ class Publisher:
 
         sent = self._fingerprints(tensors, stored, wanted, take)
         agree(self._state.spec.world_group, next(iter(failures), None), CheckpointNotWritten)
-        self._last = {**self._last, **sent}
+        self._sent = callback, {**known, **sent}
 
     # -- to a folder ------------------------------------------------------------------------
 

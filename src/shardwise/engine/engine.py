@@ -582,14 +582,15 @@ class Engine(HintsAtAttributes):
             target: The folder, or a function that each rank calls with its own parts of tensors.
             dtype: Dtype of the published floating-point tensors. Default: their own.
             keep: Number of versions to keep in the folder.
-            only_changed: Send only tensors that have changed since the last call, and link files
-                in which no tensor has changed.
+            only_changed: Send only tensors that have changed since the last call with the same
+                function. In a folder, link the files in which no tensor has changed.
 
         Returns:
             The folder of this version, or None if `target` is a function.
 
         Raises:
-            CheckpointNotWritten: The disk fails. Raised on all ranks.
+            CheckpointNotWritten: The disk or the function fails. Raised on all ranks.
+            FolderInUse: Another job saves or publishes into the folder.
             UsageError: Gradients are accumulated for a step, or an argument is invalid.
 
         Example:
