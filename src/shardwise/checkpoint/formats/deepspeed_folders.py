@@ -55,6 +55,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         checkpoint.notes.append(f"Its optimizer state cannot be read without a model: {error}")
 
     def resolve(names: Names, groups: Groups) -> SetsAndFields:
+        checkpoint.notes.clear()  # with a model, the optimizer state can be read
         return fields_of(save, names, [group for optimizer in groups for group in optimizer])
 
     checkpoint.resolve = resolve
