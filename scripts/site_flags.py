@@ -25,7 +25,7 @@ COMMANDS = {
     "plan": "List the placements that fit on given hardware, with memory and time.",
     "simulate": "Estimate the time that failures cost.",
     "timeline": "Show where the time of a recorded run went.",
-    "checkpoint": "Inspect, verify, accept or export a checkpoint.",
+    "checkpoint": "Show, compare, verify, accept, import or export a checkpoint.",
     "zero-to-fp32": "Write a DeepSpeed checkpoint as one file.",
     "deepspeed": "Run a command line of DeepSpeed's launcher.",
 }
@@ -152,6 +152,13 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--merge": ("", "--merge whole.json"),
     "--average": ("", "--average"),
     "--tag": ("", "--tag global_step1000"),
+    "--map": ("", "--map model.layers.{i}.=blocks.{i}."),
+    "--weights": ("", "--weights state_dict_ema"),
+    "--model-only": ("", "--model-only"),
+    "--to": ("", "--to dcp"),
+    "--dtype": ("", "--dtype bf16"),
+    "--with-optimizer": ("", "--with-optimizer"),
+    "--compare": ("", "--compare weights/latest/fingerprints.json"),
 }
 """By the first name of a flag: its unit (empty if it has none), and an example of it."""
 

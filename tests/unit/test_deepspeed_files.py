@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from shardwise.checkpoint.commands import checkpoint, zero_to_fp32
 from shardwise.checkpoint.deepspeed import inert
-from shardwise.checkpoint.deepspeed.as_checkpoint import client_state, fields_of, opened, verify
+from shardwise.checkpoint.deepspeed.as_checkpoint import client_state, fields_of, opened
 from shardwise.checkpoint.deepspeed.flat_groups import Cut, each_by_itself, end_to_end
 from shardwise.checkpoint.deepspeed.folders import find
+from shardwise.checkpoint.formats.recognise import open_checkpoint
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 from tests import deepspeed_checkpoints as small
 
@@ -228,11 +229,34 @@ def test_a_changed_byte_is_found(copy):
     name, extra = struct.unpack("<HH", data[at + 26 : at + 30])
     data[at + 30 + name + extra] ^= 1
     path.write_bytes(data)
-    with pytest.raises(BrokenCheckpoint, match=r"changed after it was written|cannot be read"):
-        verify(opened(folder), 0, 1)
+    with open_checkpoint(folder) as found:
+        (damage,) = found.damages(0, 1)
+    assert "changed after it was written" in damage or "cannot be read" in damage
     result = CliRunner().invoke(checkpoint, ["verify", str(folder)], standalone_mode=False)
     assert result.return_value == 1
     assert "1 changed" in result.output.replace("\n", " ")
+
+
+def test_export_uses_the_fp32_masters(tmp_path):
+    folder = small.HERE / "stage2-bf16"
+    for words, dtype in (((), torch.float32), (("--dtype", "bf16"), torch.bfloat16)):
+        to = tmp_path / f"{len(words)}.safetensors"
+        told = CliRunner().invoke(checkpoint, ["export", str(folder), str(to), *words])
+        assert told.exit_code == 0, told.output
+        save = opened(folder)
+        wanted = save.fp32() if dtype == torch.float32 else save.model
+        with open_checkpoint(to) as found:
+            for name in found.model.specs:
+                value, expected = found.model.whole(name), wanted.whole(name)
+                if value.is_floating_point():
+                    assert value.dtype == dtype
+                    expected = expected.to(dtype)
+                assert torch.equal(value, expected), name
+    masters, weights = save.fp32(), save.model
+    assert any(
+        not torch.equal(masters.whole(name), weights.whole(name).to(masters.whole(name).dtype))
+        for name in masters.specs
+    )
 
 
 def test_an_unknown_stage_is_refused(copy):

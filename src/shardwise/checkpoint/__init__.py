@@ -40,6 +40,13 @@ spec_view.py, engine_view.py   protocols for the parts of an engine that this pa
 Tools that need no running engine:
 
 export.py          writes a model to one safetensors or .pt file
-tools.py, commands.py   inspect, verify, accept and export a checkpoint
+tools.py, commands.py   inspect, verify and accept a checkpoint
 deepspeed/         reads DeepSpeed checkpoints
+formats/           reads and writes checkpoints of all libraries, behind one interface
+format_commands.py   show, diff, import, export and fingerprint, for all formats
+console.py         what the commands print
+
+For inference:
+
+publishing.py      publishes weights: every rank writes or sends its own parts
 """

@@ -12,6 +12,7 @@ from typing import Any
 from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, place_of
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.loader import CheckpointLoader
+from shardwise.checkpoint.publishing import Publisher
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.checkpoint.tracking import Tracking
 from shardwise.errors import BrokenCheckpoint, CheckpointNotWritten
@@ -38,6 +39,7 @@ class Checkpoints:
     Attributes:
         saver: Writes the files.
         loader: Reads the files.
+        publisher: Publishes weights for inference.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Checkpoints:
         self._tracked = Tracking()
         self.saver = CheckpointSaver(state, self._tracked)
         self.loader = CheckpointLoader(state, self._tracked)
+        self.publisher = Publisher(state, self.saver.claim)
         # Folder for the final save: the one resumed from, otherwise the one last saved to.
         self._folder: Path | None = None
         self._options = _SaveOptions()

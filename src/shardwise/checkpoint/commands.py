@@ -1,18 +1,27 @@
-"""Implements `shardwise checkpoint inspect|verify|accept|export` and `shardwise zero-to-fp32`.
+"""Implements `shardwise checkpoint` and `shardwise zero-to-fp32`.
 
 torch is imported only when a command runs, so that `--help` is fast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import wraps
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
+from shardwise.checkpoint.console import print_line, report_errors
+from shardwise.checkpoint.format_commands import (
+    diff,
+    export,
+    fingerprint,
+    import_,
+    is_own,
+    show,
+    verify_foreign,
+)
 from shardwise.errors import CheckpointError
 from shardwise.messages.printable import printable
 
@@ -28,39 +37,22 @@ NOT_WHOLE = 1
 
 
 @click.group(
-    short_help="Inspect, verify or export a checkpoint.",
+    short_help="Show, compare, verify, import or export a checkpoint.",
     invoke_without_command=True,
     subcommand_metavar="COMMAND [ARGS]...",
 )
 @click.pass_context
 def checkpoint(ctx: click.Context) -> None:
-    """Inspect, verify or export a checkpoint.
+    """Show, compare, verify, import or export a checkpoint.
 
-    PATH is the folder of one step, or a folder of several checkpoints, whose newest one is used.
-    inspect, verify and export also accept DeepSpeed checkpoints.
+    PATH is a checkpoint of Shardwise (the folder of one step, or a folder of several, whose newest
+    one is used) or of another library: DeepSpeed, torch DCP (FSDP2, torchtitan), Transformers,
+    PEFT, Lightning, Accelerate, a safetensors file or a file of torch.save. inspect and accept take
+    only Shardwise's own; inspect also DeepSpeed's.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
         ctx.exit(click.UsageError.exit_code)
-
-
-def _report_errors(command: Callable[..., int]) -> Callable[..., int]:
-    """Decorate a command so that a CheckpointError prints one line instead of a traceback."""
-
-    @wraps(command)
-    def run(*args: Any, **options: Any) -> int:
-        try:
-            return command(*args, **options)
-        except CheckpointError as error:
-            # Escape the message, because a path in it may contain control characters.
-            raise click.ClickException(printable(error)) from error
-
-    return run
-
-
-def _print_line(console: Console, line: str) -> None:
-    """Print a line literally, because rich would interpret brackets in names as markup."""
-    console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
@@ -68,7 +60,7 @@ _PATH = click.argument("path", type=click.Path(path_type=Path))
 
 @checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_PATH
-@_report_errors
+@report_errors
 def inspect(path: Path) -> int:
     """Show step, optimizers and every tensor of a checkpoint."""
     from rich.console import Console
@@ -80,21 +72,24 @@ def inspect(path: Path) -> int:
         return _inspect_save(console, save)
     with OpenedCheckpoint(path) as opened:
         for name, value in summary(opened).items():
-            _print_line(console, f"{name:>10}  {value}")
+            print_line(console, f"{name:>10}  {value}")
         lines = list(opened.lines())
         console.print(_table(lines))
         for kind in opened.sets:
             lines_of_set = [line for line in lines if line.kind == kind]
             size = sum(line.spec.nbytes for line in lines_of_set)
-            _print_line(console, f"{kind:>10}  {len(lines_of_set)} tensors, {size:,} bytes")
+            print_line(console, f"{kind:>10}  {len(lines_of_set)} tensors, {size:,} bytes")
     return 0
 
 
 @checkpoint.command(short_help="Read all files, and compare the checksums.")
 @_PATH
-@_report_errors
+@report_errors
 def verify(path: Path) -> int:
-    """Read all files and compare the checksums. The exit code is 1 if any file has changed."""
+    """Read all files and compare the checksums. The exit code is 1 if any file has changed.
+
+    PATH may be a checkpoint of any format, with the checksums that its format has.
+    """
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint
@@ -102,6 +97,8 @@ def verify(path: Path) -> int:
     console, wrong, count = Console(), [], 0
     if (save := _open_deepspeed(path)) is not None:
         return _verify_save(console, save)
+    if path.exists() and not is_own(path):
+        return verify_foreign(console, path)
     with OpenedCheckpoint(path) as opened:
         with console.status("reading"):
             for line, good in opened.verify_tensors():
@@ -110,9 +107,9 @@ def verify(path: Path) -> int:
                     wrong.append(line)
         missing, changed = opened.missing_tensors(), opened.changed_files()
         for name in missing:
-            _print_line(console, f"missing     {name}")
+            print_line(console, f"missing     {name}")
         for name in changed:
-            _print_line(console, f"changed     {name}")
+            print_line(console, f"changed     {name}")
         if wrong:
             console.print(_table(wrong, "Changed tensors"))
         good = not wrong and not missing and not changed
@@ -120,13 +117,13 @@ def verify(path: Path) -> int:
         faults += f", {len(changed)} other files changed" if changed else ""
         result = "all as written" if good else faults
         result += "" if opened.is_summed else f" ({DOCUMENT} has no checksum: an earlier version)"
-        _print_line(console, f"{opened.path}: {count} tensors, {result}")
+        print_line(console, f"{opened.path}: {count} tensors, {result}")
     return 0 if good else NOT_WHOLE
 
 
 @checkpoint.command(short_help="Accept files that you edited on purpose.")
 @_PATH
-@_report_errors
+@report_errors
 def accept(path: Path) -> int:
     """Accept deliberate edits of checkpoint.json and the small files next to it.
 
@@ -144,25 +141,8 @@ def accept(path: Path) -> int:
     return 0
 
 
-@checkpoint.command(short_help="Write the model to one plain file.")
-@_PATH
-@click.argument("to", type=click.Path(path_type=Path))
-@click.option("--average", is_flag=True, help="write the moving average of the weights instead")
-@_report_errors
-def export(path: Path, to: Path, average: bool) -> int:
-    """Write the model to a single file. TO must end in .safetensors or .pt."""
-    from shardwise.checkpoint.tools import export as write_file
-
-    if _open_deepspeed(path) is not None:
-        if average:
-            raise CheckpointError(
-                f"{path} is a DeepSpeed checkpoint, which has no moving average. Leave out "
-                "--average."
-            )
-        return _convert(path, to)
-    count = write_file(path, to, "average" if average else "model")
-    click.echo(printable(f"{to}: {count} tensors"))
-    return 0
+for _command in (show, diff, import_, export, fingerprint):
+    checkpoint.add_command(_command)
 
 
 def _open_deepspeed(path: Path) -> Save | None:
@@ -177,12 +157,12 @@ def _open_deepspeed(path: Path) -> Save | None:
 def _inspect_save(console: Console, save: Save) -> int:
     from shardwise.checkpoint.tools import TensorLine
 
-    _print_line(console, f"{'written by':>13}  {_describe(save)}")
-    _print_line(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
+    print_line(console, f"{'written by':>13}  {_describe(save)}")
+    print_line(console, f"{'client_state':>13}  {', '.join(save.client_state) or 'nothing'}")
     specs = [save.model.specs[name] for name in sorted(save.model.specs)]
     console.print(_table(TensorLine("model", spec, "", "") for spec in specs))
     size = sum(spec.nbytes for spec in specs)
-    _print_line(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
+    print_line(console, f"{'model':>13}  {len(specs)} tensors, {size:,} bytes")
     return 0
 
 
@@ -192,9 +172,9 @@ def _verify_save(console: Console, save: Save) -> int:
     with console.status("reading"):
         faults = [fault for path in save.files.all if (fault := inert.damage(path)) is not None]
     for fault in faults:
-        _print_line(console, f"changed     {fault}")
+        print_line(console, f"changed     {fault}")
     result = f"{len(faults)} changed" if faults else "all as written"
-    _print_line(
+    print_line(
         console,
         f"{save.files.folder}: {_describe(save)}: {len(save.files.all)} files, {result}",
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,12 @@ class TensorFile:
 
 
 def lay_out(
-    stem: str, specs: Iterable[TensorSpec], *, limit: float, aliases: Mapping[str, str]
+    stem: str,
+    specs: Iterable[TensorSpec],
+    *,
+    limit: float,
+    aliases: Mapping[str, str],
+    group_of: Callable[[TensorSpec], int] = lambda _: 0,
 ) -> list[TensorFile]:
     """Compute the layout of a set of tensors, in one or more files.
 
@@ -101,14 +106,17 @@ def lay_out(
         limit: Maximum size of a file's tensors in bytes.
         aliases: Maps each further name of a tied weight to its name in `specs`. Stored in the
             metadata, as safetensors' own `save_model` does.
+        group_of: Returns the group of a tensor. Tensors of different groups are in different files.
     """
     # sorted() is stable, so all ranks compute the same layout from the same list.
-    ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+    ordered = sorted(specs, key=lambda spec: (group_of(spec), -ITEM_BYTES[spec.dtype]))
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in ordered:
         # The first tensor of a file is always accepted, even if it exceeds the limit.
-        if groups[-1] and (size + spec.nbytes > limit or len(groups[-1]) == MOST_TENSORS):
+        last = groups[-1]
+        is_full = size + spec.nbytes > limit or len(last) == MOST_TENSORS
+        if last and (is_full or group_of(last[-1]) != group_of(spec)):
             groups.append([])
             size = 0
         groups[-1].append(spec)

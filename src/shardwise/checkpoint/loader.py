@@ -18,8 +18,8 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.agreement import agree, read_on_all
 from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, lacks_document
-from shardwise.checkpoint.deepspeed.folders import find as find_deepspeed
 from shardwise.checkpoint.engine_view import EngineView
+from shardwise.checkpoint.formats.recognise import training_format
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.checkpoint.tracking import Tracking
@@ -50,7 +50,7 @@ class CheckpointLoader:
         """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
         All ranks return the same lists. Raises CheckpointError if `folder` cannot be read, is
-        itself a checkpoint, or contains only a DeepSpeed checkpoint.
+        itself a checkpoint, or contains only a checkpoint of another library.
         """
         own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
@@ -70,9 +70,9 @@ class CheckpointLoader:
                     f'all of them. Write engine.resume("{folder.parent}"), or '
                     f'engine.load("{folder}") to load just this one.'
                 )
-            elif not own[0] and find_deepspeed(folder):
+            elif not own[0] and (library := training_format(folder)) is not None:
                 failure = (
-                    f"{folder} contains a DeepSpeed checkpoint, but resume takes Shardwise "
+                    f"{folder} contains a checkpoint of {library}, but resume takes Shardwise "
                     f'checkpoints. Write engine.load("{folder}"), then resume and save in another '
                     "folder."
                 )
@@ -111,6 +111,7 @@ class CheckpointLoader:
             # Only weights were loaded, so step count, optimizers and random streams do not change.
             if parsed is None:
                 state.extra_sets.start_again()
+                self._report_lack(checkpoint, model_only=model_only)
                 return None
             fill = partial(load_tensors.fill_spans, tensors, checkpoint)
             state.extra_sets.after_model(checkpoint.read, parsed.step, tensors.extra_places, fill)
@@ -120,19 +121,33 @@ class CheckpointLoader:
             for line in state.extra_sets.notes(checkpoint.fields):
                 world.say_once(line)
         engine_fields.restore(state, parsed.engine)
-        if checkpoint.foreign is not None and (
-            untouched := self._tracked.names_missing_from(parsed.tracked)
-        ):
-            world.say_once(
-                "a DeepSpeed checkpoint has no state for the tracked objects "
-                f"{', '.join(untouched)}: they keep their state."
-            )
+        if checkpoint.foreign is not None:
+            for line in checkpoint.foreign.notes:
+                world.say_once(line)
+            if untouched := self._tracked.names_missing_from(parsed.tracked):
+                world.say_once(
+                    f"this {checkpoint.foreign.format} checkpoint has no state for the tracked "
+                    f"objects {', '.join(untouched)}: they keep their state."
+                )
         # Restore tracked objects last, because a scheduler may read the optimizers as it loads.
         self._tracked.restore(parsed.tracked)
         # The launcher must count the progress of this start from the loaded step, not from 0.
         world.progress.stepped(state.number, parsed.step)
         world.progress.kept(state.number, parsed.step)
         return parsed.step
+
+    def _report_lack(self, checkpoint: CheckpointSource, *, model_only: bool) -> None:
+        """Say that a training checkpoint of another library lacks the optimizer."""
+        foreign = checkpoint.foreign
+        if foreign is None or model_only:
+            return
+        for line in foreign.notes:
+            self._world.say_once(line)
+        if foreign.step is not None:
+            self._world.say_once(
+                f"{foreign.path} has no optimizer state: its weights were loaded, and step count "
+                "and optimizers keep their state."
+            )
 
     def _examine(
         self,
@@ -152,8 +167,6 @@ class CheckpointLoader:
         checkpoint = source.open_source(
             path, tensors, extra, stack, strict=strict, model_only=model_only
         )
-        if not checkpoint.fields and checkpoint.foreign is None:
-            return checkpoint, None
         source.verify(path, checkpoint, group.rank, group.size)
         if model_only or not checkpoint.fields:
             return checkpoint, None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -14,18 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.file_system import must_be_file, open_to_read, read_whole
+from shardwise.checkpoint.file_system import open_to_read, read_whole
 from shardwise.checkpoint.format import (
     PlacedTensor,
     TensorFile,
     TensorSpec,
-    dtype_name,
     dtype_of,
     header_length,
     parse,
 )
 from shardwise.checkpoint.schema import is_plain_name
-from shardwise.errors import BrokenCheckpoint, CheckpointError
+from shardwise.errors import BrokenCheckpoint
 
 _CHUNK = 2**20
 """Number of elements per read when computing a checksum."""
@@ -161,114 +159,7 @@ class SafetensorsReader(TensorReader):
             os.close(self._fds.popitem()[1])
 
 
-class PickleReader(TensorReader):
-    """Reads the tensors in files written by torch.save, without running code from them."""
-
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        for path in paths:
-            self._tensors |= _find_state_dict(_unpickle(path), path)
-        self.specs = {
-            name: TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
-            for name, value in self._tensors.items()
-        }
-
-    def read(self, name: str, first: int, into: Tensor) -> None:
-        # The file is memory-mapped, so only the elements that are used are read from disk.
-        flat = self._tensors[name].detach().contiguous().view(-1)
-        into.copy_(flat[first : first + into.numel()])
-
-
-def _unpickle(path: Path) -> Any:
-    try:
-        must_be_file(path)
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError):  # not a zip file, so written by torch before 1.6
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(
-            f"{path} is damaged, or contains more than tensors and plain values. Shardwise does "
-            "not read such files, because unpickling them could run code. Load the file in a "
-            "program that trusts it, and save only its state_dict()."
-        ) from error
-    except BrokenCheckpoint:
-        raise
-    except Exception as error:  # torch raises many exception types for truncated files
-        raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
-
-
-_INSIDE = ("state_dict", "model_state_dict", "model", "module")
-"""Keys under which training scripts commonly store a model's state_dict."""
-
-
-def _find_state_dict(loaded: Any, path: Path) -> dict[str, Tensor]:
-    """Return the state_dict in a loaded object. Raises CheckpointError if there is none."""
-    while isinstance(loaded, Mapping):
-        if loaded and all(isinstance(value, Tensor) for value in loaded.values()):
-            return {_check_name(path, name, value): value for name, value in loaded.items()}
-        # Some libraries nest the state_dict several levels deep.
-        inside = [key for key in _INSIDE if isinstance(loaded.get(key), Mapping)]
-        if not inside:
-            break
-        loaded = loaded[inside[0]]
-    raise CheckpointError(
-        f"{path} contains no state_dict, neither at the top nor under {', '.join(_INSIDE)}. Save "
-        "only model.state_dict()."
-    )
-
-
-def _check_name(path: Path, name: Any, value: Tensor) -> str:
-    """Check an entry of a state_dict, and return its name.
-
-    Raises CheckpointError if it is not a string, or if `value` is not a dense CPU tensor, so
-    that ranges of it cannot be read.
-    """
-    if value.layout != torch.strided or value.device.type != "cpu":
-        raise CheckpointError(
-            f"{path} has {name!r:.60} as a {value.layout} tensor on {value.device}, which cannot "
-            "be read. Save it as a dense tensor on a real device."
-        )
-    if not isinstance(name, str):
-        raise CheckpointError(
-            f"{path} has a tensor under {name!r:.60}, which is not a name: the keys of a "
-            "state_dict() are strings. Save only model.state_dict()."
-        )
-    return name
-
-
 # -- finding the files ----------------------------------------------------------------------
-
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-
-
-def open_foreign(path: Path) -> TensorReader:
-    """Open another library's model: a file, or a folder in Hugging Face's layout.
-
-    Raises CheckpointError if `path` does not exist or has an unsupported format.
-    """
-    if path.is_dir():
-        # Prefer the file names of transformers, then of diffusers, then of older transformers.
-        for stem in ("model", "diffusion_pytorch_model", "pytorch_model"):
-            if (files := files_of(path, stem, ".safetensors")) is not None:
-                return SafetensorsReader(files)
-        if (files := files_of(path, "pytorch_model", ".bin")) is not None:
-            return PickleReader(files)
-        raise CheckpointError(
-            f"{path} contains no model.safetensors, model.safetensors.index.json or "
-            "pytorch_model.bin. Name a file, a checkpoint folder such as step-200, or the folder "
-            "of a model."
-        )
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist. Name a file or folder to load.")
-    if path.suffix == ".safetensors":
-        return SafetensorsReader([path])
-    if path.suffix in _PICKLES:
-        return PickleReader([path])
-    raise CheckpointError(
-        f"{path} ends in {path.suffix or 'nothing'}, which cannot be loaded. Name a folder, or a "
-        f"file that ends in .safetensors, {', '.join(_PICKLES)}."
-    )
 
 
 def open_set(

@@ -45,7 +45,7 @@ def _is_positive(value: Any) -> bool:
 text = _check("text", lambda value: isinstance(value, str))
 flag = _check("true or false", lambda value: isinstance(value, bool))
 count = _check("an integer of 0 or more", lambda v: _is_number(v, int) and 0 <= v < 2**63)
-whole = _check("an integer", lambda value: _is_number(value, int))
+whole_or_null = _check("an integer", lambda value: value is None or _is_number(value, int))
 positive = _check("a number above 0", _is_positive)
 positive_or_null = _check("a number above 0", lambda value: value is None or _is_positive(value))
 weight = _check("a number of 0 or more", lambda v: _is_number(v) and 0 <= v < math.inf)
@@ -127,7 +127,7 @@ _SCALING = record({"scale": positive, "good_steps": count, "unit": positive_or_n
 
 FIELDS: dict[str, Check] = {
     "step": count,
-    "seed": whole,
+    "seed": whole_or_null,
     "sets": map_of(list_of(file_name)),
     "checksums": map_of(map_of(crc)),
     "files": map_of(crc),

@@ -14,12 +14,11 @@ import torch
 from shardwise.checkpoint import document, reader
 from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
-from shardwise.checkpoint.deepspeed.as_checkpoint import fields_of
-from shardwise.checkpoint.deepspeed.as_checkpoint import verify as verify_save
-from shardwise.checkpoint.deepspeed.folders import find
-from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.extra_sets import ExtraSets, Sets, SetsToRead
 from shardwise.checkpoint.format import dtype_of
+from shardwise.checkpoint.formats.optimizers import fields_for
+from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
+from shardwise.checkpoint.formats.saved import Checkpoint
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.checkpoint.tensor_spans import AVERAGE, MASTER, MODEL, OPTIMIZER, state_name
 from shardwise.checkpoint.tensors import EngineTensors
@@ -34,8 +33,8 @@ class CheckpointSource:
     """Tensor sets and fields that this rank reads."""
     names: Mapping[str, str]
     """Map from the model's tensor names to the names in the files."""
-    foreign: Save | None
-    """The DeepSpeed checkpoint to load, or None if it is not one."""
+    foreign: Checkpoint | None
+    """The checkpoint of another library to load, or None if it is one of Shardwise's."""
     written: Sets
     """All tensor sets of the checkpoint, including those that other ranks read."""
 
@@ -46,7 +45,7 @@ class CheckpointSource:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of checkpoint.json or of a DeepSpeed checkpoint. Empty for other files."""
+        """Fields of checkpoint.json. Empty for a source of another library without optimizers."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:
@@ -118,7 +117,7 @@ def open_source(
         BrokenCheckpoint: checkpoint.json is damaged, or it is missing and `model_only` is False.
     """
     fields: dict[str, Any] = {}
-    save: Save | None = None
+    foreign: Checkpoint | None = None
     # Such a folder looks like a Hugging Face model. Loading it as one would silently lose the
     # optimizers and the step count.
     if lacks_document(path) and not model_only:
@@ -137,25 +136,25 @@ def open_source(
             raise BrokenCheckpoint(
                 f"{path / DOCUMENT} has no set of tensors {MODEL!r}. Use another checkpoint."
             )
-    elif (folder := find(path)) is not None:
-        save = Save(folder)
-        sets = {MODEL: save.model}
+    else:
+        foreign = stack.enter_context(open_checkpoint(path, FOREIGN))
+        sets = {MODEL: foreign.model}
         if not model_only:
             optimizer_names = engine_tensors.optimizer_names
             groups = [
-                [optimizer_names[parameter] for parameter in group["params"]]
+                [
+                    [optimizer_names[parameter] for parameter in group["params"]]
+                    for group in optimizer.param_groups
+                ]
                 for optimizer in engine_tensors.spec.optimizers
-                for group in optimizer.param_groups
             ]
-            sets, fields = fields_of(save, engine_tensors.inventory.names, groups)
-    else:
-        sets = {MODEL: stack.enter_context(closing(reader.open_foreign(path)))}
+            sets, fields = fields_for(foreign, engine_tensors.inventory.names, groups)
     # Names in the file may have a prefix from DistributedDataParallel or torch.compile.
     match = names.match(engine_tensors.inventory.names, sets[MODEL].specs)
     _check(path, engine_tensors, sets[MODEL], match, strict=strict)
     buffers = engine_tensors.inventory.buffers.keys()
     read = extra_sets.select_sets(sets, fields, buffers, model_only=model_only)
-    return CheckpointSource(read, match.found, save, sets)
+    return CheckpointSource(read, match.found, foreign, sets)
 
 
 def _check(
@@ -194,7 +193,9 @@ def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     Raises BrokenCheckpoint if a tensor has changed since the save, or is missing.
     """
     if source.foreign is not None:
-        verify_save(source.foreign, rank, size)
+        # Stop at the first damaged file.
+        for damage in source.foreign.damages(rank, size):
+            raise BrokenCheckpoint(damage)
         return
     missing = [
         f"{name} of the set {kind}"

@@ -1,8 +1,9 @@
 """Matches the tensor names in a file from any library to the names in a model. No I/O.
 
-DistributedDataParallel adds the prefix `module.` to every name, and torch.compile adds `_orig_mod.`
-to the names in a compiled module. A prefix is removed only if more names match without it, so a
-submodule that is actually called `module` keeps its name.
+DistributedDataParallel adds the prefix `module.` to every name, and torch.compile, FSDP1 and
+recomputation add `_orig_mod.` and the like to the names in a module that they wrap. Lightning adds
+the name of the attribute that holds the model. A prefix is removed only if more names match without
+it, so a submodule that is actually called `module` keeps its name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 _WRAPPER = "module."
-_COMPILED = "_orig_mod."
+_INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What wrappers of single modules add anywhere in a name."""
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,54 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
 def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
     """Return functions that remove possible prefixes from a name, the simplest one first."""
     readings: list[Callable[[str], str]] = [str, _uncompiled]
-    # DistributedDataParallel wraps the entire model, so all names have its prefix or none does.
-    if names and all(_uncompiled(name).startswith(_WRAPPER) for name in names):
+    # A wrapper around the entire model adds its prefix to all names or to none.
+    prefix = common_prefix([_uncompiled(name) for name in names])
+    if prefix:
         readings += [
-            lambda name: name.removeprefix(_WRAPPER),
-            lambda name: _uncompiled(name).removeprefix(_WRAPPER),
+            lambda name: name.removeprefix(prefix),
+            lambda name: _uncompiled(name).removeprefix(prefix),
         ]
+    if prefix == _WRAPPER and (inner := common_prefix([readings[-1](name) for name in names])):
+        readings.append(lambda name: _uncompiled(name).removeprefix(prefix).removeprefix(inner))
+    if any(_ADAPTER in name for name in names):
+        readings.append(_of_adapter)
     return readings
 
 
+_ADAPTER = "lora_"
+
+
+def _of_adapter(name: str) -> str:
+    """Return the name of a LoRA weight in a model of PEFT, whose files leave out the adapter."""
+    head, dot, last = name.rpartition(".")
+    if _ADAPTER in last:  # lora_embedding_A is a parameter itself, not a module
+        return f"{name}.default"
+    return f"{head}.default{dot}{last}" if _ADAPTER in head else name
+
+
+def common_prefix(names: Sequence[str]) -> str:
+    """Return the first part, such as "model.", that all names share, or ""."""
+    first, dot, _ = names[0].partition(".") if names else ("", "", "")
+    return first + dot if dot and all(name.startswith(first + dot) for name in names) else ""
+
+
+def plain_names(names: Sequence[str]) -> dict[str, str]:
+    """Map names to the same names without the prefixes of wrappers.
+
+    Returns the names unchanged if two of them would become equal.
+    """
+    plain = [_uncompiled(name) for name in names]
+    while common_prefix(plain) == _WRAPPER:
+        plain = [name.removeprefix(_WRAPPER) for name in plain]
+    if len(set(plain)) < len(plain):
+        plain = list(names)
+    return dict(zip(names, plain, strict=True))
+
+
 def _uncompiled(name: str) -> str:
-    return name.replace(_COMPILED, "")
+    for inside in _INSIDE:
+        name = name.replace(inside, "")
+    return name
 
 
 def listed(names: Sequence[str]) -> str:

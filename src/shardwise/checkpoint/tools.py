@@ -1,4 +1,4 @@
-"""Inspects, verifies and exports checkpoints outside a run."""
+"""Inspects and verifies checkpoints outside a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from shardwise.checkpoint import document
 from shardwise.checkpoint.atomic_folders import newest
-from shardwise.checkpoint.export import PICKLED, write_tensors
 from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import SafetensorsReader, open_set
-from shardwise.errors import BrokenCheckpoint, CheckpointError
+from shardwise.errors import BrokenCheckpoint
 
 
 @dataclass(frozen=True)
@@ -103,53 +100,6 @@ class OpenedCheckpoint:
             for name in sums
             if kind not in self.sets or name not in self.sets[kind].specs
         ]
-
-
-def export(path: Path, to: Path, kind: str = "model") -> int:
-    """Write the tensors of set `kind` to a single .safetensors or .pt file.
-
-    Creates the file's folder if necessary.
-
-    Returns:
-        The number of tensors.
-
-    Raises:
-        CheckpointError: The suffix is unknown, the checkpoint has no such set, or the file cannot
-            be written.
-        BrokenCheckpoint: A tensor does not match its checksum.
-    """
-    if to.suffix not in (".safetensors", *PICKLED):
-        raise CheckpointError(
-            f"{to} ends in {to.suffix or 'nothing'}. Write a file name that ends in .safetensors "
-            "or .pt."
-        )
-    with OpenedCheckpoint(path) as opened:
-        if kind not in opened.sets:
-            raise CheckpointError(
-                f"{opened.path} has no set {kind}. It has {', '.join(sorted(opened.sets))}."
-            )
-        tensors = opened.sets[kind]
-        values = {name: tensors.whole(name) for name in sorted(tensors.specs)}
-        # An exported file has no checksums of its tensors, so verify them before writing it.
-        _check_all(opened, kind, values)
-        aliases = {k: v for k, v in tensors.metadata.items() if v in values}
-        try:
-            write_tensors(values, aliases, {}, to)
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
-            why = getattr(error, "strerror", None) or error
-            raise CheckpointError(f"{to} cannot be written: {why}.") from error
-        return len(values)
-
-
-def _check_all(opened: OpenedCheckpoint, kind: str, values: dict[str, Tensor]) -> None:
-    """Raise BrokenCheckpoint if a tensor of set `kind` does not match its checksum."""
-    for line, good in opened.verify_tensors():
-        if line.kind == kind and not good:
-            raise BrokenCheckpoint(
-                f"{line.spec.name} in {opened.path / line.file} was changed after it was written: "
-                f"its CRC-32 is not {line.checksum}. Use another checkpoint."
-            )
-    assert values.keys() == opened.sets[kind].specs.keys()
 
 
 def summary(opened: OpenedCheckpoint) -> dict[str, Any]:

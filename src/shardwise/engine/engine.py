@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn, optim
 from torch.amp import GradScaler
 
 from shardwise import config
 from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.checkpoint.publishing import PublishedPart
 from shardwise.engine import describe, start_lines
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
@@ -544,11 +546,12 @@ class Engine(HintsAtAttributes):
 
         Args:
             path: One of Shardwise's checkpoints (`folder`/step-N), saved with any placement and
-                world size; a DeepSpeed checkpoint (stages 0 to 3); or model weights as
+                world size; a checkpoint of another library (DeepSpeed, torch DCP, Lightning,
+                Accelerate, the Transformers Trainer, a dict of torch.save); or model weights as
                 .safetensors, .pt, or a Hugging Face folder.
             strict: If False, ignore missing and unexpected names. Default: True.
-            model_only: Load only the weights; keep optimizers, steps and tracked objects. Weights
-                from other libraries are always loaded this way. Default: False.
+            model_only: Load only the weights; keep optimizers, steps and tracked objects. A file
+                without optimizer state is always loaded this way. Default: False.
 
         Raises:
             CheckpointError: There is nothing to load.
@@ -559,6 +562,43 @@ class Engine(HintsAtAttributes):
             engine.load("checkpoints/step-1000", model_only=True)
         """
         self._checkpoints.load(Path(path), strict=strict, model_only=model_only)
+
+    def publish(
+        self,
+        target: str | PathLike[str] | Callable[[PublishedPart], None],
+        dtype: torch.dtype | None = None,
+        *,
+        keep: int = 2,
+        only_changed: bool = True,
+    ) -> Path | None:
+        """Publish the weights for inference, without gathering them on any rank.
+
+        Each rank writes its own parts of the folder `target`/weights-N, where N is `steps`. It is
+        a model of Transformers, which vLLM and SGLang load, with the fingerprint of every tensor in
+        fingerprints.json. The link `target`/latest then refers to it. With `--trial` nothing is
+        published. Collective.
+
+        Args:
+            target: The folder, or a function that each rank calls with its own parts of tensors.
+            dtype: Dtype of the published floating-point tensors. Default: their own.
+            keep: Number of versions to keep in the folder.
+            only_changed: Send only tensors that have changed since the last call with the same
+                function. In a folder, link the files in which no tensor has changed.
+
+        Returns:
+            The folder of this version, or None if `target` is a function.
+
+        Raises:
+            CheckpointNotWritten: The disk or the function fails. Raised on all ranks.
+            FolderInUse: Another job saves or publishes into the folder.
+            UsageError: Gradients are accumulated for a step, or an argument is invalid.
+
+        Example:
+            if engine.steps % 100 == 0:
+                engine.publish("weights", dtype=torch.bfloat16)
+        """
+        publisher = self._checkpoints.publisher
+        return publisher.publish(target, dtype, keep, only_changed=only_changed)
 
     def leave_folders(self) -> None:
         """Release the folders that this engine has saved to, so that other jobs can save there.

@@ -25,6 +25,7 @@ from shardwise.checkpoint.atomic_folders import (
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.export import write_model
 from shardwise.checkpoint.format import TensorSpec, lay_out
+from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
 from shardwise.checkpoint.writer import Writer, create
 from shardwise.cli.main import main
 from shardwise.errors import BrokenCheckpoint, CheckpointError
@@ -278,7 +279,11 @@ def test_a_file_system_without_writes_at_an_offset(tmp_path, monkeypatch):
     draft.finish({"checkpoint.json": b"{}"})
     assert names(tmp_path) == ["store"]
     assert names(tmp_path / "store/step-7") == ["checkpoint.json", "model.safetensors"]
-    assert reader.open_foreign(tmp_path / "store/step-7").whole("w").tolist() == [97, 98, 99]
+    assert open_checkpoint(tmp_path / "store/step-7", FOREIGN).model.whole("w").tolist() == [
+        97,
+        98,
+        99,
+    ]
 
 
 # -- what stands in one -------------------------------------------------------------------------
@@ -291,7 +296,7 @@ def test_file_names_must_stay_inside_the_folder(tmp_path, name):
     index = {"weight_map": {"w": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(BrokenCheckpoint, match="not a file in the same folder"):
-        reader.open_foreign(tmp_path)
+        open_checkpoint(tmp_path, FOREIGN)
 
 
 def test_a_file_of_a_split_set_is_missing(tmp_path):
@@ -299,17 +304,17 @@ def test_a_file_of_a_split_set_is_missing(tmp_path):
     create(tmp_path, files)
     index = {"weight_map": {"a": files[0].name, "b": files[1].name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert torch.equal(reader.open_foreign(tmp_path).whole("b"), torch.zeros(2))
+    assert torch.equal(open_checkpoint(tmp_path, FOREIGN).model.whole("b"), torch.zeros(2))
     (tmp_path / files[1].name).unlink()
     with pytest.raises(BrokenCheckpoint, match=r"model-00002-of-00002\.safetensors.*No such file"):
-        reader.open_foreign(tmp_path)
+        open_checkpoint(tmp_path, FOREIGN)
 
 
 @pytest.mark.parametrize("name", ["", "nothing.safetensors", "model.onnx"])
 def test_nothing_to_load(tmp_path, name):
     (tmp_path / "model.onnx").touch()
     with pytest.raises(CheckpointError, match=r"contains no|does not exist|ends in \.onnx"):
-        reader.open_foreign(tmp_path / name)
+        open_checkpoint(tmp_path / name, FOREIGN)
 
 
 # -- the command --------------------------------------------------------------------------------
@@ -337,7 +342,7 @@ def test_without_a_command_the_help_is_shown(capsys):
     assert main(["checkpoint"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("Usage: shardwise checkpoint [OPTIONS] COMMAND [ARGS]...")
-    names = ["accept", "export", "inspect", "verify"]
+    names = ["accept", "diff", "export", "fingerprint", "import", "inspect", "show", "verify"]
     lines = [line.split(maxsplit=1) for line in told.partition("Commands:\n")[2].splitlines()]
     assert [name for name, help in lines if help.endswith(".")] == names
 
@@ -392,10 +397,12 @@ def test_export(whole, tmp_path):
     assert ran("export", whole, tmp_path / "m.safetensors")[0] == 0
     pickled = torch.load(tmp_path / "m.pt", weights_only=True)
     assert sorted(pickled) == ["twin", "w"]
-    assert torch.equal(reader.open_foreign(tmp_path / "m.safetensors").whole("w"), pickled["w"])
+    assert torch.equal(
+        open_checkpoint(tmp_path / "m.safetensors", FOREIGN).model.whole("w"), pickled["w"]
+    )
     for words in (("m.onnx",), ("m.pt", "--average")):
         _, _, error = ran("export", whole, tmp_path / words[0], *words[1:])
-        assert "ends in .onnx" in str(error) or "has no set average" in str(error)
+        assert "ends in .onnx" in str(error) or "has no averaged weights" in str(error)
 
 
 class Counting(torch.nn.Linear):

@@ -9,10 +9,14 @@ import torch
 
 from shardwise.checkpoint import reader
 from shardwise.checkpoint.format import MOST_TENSORS, TensorSpec, lay_out
+from shardwise.checkpoint.formats import torch_files
+from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 
-@pytest.mark.parametrize("opened", [reader.SafetensorsReader, reader.PickleReader])
+@pytest.mark.parametrize(
+    "opened", [reader.SafetensorsReader, lambda paths: torch_files.load(paths[0])]
+)
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
 def test_a_pipe_folder_or_device_is_refused(tmp_path, opened, kind):
     """Opening a pipe without a writer would block forever."""
@@ -30,7 +34,7 @@ def test_a_pipe_folder_or_device_is_refused(tmp_path, opened, kind):
 def test_an_index_that_is_no_file(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     with pytest.raises(BrokenCheckpoint, match=r"index\.json is a pipe"):
-        reader.open_foreign(tmp_path)
+        open_checkpoint(tmp_path, FOREIGN)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_an_index_that_is_no_file(tmp_path):
 def test_pickles_that_hold_no_model(tmp_path, value, said):
     torch.save(value, tmp_path / "m.pt")
     with pytest.raises(CheckpointError, match=said):
-        reader.open_foreign(tmp_path / "m.pt")
+        open_checkpoint(tmp_path / "m.pt", FOREIGN)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100, 500])
@@ -57,7 +61,7 @@ def test_pickles_that_are_not_whole(tmp_path, cut):
     torch.save({"a": torch.ones(100)}, path)
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(CheckpointError, match=r"m\.pt (cannot be read|is damaged)"):
-        reader.open_foreign(path)
+        open_checkpoint(path, FOREIGN)
 
 
 def test_a_header_that_is_too_long_is_not_read(tmp_path):
@@ -69,7 +73,7 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path):
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     began = time.process_time()
     with pytest.raises(BrokenCheckpoint, match=f"has 1000010 tensors, above {MOST_TENSORS}"):
-        reader.open_foreign(path)
+        open_checkpoint(path, FOREIGN)
     assert time.process_time() - began < 2
 
 

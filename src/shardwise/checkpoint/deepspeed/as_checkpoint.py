@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import json_values, tensor_names
-from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.deepspeed.folders import LATEST, as_written, find
 from shardwise.checkpoint.deepspeed.partitions import STAGE_3, FragmentReader, Partitions
 from shardwise.checkpoint.deepspeed.save import Save
@@ -56,19 +55,6 @@ def fields_of(
         "tracked": {} if save.scheduler is None else {SCHEDULER: save.scheduler},
         "written_by": {"deepspeed": save.version, "workers": save.ranks},
     }
-
-
-def verify(save: Save, rank: int, size: int) -> None:
-    """Verify the share of the files that is assigned to `rank`, one of `size` ranks.
-
-    Raises BrokenCheckpoint if a file has changed since it was written.
-    """
-    # The ranks divide the files among themselves, so that each file is read once.
-    for path in save.files.all[rank::size]:
-        if (fault := inert.damage(path)) is not None:
-            raise BrokenCheckpoint(
-                f"{fault}. Use another checkpoint, or a fresh copy of this file."
-            )
 
 
 def opened(path: str | PathLike[str]) -> Save:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
-from shardwise.checkpoint.deepspeed.partitions import FragmentReader
 from shardwise.checkpoint.deepspeed.save import Save
 from shardwise.checkpoint.export import (
     PICKLED,
@@ -20,6 +19,7 @@ from shardwise.checkpoint.export import (
     write_safetensors,
 )
 from shardwise.checkpoint.format import TensorSpec, dtype_of
+from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import CheckpointError
 
 _CHUNK = 2**22
@@ -69,9 +69,9 @@ def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
     try:
         with replace_when_complete(out) as file:
             if out.suffix in PICKLED:
-                _write_pickled(tensors, specs, twins, file, out.parent, advance)
+                write_pickled(tensors, specs, twins, file, out.parent, advance)
             else:
-                write_safetensors(file, out, specs, twins, partial(_parts, tensors, advance))
+                write_safetensors(file, out, specs, twins, partial(write_parts, tensors, advance))
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{out} cannot be written: {why}.") from error
@@ -83,18 +83,24 @@ def numel(save: Save) -> int:
     return sum(spec.numel for spec in save.fp32().specs.values())
 
 
-def _write_pickled(
-    tensors: FragmentReader,
-    specs: list[TensorSpec],
-    twins: dict[str, str],
+def write_pickled(
+    tensors: TensorReader,
+    specs: Sequence[TensorSpec],
+    twins: Mapping[str, str],
     file: IO[bytes],
     folder: Path,
     advance: Advance,
+    wrap: Callable[[dict[str, Tensor]], Any] = dict,
 ) -> None:
     """Write `file` with torch.save.
 
     torch.save needs all tensors at once, so they are memory-mapped from temporary files in
     `folder`.
+
+    Args:
+        specs: Tensors to write, with the dtypes that they get.
+        twins: Maps further names of tied weights to the names in `specs`.
+        wrap: Returns the object to save, given all tensors by name.
     """
     # Use the folder of the output, whose disk must have room for the model anyway.
     with tempfile.TemporaryDirectory(dir=folder, prefix=".zero-to-fp32-") as aside:
@@ -106,10 +112,11 @@ def _write_pickled(
                 advance(count)
             values[spec.name] = flat.view(spec.shape)
         with disk_errors(file) as writer:
-            torch.save(values | {twin: values[first] for twin, first in twins.items()}, writer)
+            tied = {twin: values[first] for twin, first in twins.items()}
+            torch.save(wrap(values | tied), writer)
 
 
-def _parts(tensors: FragmentReader, advance: Advance, spec: TensorSpec) -> Iterator[Tensor]:
+def write_parts(tensors: TensorReader, advance: Advance, spec: TensorSpec) -> Iterator[Tensor]:
     """Yield the elements of a tensor in chunks, so that large tensors need not fit in memory."""
     for first, count in _chunks(spec.numel):
         value = torch.empty(count, dtype=dtype_of(spec.dtype))

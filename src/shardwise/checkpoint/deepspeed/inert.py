@@ -8,11 +8,13 @@ LossScaler, ZeroStageEnum and fragment_address, and anything that users put into
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -134,6 +136,22 @@ class _Unpickler(pickle.Unpickler):
         return type("Inert", (Inert,), {"kind": f"{module}.{name}"})
 
 
+def loads(data: bytes, more: Mapping[tuple[str, str], type[Inert]]) -> Any:
+    """Return the object in `data`, a plain pickle, without running code that it names.
+
+    Raises UnpicklingError and the other errors of a damaged pickle.
+
+    Args:
+        more: Classes to use for further names, by module and name.
+    """
+
+    class Unpickler(_Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            return more.get((module, name)) or super().find_class(module, name)
+
+    return Unpickler(io.BytesIO(data)).load()
+
+
 class _Pickle:
     """Replacement for the `pickle` module that torch.load uses."""
 
@@ -189,10 +207,18 @@ def damage(path: Path) -> str | None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-            if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):
-                return None
-            name = archive.testzip()
-    except (OSError, zipfile.BadZipFile) as error:
+            name = damaged_record(archive)
+    except (OSError, zipfile.BadZipFile, zlib.error, ValueError, RuntimeError, EOFError) as error:
         return f"{path} cannot be read ({error})"
     return None if name is None else f"{name} in {path} was changed after it was written"
+
+
+def damaged_record(archive: zipfile.ZipFile) -> str | None:
+    """Return a record of a file of torch.save that does not have its CRC-32, or None.
+
+    A file without checksums counts as intact.
+    """
+    records = archive.infolist()
+    if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):
+        return None
+    return archive.testzip()

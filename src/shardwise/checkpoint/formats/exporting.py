@@ -1,0 +1,400 @@
+"""Writes a checkpoint of any format for another library, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import file_system
+from shardwise.checkpoint.deepspeed.convert import write_parts, write_pickled
+from shardwise.checkpoint.export import PICKLED, replace_when_complete, write_safetensors
+from shardwise.checkpoint.format import TensorSpec, dtype_name, dtype_of, index, lay_out
+from shardwise.checkpoint.formats.importing import SPLIT, Advance
+from shardwise.checkpoint.formats.optimizers import fields_alone
+from shardwise.checkpoint.formats.saved import Checkpoint, Leaf, MappedReader
+from shardwise.checkpoint.json_values import decode
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+SUFFIXES = {".safetensors": "safetensors"} | dict.fromkeys(PICKLED, "pt")
+"""Format of a file, by its suffix."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes that `--dtype` accepts."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What to write.
+
+    Args:
+        checkpoint: The source, perhaps changed by rules.
+        out: The file or folder to write.
+        dtype: Dtype of floating-point weights, or None to keep theirs.
+        with_optimizer: Also write the optimizer state, step and schedulers.
+    """
+
+    checkpoint: Checkpoint
+    out: Path
+    dtype: torch.dtype | None = None
+    with_optimizer: bool = False
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """Tensors of the model to write, tied weights once, with the dtypes that they get."""
+        found = []
+        for name, spec in self.checkpoint.model.specs.items():
+            if name in self.checkpoint.aliases:
+                continue
+            is_float = dtype_of(spec.dtype).is_floating_point
+            dtype = dtype_name(self.dtype) if self.dtype is not None and is_float else spec.dtype
+            found.append(TensorSpec(name, dtype, spec.shape))
+        return found
+
+    @property
+    def weights(self) -> MappedReader:
+        """The model's tensors, with fp32 masters for parameters that are written wider."""
+        masters = {
+            f"{key}": entry["master"]
+            for optimizer in self.checkpoint.optimizers
+            for key, entry in optimizer.state.items()
+            if isinstance(entry.get("master"), Leaf)
+        }
+        model = self.checkpoint.model
+        leaves = {}
+        for spec in self.specs:
+            stored = model.specs[spec.name]
+            is_wider = dtype_of(spec.dtype).itemsize > dtype_of(stored.dtype).itemsize
+            master = masters.get(spec.name) if is_wider else None
+            leaves[spec.name] = Leaf(model, spec.name) if master is None else master
+        return MappedReader(leaves)
+
+    @property
+    def training(self) -> tuple[MappedReader, dict[str, Any]]:
+        """The tensors of the optimizer state by `NAME.KEY`, and the fields of checkpoint.json.
+
+        Raises CheckpointError if the source has no optimizer state.
+        """
+        if not self.checkpoint.optimizers:
+            raise CheckpointError(
+                f"{self.checkpoint.path} has no optimizer state. Leave out --with-optimizer."
+            )
+        sets, fields = fields_alone(self.checkpoint)
+        tensors = sets.get("optimizer")
+        # Masters are weights: `weights` uses them, and no other library knows this key.
+        leaves = {
+            name: Leaf(tensors, name)
+            for name in (tensors.specs if tensors is not None else ())
+            if tensors is not None and not name.endswith(".master")
+        }
+        return MappedReader(leaves), fields
+
+
+def format_of(out: Path) -> str:
+    """Return the format that the name of a file or folder implies.
+
+    Raises CheckpointError if it has an unknown suffix.
+    """
+    if out.suffix and out.suffix not in SUFFIXES and not out.is_dir():
+        raise CheckpointError(
+            f"{out} ends in {out.suffix}. Write a file name that ends in {', '.join(SUFFIXES)}, or "
+            "add --to transformers or --to dcp to write a folder of this name."
+        )
+    return SUFFIXES.get(out.suffix, "transformers")
+
+
+def check(export: Export, to: str) -> None:
+    """Raise CheckpointError if an export cannot be written, before any work.
+
+    The format may be unknown or unable to hold the optimizer state, or the path may be taken.
+    """
+    if to not in FORMATS:
+        raise CheckpointError(f"There is no format {to!r}. Write one of {', '.join(FORMATS)}.")
+    if export.with_optimizer and to not in WITH_OPTIMIZER:
+        raise CheckpointError(
+            f"The format {to} holds weights only. Leave out --with-optimizer, or write "
+            f"{' or '.join(f'--to {name}' for name in WITH_OPTIMIZER)}."
+        )
+    _check_path(export.out, to)
+    if export.with_optimizer:
+        _ = export.training  # raises if the state cannot be written
+
+
+def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
+    """Write a checkpoint in the format `to`, and return the number of the model's tensors.
+
+    The file or folder appears only once it is complete.
+
+    Args:
+        advance: Called with the number of elements after each write.
+
+    Raises:
+        CheckpointError: The errors of `check`, or the disk fails.
+        BrokenCheckpoint: The source is damaged.
+    """
+    check(export, to)
+    # The result has no checksums of the source, so compare them before.
+    for damage in export.checkpoint.damages(0, 1):
+        raise BrokenCheckpoint(damage)
+    try:
+        FORMATS[to](export, advance)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError
+        why = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{export.out} cannot be written: {why}.") from error
+    return len(export.specs) + len(export.checkpoint.aliases)
+
+
+def _check_path(out: Path, to: str) -> None:
+    """Raise CheckpointError if a path does not suit a format, or a folder has other contents."""
+    wanted = SUFFIXES.get(out.suffix)
+    if to in ("safetensors", "pt") and wanted != to:
+        suffixes = [suffix for suffix, format in SUFFIXES.items() if format == to]
+        raise CheckpointError(
+            f"{out} ends in {out.suffix or 'nothing'}. Write a file name that ends in "
+            f"{' or '.join(suffixes)}."
+        )
+    if to in ("transformers", "dcp"):
+        if wanted is not None:
+            raise CheckpointError(
+                f"{out} is the name of a file, but --to {to} writes a folder. Name a folder."
+            )
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(
+                f"{out} exists and is not an empty folder. Name a new folder, or remove it first."
+            )
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Context manager that yields a hidden folder, and renames it to `out` when it is complete."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        yield aside
+        for path in aside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        file_system.sync(aside)
+        # mkdtemp allows only its owner to read the folder, but others may load the model.
+        mask = os.umask(0)
+        os.umask(mask)
+        aside.chmod(0o777 & ~mask)
+        # A rename replaces an empty folder, and fails if another one has appeared meanwhile.
+        aside.rename(out)
+        file_system.sync(out.parent)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _write_safetensors(export: Export, advance: Advance) -> None:
+    with replace_when_complete(export.out) as file:
+        write_safetensors(
+            file,
+            export.out,
+            export.specs,
+            export.checkpoint.aliases,
+            partial(write_parts, export.weights, advance),
+        )
+
+
+def _write_transformers(export: Export, advance: Advance) -> None:
+    """Write a folder for from_pretrained: weights in files of up to 5 GB, and the configs."""
+    stem = "adapter_model" if "adapter_config.json" in export.checkpoint.config else "model"
+    layout = lay_out(stem, export.specs, limit=SPLIT, aliases=export.checkpoint.aliases)
+    weights = export.weights
+    with _new_folder(export.out) as folder:
+        for planned in layout:
+            with (folder / planned.name).open("wb") as file:
+                file.write(planned.header)
+                for placed in planned.tensors.values():
+                    parts = write_parts(weights, advance, placed.spec)
+                    for part in parts:
+                        file.write(part.view(torch.uint8).numpy().data)
+        if len(layout) > 1:
+            text = json.dumps(index(layout), indent=1) + "\n"
+            (folder / f"{stem}.safetensors.index.json").write_text(text)
+        for name, data in export.checkpoint.config.items():
+            if name == "config.json" and export.dtype is not None:
+                data = with_dtype(data, export.dtype)
+            (folder / name).write_bytes(data)
+
+
+def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
+    """Return a config.json that names `dtype`.
+
+    Transformers and servers convert the weights to the dtype in it as they load them, so it must be
+    the dtype of the files. Returns the config unchanged if it is not a JSON object.
+    """
+    try:
+        fields = json.loads(config)
+    except (ValueError, RecursionError):
+        return config
+    if not isinstance(fields, dict):
+        return config
+    # The key is `torch_dtype` before Transformers 4.56, and later versions read it too.
+    keys = {"dtype", "torch_dtype"} & fields.keys() or {"torch_dtype"}
+    fields |= dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    return json.dumps(fields, indent=2).encode() + b"\n"
+
+
+def _write_pt(export: Export, advance: Advance) -> None:
+    """Write a file of torch.save: the state_dict, or a dict of model, optimizer and step."""
+    specs, aliases = export.specs, export.checkpoint.aliases
+    tensors = export.weights.leaves
+    wrap: Callable[[dict[str, Tensor]], Any] = dict
+    if export.with_optimizer:
+        state, fields = export.training
+        # Two sets in one file, so mark the names of one. No parameter's name contains a NUL.
+        specs = [*specs]
+        for name, leaf in state.leaves.items():
+            tensors[f"\0{name}"] = leaf
+            specs.append(TensorSpec(f"\0{name}", leaf.spec.dtype, leaf.spec.shape))
+        wrap = partial(_training_dict, fields)
+    with replace_when_complete(export.out) as file:
+        reader = MappedReader(tensors)
+        write_pickled(reader, specs, aliases, file, export.out.parent, advance, wrap)
+
+
+def _training_dict(fields: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a training dict of state_dicts that torch's own load_state_dict accepts."""
+    of_state: dict[str, dict[str, Tensor]] = {}
+    for full, value in values.items():
+        if full[:1] == "\0":
+            name, _, key = full[1:].rpartition(".")
+            of_state.setdefault(name, {})[key] = value
+    optimizers = [_state_dict(one, fields, of_state) for one in fields["optimizers"]]
+    schedulers = [decode(state) for state in fields["tracked"].values()]
+    return {
+        "model": {name: value for name, value in values.items() if name[:1] != "\0"},
+        "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+        "step": fields["step"],
+        **({"lr_scheduler": schedulers[0]} if len(schedulers) == 1 else {}),
+    }
+
+
+def _state_dict(
+    described: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+) -> dict[str, Any]:
+    """Return an optimizer's state_dict, which identifies parameters by position."""
+    names = [name for group in described["groups"] for name in group["parameters"]]
+    state: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(names):
+        entry = {key: decode(value) for key, value in fields["state"].get(name, {}).items()}
+        entry |= tensors.get(name, {})
+        if entry:
+            state[number] = entry
+    groups, first = [], 0
+    for group in described["groups"]:
+        count = len(group["parameters"])
+        options = {key: decode(value) for key, value in group["options"].items()}
+        groups.append(options | {"params": list(range(first, first + count))})
+        first += count
+    return {"state": state, "param_groups": groups}
+
+
+def _write_dcp(export: Export, advance: Advance) -> None:
+    """Write a DCP folder: `model`, and with the optimizer `optim` and `step` (as FSDP2's guide)."""
+    # Imported here, because they take a second, which the other formats need not spend.
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    planner_type = _lazy_planner()
+    model = {spec.name: _on_meta(spec) for spec in export.specs}
+    leaves = {f"model.{name}": leaf for name, leaf in export.weights.leaves.items()}
+    # Every name of a tied weight is stored, because DCP's loaders expect all of them.
+    for alias, first in export.checkpoint.aliases.items():
+        model[alias] = model[first]
+        leaves[f"model.{alias}"] = leaves[f"model.{first}"]
+    state: dict[str, Any] = {"model": model}
+    if export.with_optimizer:
+        tensors, fields = export.training
+        if len(fields["optimizers"]) != 1:
+            raise CheckpointError(
+                f"--to dcp writes one optimizer, but the source has {len(fields['optimizers'])}. "
+                f"Leave out --with-optimizer."
+            )
+        optim: dict[str, dict[str, Any]] = {}
+        for name, entry in fields["state"].items():
+            optim.setdefault(name, {}).update({key: decode(v) for key, v in entry.items()})
+        for full, leaf in tensors.leaves.items():
+            name, _, key = full.rpartition(".")
+            optim.setdefault(name, {})[key] = _on_meta(leaf.spec)
+            leaves[f"optim.state.{full}"] = leaf
+        groups = [
+            {key: decode(value) for key, value in group["options"].items()}
+            | {"params": group["parameters"]}
+            for group in fields["optimizers"][0]["groups"]
+        ]
+        state["optim"] = {"state": optim, "param_groups": groups}
+        state["step"] = fields["step"]
+    with _new_folder(export.out) as folder, warnings.catch_warnings():
+        # It says that it saves in a single process, which is what no_dist asks for.
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(
+            state,
+            storage_writer=FileSystemWriter(folder, sync_files=False),
+            planner=planner_type(leaves, advance),
+            no_dist=True,
+        )
+
+
+def _on_meta(spec: TensorSpec) -> Tensor:
+    return torch.empty(spec.shape, dtype=dtype_of(spec.dtype), device="meta")
+
+
+def _lazy_planner() -> Any:
+    """Return a planner class for DCP that reads each tensor when it is written."""
+    # torch imports half of torch.distributed for this class, so define it only if it is needed.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class LazyPlanner(DefaultSavePlanner):
+        def __init__(self, leaves: Mapping[str, Leaf], advance: Advance) -> None:
+            super().__init__()
+            self._leaves, self._advance = leaves, advance
+
+        def lookup_object(self, index: Any) -> Any:
+            found = super().lookup_object(index)
+            leaf = self._leaves.get(index.fqn)
+            if leaf is None:
+                return found
+            value = leaf.value().to(found.dtype)
+            self._advance(value.numel())
+            return value
+
+    return LazyPlanner
+
+
+FORMATS: dict[str, Callable[[Export, Advance], None]] = {
+    "transformers": _write_transformers,
+    "safetensors": _write_safetensors,
+    "pt": _write_pt,
+    "dcp": _write_dcp,
+}
+"""Formats that `--to` accepts, and the function that writes each."""
+
+WITH_OPTIMIZER = ("pt", "dcp")
+"""Formats that can hold the optimizer state."""
+
+
+def numel(export: Export) -> int:
+    """Return the number of elements that an export writes, for a progress bar."""
+    total = sum(spec.numel for spec in export.specs)
+    if export.with_optimizer:
+        tensors, _ = export.training
+        total += sum(math.prod(spec.shape) for spec in tensors.specs.values())
+    return total

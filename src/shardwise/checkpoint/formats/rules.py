@@ -1,0 +1,572 @@
+"""Renames, splits, fuses and transposes tensors, by rules that users can extend.
+
+    model.layers.{i}.=blocks.{i}.                       rename: a prefix, if it ends with a dot
+    lm_head.weight=head.weight                          rename: a whole name
+    =model.                                             add a prefix
+    h.{i}.qkv.weight=h.{i}.q.weight,h.{i}.k.weight,h.{i}.v.weight        split along dim 0
+    h.{i}.gate.weight,h.{i}.up.weight=h.{i}.gate_up.weight               fuse along dim 0
+    h.{i}.w.weight=h.{i}.w.weight;transpose             transpose a matrix
+    ...;dim=1    ...;sizes=4:1:1    ...;groups=8        options of split and fuse
+    ...;rope=32  ...;unrope=32                          reorder the rows of 32 rotary heads
+
+`{i}` stands for one part of a name, between dots. The first rule that matches a tensor is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format import TensorSpec
+from shardwise.checkpoint.formats.optimizers import OF_ELEMENTS, named_by_order
+from shardwise.checkpoint.formats.saved import (
+    Checkpoint,
+    Leaf,
+    MappedReader,
+    OptimizerGroup,
+    SavedOptimizer,
+)
+from shardwise.checkpoint.reader import TensorReader
+from shardwise.errors import CheckpointError
+
+_SLOT = re.compile(r"\{([a-z_]+)\}")
+_FORM = 'Write it as "OLD=NEW", for example "model.layers.{i}.=blocks.{i}.".'
+_MASTER = "master"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a map.
+
+    Args:
+        text: The rule as the user wrote it, for messages.
+        old: Patterns of the names in the source: several for a fuse.
+        new: Patterns of the new names: several for a split.
+        dim: Dim along which tensors are split or fused.
+        sizes: Relative sizes of the parts, or () for equal ones.
+        groups: Number of groups along `dim`. Each group contains all parts.
+        transpose: True if the matrix is transposed.
+        rope: Number of heads whose rows are reordered, from pairs to halves. Negative: the other
+            way round. 0: not reordered.
+        map: Name of the built-in map that the rule belongs to, or "".
+    """
+
+    text: str
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    dim: int = 0
+    sizes: tuple[int, ...] = ()
+    groups: int = 1
+    transpose: bool = False
+    rope: int = 0
+    map: str = ""
+
+    @property
+    def is_prefix(self) -> bool:
+        """True if the rule applies to the beginnings of names."""
+        return len(self.old) == len(self.new) == 1 and self.old[0][-1:] in ("", ".")
+
+    @property
+    def action(self) -> str:
+        """Describes the change of values, or "" if tensors are only renamed."""
+        words = []
+        if len(self.new) > 1:
+            words.append(f"split along dim {self.dim}")
+        if len(self.old) > 1:
+            words.append(f"fuse along dim {self.dim}")
+        if self.transpose:
+            words.append("transpose")
+        if self.rope:
+            words.append(f"reorder {abs(self.rope)} rotary heads")
+        return ", ".join(words)
+
+    def change(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Apply the rule to the values of the tensors `old`.
+
+        Raises CheckpointError if the shapes do not fit.
+        """
+        try:
+            return self._change(list(values))
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = ", ".join(str(list(value.shape)) for value in values)
+            raise CheckpointError(
+                f"The rule {self.text!r} does not fit tensors of the shape {shapes}: {error}."
+            ) from error
+
+    def _change(self, values: list[Tensor]) -> list[Tensor]:
+        if self.transpose:
+            values = [value.t() for value in values]
+        if self.rope:
+            values = [_reorder_rotary(value, self.rope) for value in values]
+        if len(self.old) > 1:
+            values = [self._fuse(values)]
+        if len(self.new) > 1:
+            values = self._split(values[0])
+        return [value.contiguous() for value in values]
+
+    def _grouped(self, value: Tensor) -> Tensor:
+        """Return a view with the groups as an additional dim before `dim`."""
+        size = value.shape[self.dim]
+        if size % self.groups:
+            raise ValueError(f"{size} is not a multiple of groups={self.groups}")
+        before, after = value.shape[: self.dim], value.shape[self.dim + 1 :]
+        return value.reshape(*before, self.groups, size // self.groups, *after)
+
+    def _fuse(self, values: list[Tensor]) -> Tensor:
+        grouped = torch.cat([self._grouped(value) for value in values], self.dim + 1)
+        return grouped.flatten(self.dim, self.dim + 1)
+
+    def _split(self, value: Tensor) -> list[Tensor]:
+        grouped = self._grouped(value)
+        sizes = self.sizes or (1,) * len(self.new)
+        whole, total = grouped.shape[self.dim + 1], sum(sizes)
+        if whole % total:
+            raise ValueError(f"{whole} cannot be split as {':'.join(map(str, sizes))}")
+        parts = torch.split(grouped, [size * (whole // total) for size in sizes], self.dim + 1)
+        return [part.flatten(self.dim, self.dim + 1) for part in parts]
+
+
+def _reorder_rotary(value: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of each head between pairs (Meta's order) and halves (Transformers' order).
+
+    As `permute` in transformers/models/llama/convert_llama_weights_to_hf.py.
+    """
+    forward, heads = heads > 0, abs(heads)
+    rows = value.shape[0]
+    if rows % (2 * heads):
+        raise ValueError(f"{rows} rows are not a multiple of 2 x {heads} heads")
+    half = rows // heads // 2
+    split = (heads, half, 2) if forward else (heads, 2, half)
+    return value.reshape(*split, *value.shape[1:]).transpose(1, 2).reshape(value.shape)
+
+
+def parse(text: str) -> Rule:
+    """Parse a rule. Raises CheckpointError if it is not valid."""
+    names, *options = text.split(";")
+    old, equals, new = names.partition("=")
+    if not equals or "=" in new:
+        raise CheckpointError(f"The rule {text!r} is not a rule of a map. {_FORM}")
+    values: dict[str, Any] = {}
+    for option in options:
+        key, _, value = option.strip().partition("=")
+        try:
+            values |= _OPTIONS[key](value)
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"The rule {text!r} has the invalid option {option!r}. Options are dim=D, "
+                "sizes=4:1:1, groups=G, transpose, rope=HEADS and unrope=HEADS."
+            ) from error
+    rule = Rule(text, _listed(old), _listed(new), **values)
+    _check(rule)
+    return rule
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _flag(text: str) -> bool:
+    if text:
+        raise ValueError(text)
+    return True
+
+
+_OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "dim": lambda text: {"dim": _count(text) if text != "0" else 0},
+    "sizes": lambda text: {"sizes": tuple(_count(part) for part in text.split(":"))},
+    "groups": lambda text: {"groups": _count(text)},
+    "transpose": lambda text: {"transpose": _flag(text)},
+    "rope": lambda text: {"rope": _count(text)},
+    "unrope": lambda text: {"rope": -_count(text)},
+}
+
+
+def _check(rule: Rule) -> None:
+    """Raise CheckpointError if a rule contradicts itself."""
+    fault = None
+    if len(rule.old) > 1 and len(rule.new) > 1:
+        fault = "has several names on both sides: split and fuse in two imports"
+    elif rule.sizes and len(rule.sizes) != len(rule.new):
+        fault = f"has {len(rule.sizes)} sizes for {len(rule.new)} new names"
+    elif rule.is_prefix and rule.action:
+        fault = "changes values, and so must name whole tensors, not a prefix"
+    elif not rule.is_prefix and not all((*rule.old, *rule.new)):
+        fault = "has an empty name"
+    else:
+        slots = {slot for name in rule.old for slot in _SLOT.findall(name)}
+        used = {slot for name in rule.new for slot in _SLOT.findall(name)}
+        if any(set(_SLOT.findall(name)) != slots for name in rule.old):
+            fault = "must have the same {...} in all its old names"
+        elif used - slots:
+            fault = f"uses {{{min(used - slots)}}}, which its old name does not have"
+    if fault is not None:
+        raise CheckpointError(f"The rule {rule.text!r} {fault}. {_FORM}")
+
+
+# -- built-in maps -----------------------------------------------------------------------------
+
+_LLAMA = (
+    ("tok_embeddings.weight", "model.embed_tokens.weight", ""),
+    ("norm.weight", "model.norm.weight", ""),
+    ("output.weight", "lm_head.weight", ""),
+    ("layers.{i}.attention.wq.weight", "model.layers.{i}.self_attn.q_proj.weight", "heads"),
+    ("layers.{i}.attention.wk.weight", "model.layers.{i}.self_attn.k_proj.weight", "kv_heads"),
+    ("layers.{i}.attention.wv.weight", "model.layers.{i}.self_attn.v_proj.weight", ""),
+    ("layers.{i}.attention.wo.weight", "model.layers.{i}.self_attn.o_proj.weight", ""),
+    ("layers.{i}.feed_forward.w1.weight", "model.layers.{i}.mlp.gate_proj.weight", ""),
+    ("layers.{i}.feed_forward.w2.weight", "model.layers.{i}.mlp.down_proj.weight", ""),
+    ("layers.{i}.feed_forward.w3.weight", "model.layers.{i}.mlp.up_proj.weight", ""),
+    ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight", ""),
+    ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight", ""),
+)
+"""Llama's names: Meta's (and torchtitan's), Transformers', and the heads that are reordered."""
+
+_GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+"""Modules of GPT-2 whose weights Transformers stores transposed (Conv1D)."""
+
+BUILT_IN = {
+    "llama-meta-to-hf": "Llama: Meta's and torchtitan's names to Transformers'",
+    "llama-hf-to-meta": "Llama: Transformers' names to Meta's and torchtitan's",
+    "gpt2-hf-to-linear": "GPT-2: Transformers' Conv1D weights to nn.Linear weights",
+    "gpt2-linear-to-hf": "GPT-2: weights of nn.Linear to Transformers' Conv1D",
+    "qkv-split": "self_attn.qkv_proj to q_proj, k_proj and v_proj",
+    "qkv-fuse": "self_attn.q_proj, k_proj and v_proj to qkv_proj",
+    "gate-up-split": "mlp.gate_up_proj to gate_proj and up_proj",
+    "gate-up-fuse": "mlp.gate_proj and up_proj to gate_up_proj",
+}
+"""Names of the built-in maps, with a description of each."""
+
+
+def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
+    """Return the rules of a user's map.
+
+    Args:
+        texts: Rules, or names of built-in maps, such as "llama-meta-to-hf:heads=32,kv_heads=8".
+            Numbers that are not given are read from the checkpoint's config.json.
+        checkpoint: The checkpoint to which the rules are applied.
+
+    Raises:
+        CheckpointError: A rule is invalid, or a number is not known.
+    """
+    found: list[Rule] = []
+    for text in texts:
+        name, _, arguments = text.partition(":")
+        if name not in BUILT_IN:
+            if "=" not in text:
+                raise CheckpointError(
+                    f"There is no map {text!r}. Write a rule as OLD=NEW, or one of "
+                    f"{', '.join(BUILT_IN)}."
+                )
+            found.append(parse(text))
+            continue
+        numbers = _Numbers(name, arguments, checkpoint)
+        found += [replace(rule, map=name) for rule in _built_in(name, numbers)]
+    return found
+
+
+class _Numbers:
+    """Numbers of heads of a model, from the user or from its config.json."""
+
+    def __init__(self, name: str, arguments: str, checkpoint: Checkpoint) -> None:
+        self._name = name
+        try:
+            pairs = [part.split("=") for part in arguments.split(",") if part]
+            self._chosen = {key: _count(value) for key, value in pairs}
+            if self._chosen.keys() - {"heads", "kv_heads"}:
+                raise ValueError(arguments)
+        except ValueError as error:
+            raise CheckpointError(
+                f"The map {name} takes heads=N and kv_heads=N, not {arguments!r}."
+            ) from error
+        try:
+            config = json.loads(checkpoint.config.get("config.json", b"{}"))
+        except (ValueError, RecursionError):
+            config = {}
+        self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
+
+    def heads(self, kind: str) -> int:
+        """Return the number of attention heads, or of key and value heads."""
+        if kind in self._chosen:
+            return self._chosen[kind]
+        keys = ["num_attention_heads"]
+        keys = ["num_key_value_heads", *keys] if kind == "kv_heads" else keys
+        for key in keys:
+            if type(value := self._config.get(key)) is int and value > 0:
+                return value
+        raise CheckpointError(
+            f"The map {self._name} needs the number of heads, and the source has no config.json "
+            f"that says it. Write {self._name}:heads=32,kv_heads=8."
+        )
+
+
+def _built_in(name: str, numbers: _Numbers) -> list[Rule]:
+    if name.startswith("llama"):
+        to_hf = name == "llama-meta-to-hf"
+        rules = []
+        for meta, hf, heads in _LLAMA:
+            option = f";{'' if to_hf else 'un'}rope={numbers.heads(heads)}" if heads else ""
+            rules.append(parse(f"{meta}={hf}{option}" if to_hf else f"{hf}={meta}{option}"))
+        return rules
+    if name.startswith("gpt2"):
+        # A transposed matrix has the same name in both, with or without the prefix of the body.
+        return [
+            parse(f"{prefix}h.{{i}}.{module}.weight={prefix}h.{{i}}.{module}.weight;transpose")
+            for prefix in ("transformer.", "")
+            for module in _GPT2
+        ]
+    found = []
+    parts: tuple[str, ...]
+    for last in ("weight", "bias"):
+        if name.startswith("qkv"):
+            stem, parts, whole = "self_attn", ("q_proj", "k_proj", "v_proj"), "qkv_proj"
+            q, kv = (numbers.heads(kind) for kind in ("heads", "kv_heads"))
+            sizes = f";sizes={q}:{kv}:{kv}" if name == "qkv-split" else ""
+        else:
+            stem, parts, whole, sizes = "mlp", ("gate_proj", "up_proj"), "gate_up_proj", ""
+        base = f"model.layers.{{i}}.{stem}."
+        several = ",".join(f"{base}{part}.{last}" for part in parts)
+        one = f"{base}{whole}.{last}"
+        found.append(parse(f"{one}={several}{sizes}" if "split" in name else f"{several}={one}"))
+    return found
+
+
+# -- applying rules ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """The effect of a map on one tensor, or on several that it fuses.
+
+    Args:
+        rule: The rule, or None if no rule matches.
+        old: Names in the source.
+        new: New names.
+    """
+
+    rule: Rule | None
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) -> list[Change]:
+    """Return what `rules` do to tensors, in the order of `names`.
+
+    Args:
+        names: Names of all tensors in the source.
+        rules: The rules. The first one that matches a name is used.
+        optional: True if rules may match nothing.
+
+    Raises:
+        CheckpointError: Two tensors would get the same name, a fuse lacks a part, or a rule matches
+            no tensor.
+    """
+    known, done, used = set(names), set[str](), set[str]()
+    # A rule for one whole name is found by that name, because there may be one per tensor.
+    by_name: dict[str, int] = {}
+    others: list[int] = []
+    for number, rule in enumerate(rules):
+        if rule.is_prefix or len(rule.old) > 1 or "{" in rule.old[0]:
+            others.append(number)
+        else:
+            by_name.setdefault(rule.old[0], number)
+    changes: list[Change] = []
+    for name in names:
+        if name in done:
+            continue
+        change = Change(None, (name,), (name,))
+        for number in sorted([*others, *([by_name[name]] if name in by_name else [])]):
+            rule = rules[number]
+            matched = _match(rule, name)
+            if matched is None:
+                continue
+            change = matched
+            if lost := [part for part in matched.old if part not in known]:
+                raise CheckpointError(
+                    f"The rule {rule.text!r} fuses {name} with {', '.join(lost)}, which the source "
+                    "does not have."
+                )
+            used.add(rule.map or rule.text)
+            break
+        done |= set(change.old)
+        changes.append(change)
+    new = sorted(name for change in changes for name in change.new)
+    if twice := [one for one, other in pairwise(new) if one == other]:
+        raise CheckpointError(f"The map gives two tensors the name {twice[0]!r}. Change its rules.")
+    # Of a built-in map, some rule must match: not every model has biases, for example.
+    unused = [rule.map or rule.text for rule in rules if (rule.map or rule.text) not in used]
+    if unused and not optional:
+        raise CheckpointError(
+            f"The rule {unused[0]!r} matches no tensor. The source has {', '.join(names[:3])} and "
+            f"so on: `shardwise checkpoint show` lists all {len(names)}."
+        )
+    return changes
+
+
+def _match(rule: Rule, name: str) -> Change | None:
+    """Return what `rule` does to `name`, or None if it does not match."""
+    for pattern in rule.old:
+        form = _SLOT.sub(lambda slot: f"(?P<{slot[1]}>[^.]+)", _escape(pattern))
+        found = re.match(form, name) if rule.is_prefix else re.fullmatch(form, name)
+        if found is None:
+            continue
+
+        def fill(text: str, slots: Mapping[str, str] = found.groupdict()) -> str:
+            return _SLOT.sub(lambda slot: slots[slot[1]], text)
+
+        if rule.is_prefix:
+            return Change(rule, (name,), (fill(rule.new[0]) + name[found.end() :],))
+        old, new = (tuple(map(fill, side)) for side in (rule.old, rule.new))
+        return Change(rule, old, new)
+    return None
+
+
+def _escape(pattern: str) -> str:
+    """Escape a pattern for `re`, except its {slots}. A slot may appear only once."""
+    parts = _SLOT.split(pattern)
+    return "".join(
+        f"{{{part}}}" if number % 2 else re.escape(part) for number, part in enumerate(parts)
+    )
+
+
+class ChangedReader(TensorReader):
+    """Reads tensors that rules change. Holds the result of the last change only."""
+
+    def __init__(self) -> None:
+        self.specs: dict[str, TensorSpec] = {}
+        self._origin: dict[str, tuple[Rule, list[Leaf], int]] = {}
+        self._last: tuple[tuple[int, str], list[Tensor]] | None = None
+
+    def add(self, rule: Rule, leaves: list[Leaf], names: Sequence[str]) -> None:
+        """Add the tensors that `rule` makes of `leaves`, by their new names."""
+        # Compute the shapes without reading the values.
+        shapes = rule.change([torch.empty(leaf.shape, device="meta") for leaf in leaves])
+        dtypes = {leaf.spec.dtype for leaf in leaves}
+        if len(dtypes) > 1:
+            raise CheckpointError(
+                f"The rule {rule.text!r} fuses tensors of the dtypes {', '.join(sorted(dtypes))}."
+            )
+        for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+            self.specs[name] = TensorSpec(name, min(dtypes), tuple(shape.shape))
+            self._origin[name] = rule, leaves, place
+
+    def read(self, name: str, first: int, into: Tensor) -> None:
+        rule, leaves, place = self._origin[name]
+        key = id(leaves), leaves[0].name
+        if self._last is None or self._last[0] != key:
+            self._last = None  # free the last result before the next is computed
+            self._last = key, rule.change([leaf.value() for leaf in leaves])
+        into.copy_(self._last[1][place].view(-1)[first : first + into.numel()])
+
+
+@dataclass
+class _Renamed:
+    """Leaves by their new names."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    changed: ChangedReader = field(default_factory=ChangedReader)
+
+    def add(self, change: Change, leaves: list[Leaf], names: Sequence[str]) -> None:
+        if change.rule is None or not change.rule.action:
+            self.leaves[names[0]] = leaves[0]
+            return
+        self.changed.add(change.rule, leaves, names)
+        self.leaves |= {name: Leaf(self.changed, name) for name in names}
+
+
+def apply(checkpoint: Checkpoint, rules: Sequence[Rule]) -> list[Change]:
+    """Apply rules to the model and the optimizer state of a checkpoint, and return the changes.
+
+    State with one value per element is changed like its parameter. Raises CheckpointError if a rule
+    does not fit.
+    """
+    changes = plan(list(checkpoint.model.specs), rules)
+    if not rules:
+        return changes
+    # Positions refer to the order of the tensors before the change.
+    optimizers = [named_by_order(checkpoint, one) or one for one in checkpoint.optimizers]
+    if any(c.rule is not None and c.rule.action for c in changes) and any(
+        one.is_by_position for one in optimizers
+    ):
+        raise CheckpointError(
+            f"{checkpoint.path} stores optimizer state by position, which does not determine its "
+            "parameters, so rules that split, fuse or transpose cannot be applied to it. Import "
+            "only the weights: --model-only."
+        )
+    checkpoint.model = _apply(checkpoint.model, changes)
+    renamed = {c.old[0]: c.new[0] for c in changes if len(c.old) == len(c.new) == 1}
+    checkpoint.aliases = {
+        _rename(alias, rules, renamed): renamed.get(first, first)
+        for alias, first in checkpoint.aliases.items()
+    }
+    for name, average in checkpoint.averages.items():
+        own = plan(list(average.specs), rules, optional=True)
+        checkpoint.averages[name] = _apply(average, own)
+    checkpoint.optimizers = [
+        optimizer if optimizer.is_by_position else _apply_to_optimizer(optimizer, rules)
+        for optimizer in optimizers
+    ]
+    return changes
+
+
+def _rename(alias: str, rules: Sequence[Rule], renamed: Mapping[str, str]) -> str:
+    if alias in renamed:
+        return renamed[alias]
+    (change,) = plan([alias], rules, optional=True)
+    return change.new[0]
+
+
+def _apply(tensors: TensorReader, changes: Sequence[Change]) -> MappedReader:
+    found = _Renamed()
+    for change in changes:
+        found.add(change, [Leaf(tensors, name) for name in change.old], change.new)
+    return MappedReader(found.leaves)
+
+
+def _apply_to_optimizer(optimizer: SavedOptimizer, rules: Sequence[Rule]) -> SavedOptimizer:
+    keys = [key for group in optimizer.groups for key in group.keys]
+    known = list(dict.fromkeys([*keys, *optimizer.state]))
+    changes = plan(known, rules, optional=True)
+    new_names = {old: change.new for change in changes for old in change.old}
+    groups = [
+        OptimizerGroup(
+            # A fused tensor is in the group of its parts, once.
+            list(dict.fromkeys(name for key in group.keys for name in new_names[key])),
+            group.options,
+        )
+        for group in optimizer.groups
+    ]
+    state: dict[Any, dict[str, Any]] = {}
+    for change in changes:
+        entries = [optimizer.state.get(name, {}) for name in change.old]
+        for key in entries[0]:
+            values = [entry[key] for entry in entries if key in entry]
+            is_per_element = key in OF_ELEMENTS or key == _MASTER
+            if not is_per_element or not all(isinstance(value, Leaf) for value in values):
+                # A value of the whole parameter, such as the step count.
+                for name in change.new:
+                    state.setdefault(name, {})[key] = values[0]
+                continue
+            if len(values) != len(entries):
+                raise CheckpointError(
+                    f"{', '.join(change.old)} do not all have the optimizer state {key}, so they "
+                    "cannot be fused."
+                )
+            found = _Renamed()
+            found.add(change, values, change.new)
+            for name, leaf in found.leaves.items():
+                state.setdefault(name, {})[key] = leaf
+    return SavedOptimizer(groups, state, optimizer.kind)

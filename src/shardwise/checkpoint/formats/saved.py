@@ -1,0 +1,226 @@
+"""Defines the interface of all formats: a checkpoint whose tensors are read on demand."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.format import TensorSpec, dtype_name
+from shardwise.checkpoint.reader import TensorReader
+from shardwise.errors import BrokenCheckpoint, CheckpointError
+
+Names = Mapping[str, Sequence[str]]
+"""All names of each of a model's tensors, keyed by the first one."""
+
+Groups = Sequence[Sequence[Sequence[str]]]
+"""For each optimizer and parameter group, the first names of its parameters."""
+
+SetsAndFields = tuple[dict[str, TensorReader], dict[str, Any]]
+"""Tensor sets by name, and the fields that checkpoint.json would have."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor of a checkpoint, which `reader` has under `name`. It is read on demand."""
+
+    reader: TensorReader
+    name: str
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Dtype and shape, with the name in the reader."""
+        return self.reader.specs[self.name]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.spec.shape
+
+    def value(self) -> Tensor:
+        """Read and return the full tensor."""
+        return self.reader.whole(self.name)
+
+
+class MappedReader(TensorReader):
+    """Reads tensors of other readers under new names.
+
+    Args:
+        leaves: The tensors, by their new names.
+    """
+
+    def __init__(self, leaves: Mapping[str, Leaf]) -> None:
+        self.leaves = dict(leaves)
+        self.specs = {
+            name: TensorSpec(name, leaf.spec.dtype, leaf.spec.shape)
+            for name, leaf in self.leaves.items()
+        }
+
+    def read(self, name: str, first: int, into: Tensor) -> None:
+        leaf = self.leaves[name]
+        leaf.reader.read(leaf.name, first, into)
+
+
+class MemoryReader(TensorReader):
+    """Reads tensors that are in memory or memory-mapped."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self.specs: dict[str, TensorSpec] = {}
+
+    def add(self, name: str, value: Tensor) -> Leaf:
+        """Add a dense CPU tensor.
+
+        Raises CheckpointError if the dtype is not supported.
+        """
+        self.specs[name] = TensorSpec(name, dtype_name(value.dtype), tuple(value.shape))
+        self._tensors[name] = value.detach()
+        return Leaf(self, name)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return the tensor itself, without a copy."""
+        return self._tensors[name]
+
+    def read(self, name: str, first: int, into: Tensor) -> None:
+        value = self._tensors[name]
+        # A view of a contiguous tensor reads only the requested elements from a mapped file.
+        into.copy_(value.contiguous().view(-1)[first : first + into.numel()])
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """A parameter group.
+
+    Args:
+        keys: Its parameters: names, or positions (int) if the source stores no names.
+        options: Learning rate and other options.
+    """
+
+    keys: list[Any]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SavedOptimizer:
+    """One optimizer of a checkpoint.
+
+    Args:
+        groups: Its parameter groups.
+        state: By key of the parameter, the entries of its state: Leaf objects, or plain values.
+        kind: Class of the optimizer, or "" if the source does not store it.
+    """
+
+    groups: list[OptimizerGroup]
+    state: dict[Any, dict[str, Any]]
+    kind: str = ""
+
+    @property
+    def is_by_position(self) -> bool:
+        """True if the source identifies parameters by position."""
+        return any(not isinstance(key, str) for group in self.groups for key in group.keys)
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint of any format. A context manager that closes its files.
+
+    Args:
+        format: Name of the format, for users.
+        path: The file or folder.
+        model: The model's tensors.
+        optimizers: Its optimizers, in order. Empty if the source has none.
+        step: Number of updates, or None if the source does not store it.
+        schedulers: States of learning-rate schedulers, by name.
+        scale: Loss scale and the steps since it last changed, or None.
+        seed: The seed of the run, or None.
+        aliases: Maps further names of tied weights to names in `model`.
+        averages: Other sets of weights in the source, such as moving averages, by name.
+        facts: What else the source says about itself, for display.
+        notes: Sentences about contents that are not read, or that the source lacks.
+        config: Small files of the model, such as config.json, by name.
+        damages: Checks the files, and yields one sentence per damage. It is given the position of
+            this rank and the number of ranks, which share the files.
+        resolve: Returns the tensor sets and the fields of checkpoint.json for a model, as
+            `optimizers.fields_for` does, which is the default.
+        has_checksums: False if the format has no checksums, so that `damages` finds nothing.
+    """
+
+    format: str
+    path: Path
+    model: TensorReader
+    optimizers: list[SavedOptimizer] = field(default_factory=list)
+    step: int | None = None
+    schedulers: dict[str, Any] = field(default_factory=dict)
+    scale: tuple[float, int] | None = None
+    seed: int | None = None
+    aliases: dict[str, str] = field(default_factory=dict)
+    averages: dict[str, TensorReader] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    config: dict[str, bytes] = field(default_factory=dict)
+    damages: Callable[[int, int], Iterator[str]] = lambda rank, size: iter(())
+    resolve: Callable[[Names, Groups], SetsAndFields] | None = None
+    has_checksums: bool = True
+    stack: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        self.stack.close()
+
+    def use(self, average: str) -> None:
+        """Use the set of weights `average` as the model. Raises KeyError if there is none."""
+        self.model = self.averages[average]
+        # The names of tied weights are those of the model that was replaced.
+        self.aliases = {a: f for a, f in self.aliases.items() if f in self.model.specs}
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Context manager that turns errors of unexpected contents into BrokenCheckpoint.
+
+    An undamaged file may still contain anything: a value that is missing or has another type raises
+    a TypeError, KeyError or the like in the code that reads it.
+
+    Args:
+        what: Name of the format, for the message.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        raise _unlike(path, what, error) from error
+    except (RuntimeError, MemoryError, OSError, EOFError, AssertionError) as error:
+        raise _unlike(path, what, error) from error
+    except (pickle.PickleError, zipfile.BadZipFile, zlib.error, struct.error) as error:
+        raise _unlike(path, what, error) from error
+
+
+def _unlike(path: Path, what: str, error: BaseException) -> BrokenCheckpoint:
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return BrokenCheckpoint(
+        f"{path} is damaged or incomplete: it is not what {what} writes ({reason}). Use another "
+        "checkpoint, or a fresh copy of this one."
+    )
+
+
+def as_number(value: Any) -> Any:
+    """Return the Python number in a 0-dim tensor or Leaf, and any other value unchanged."""
+    if isinstance(value, Leaf) and not value.shape:
+        value = value.value()
+    return value.item() if isinstance(value, torch.Tensor) and not value.ndim else value
