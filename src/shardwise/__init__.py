@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.launch.function import launch
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
+    from shardwise.parallel.expert.moe import MoE
     from shardwise.parallel.tensor.attention import Attention
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
     from shardwise.tools.plan.plan_command import plan
@@ -30,6 +31,7 @@ __all__ = [
     "Engines",
     "Loader",
     "Metrics",
+    "MoE",
     "World",
     "__version__",
     "cross_entropy",
@@ -51,6 +53,7 @@ _HOMES = {
     "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
+    "MoE": "shardwise.parallel.expert.moe",
     "World": "shardwise.world.world",
     "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",

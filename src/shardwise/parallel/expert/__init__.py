@@ -1,0 +1,9 @@
+"""Implements mixture-of-experts layers, and expert parallelism: ranks hold different experts.
+
+moe.py              the module `sw.MoE`: router, experts, shared expert; runs on one process too
+routing.py          decides which experts a token uses, and with which gates
+dispatch.py         sorts tokens by expert, and exchanges them between ranks
+router_losses.py    load-balancing loss and z-loss of the whole batch
+routing_run.py      what the engine tells its mixture-of-experts layers: groups, seeds, stand-ins
+split_experts.py    gives each rank its experts, gathers full models, restores the models
+"""

@@ -1,0 +1,75 @@
+"""Connects an engine with the mixture-of-experts layers of its models.
+
+A layer reads from its `RoutingRun` with which ranks it exchanges tokens and counts, and whether the
+current batch is a stand-in. The engine sets what its next backward pass needs to know:
+
+    loss_seed   gradient of the router losses, because they reach autograd inside the graph
+    drops       true if this rank's loss has weight 0, so that its gradients (possibly NaN) must not
+                reach the experts of other ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives
+from shardwise.layout.bucket_layout import Span
+from shardwise.world.current_batch import CurrentBatch
+
+
+@dataclass(eq=False)
+class RoutingRun:
+    """The groups of ranks and the state of a backward pass, shared by the layers of an engine.
+
+    Args:
+        group: The ranks that together hold every expert once.
+        everyone: All ranks that compute parts of the same batch, on channels of their own.
+        feed: The current batch.
+    """
+
+    group: Collectives
+    everyone: Collectives
+    feed: CurrentBatch
+    loss_seed: float | Tensor = 0.0
+    drops: bool | Tensor = False
+    has_tokens: bool = field(default=False)
+    """True if a forward pass since the last backward pass routed tokens of this rank."""
+
+    @property
+    def is_split(self) -> bool:
+        """True if other ranks hold some of the experts."""
+        return self.group.size > 1
+
+    def is_stand_in(self) -> bool:
+        """Return whether the running forward pass computes a stand-in, whose tokens do not count."""
+        batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
+        return batch is not None and batch.samples == 0
+
+    def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
+        """Gather each rank's `row` of counts, (n,), as (ranks, n) int64 on the CPU. Blocks.
+
+        Args:
+            row: int64 counts of this rank.
+            of_all: True to gather from every rank of the batch, False from the ranks of `group`.
+        """
+        group = self.everyone if of_all else self.group
+        # Counts are sent as fp64, in which integers are exact up to 2**53.
+        sent = row.to(device=group.small_device, dtype=torch.float64)
+        return group.read(group.gather_rows(sent)).to(torch.int64)
+
+    def of_group(self, rows: Tensor) -> Tensor:
+        """Return the rows of the ranks of `group`, given the rows of `everyone`."""
+        if rows.shape[0] == self.group.size:
+            return rows
+        # The ranks of a group have consecutive places among all ranks of the batch.
+        first = self.everyone.rank - self.group.rank
+        return rows[first : first + self.group.size]
+
+
+def owned_experts(spans: Sequence[Span], rank: int) -> range:
+    """Return the indices of the experts that `rank` holds."""
+    return range(*spans[rank])
