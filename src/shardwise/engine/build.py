@@ -17,6 +17,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.layout import bucket_layout
+from shardwise.layout.shards import Shard
 from shardwise.layout.placement import STATES
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
@@ -183,7 +184,7 @@ def build(
         parameters,
         gradients,
         optimizer,
-        IntervalGather(parameters, optimizer, spec.shard_group, scattered=scattered),
+        IntervalGather(parameters, optimizer, spec.shard_groups, scattered=scattered),
         shown,
         storage_factories,
         moving,
@@ -198,7 +199,7 @@ def _gradients(
     gradients = Gradients(
         parameters,
         spec.placement,
-        spec.shard_group,
+        spec.shard_groups,
         factory,
         spec.summation,
         overlap=spec.settings.overlap,
@@ -218,8 +219,9 @@ def _gradients(
     # its collectives follow the same order as gathers. Otherwise, the backward pass must not wait
     # for a bucket's reduction: a rank that has not used the same parameters may be waiting in
     # BatchNorm for this one.
-    synchronised = bool(sync_batch_norm.converted(spec.models))
-    gradients.queue.patient = gradients.paced or not synchronised
+    # Experts of other ranks wait for this rank's rows in the same way.
+    waits = bool(sync_batch_norm.converted(spec.models)) or spec.experts is not None
+    gradients.patient = gradients.paced or not waits
     return gradients
 
 
@@ -326,6 +328,17 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
             f"{name} looks across tensors, but with --pipeline no worker has all of them. Use an "
             "optimizer that updates each tensor independently, or start without --pipeline."
         )
+    if not kind.elementwise and split and spec.experts is not None:
+        raise ModelError(
+            f"{name} needs whole tensors, which --expert {spec.settings.expert} does not support "
+            f"for the {split} tensors of experts in group {group}. Use an element-wise optimizer "
+            "such as AdamW, or start without --expert."
+        )
+    if not kind.separable and spec.experts is not None:
+        raise ModelError(
+            f"{name} looks across tensors, but with --expert no worker has all of them. Use an "
+            "optimizer that updates each tensor independently, or start without --expert."
+        )
     if not kind.elementwise and split:
         raise ModelError(
             f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {split} of "
@@ -388,7 +401,7 @@ def _parameters(
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
         published = spec.placement.is_sharded("optimizer")
-        return ReplicatedParameters(named, buckets, spec.shard_group, published=published), None
+        return ReplicatedParameters(named, buckets, spec.shard_groups, published=published), None
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = sections.unit_of
     # A freed parameter is NaN, so that accidental uses are noticed. Integers have no NaN, so they
@@ -399,12 +412,12 @@ def _parameters(
         _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in named]),
         frozen,
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
-        spec.shard_group,
+        spec.shard_groups,
         factory,
         partial(initial_values.value_of, group=spec.data_group, peers=spec.peers),
     )
     residency = unit_assignment.make_residency(
-        sections, parameters, spec.gather_group, spec.gather_order
+        sections, parameters, spec.gather_groups, spec.gather_order
     )
     unit_assignment.attach_unit_hooks(sections, residency, spec.unit_hooks)
     return parameters, ShardedUnits(sections, residency, unit_assignment.refuse_copies(sections))
@@ -426,15 +439,28 @@ def _spec(
         ),
         # Never divide such a tensor between ranks, because its optimizer needs all of its elements.
         whole=owner is not None and owner.whole,
-        room=None if named.shard is None else named.shard.most,
+        room=None if named.shard is None else _room(spec, named.shard),
+        axis=spec.axis_of(named.parameter),
     )
+
+
+def _room(spec: EngineSpec, shard: Shard) -> int:
+    """Return the number of elements to count for a split parameter in its bucket's capacity."""
+    # Of several experts' parameters in a bucket, a rank holds only a part.
+    holders = 1 if spec.experts is None else spec.experts.group.size
+    return -(-shard.most // holders)
 
 
 def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[bucket_layout.Bucket]:
     capacity = int(spec.settings.bucket_mb * 2**20)
+    copies = 1 if spec.experts is None else spec.experts.copies.size
     buckets = bucket_layout.lay_out(
-        specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
+        specs,
+        ranks=spec.shard_group.size,
+        capacity=capacity,
+        grain=spec.summation.grain,
+        expert_copies=copies,
     )
     # This is cheap, and an error in the layout would silently corrupt training.
-    bucket_layout.check(buckets, specs, spec.shard_group.size)
+    bucket_layout.check(buckets, specs, spec.shard_group.size, copies)
     return buckets

@@ -158,9 +158,9 @@ class StateAccess:
         """See Engine.load_optimizer_state_dict."""
         spec, objects = self._state.spec, self._state.objects
         self._state.refuse_in_step("engine.load_optimizer_state_dict")
-        if spec.tensor is not None or spec.pipeline is not None:
+        if any(split is not None for split in (spec.tensor, spec.pipeline, spec.experts)):
             raise UsageError(
-                "engine.load_optimizer_state_dict with --tensor or --pipeline, which split the "
+                "engine.load_optimizer_state_dict with --tensor, --pipeline or --expert, which split the "
                 "optimizer state: load it into the optimizer before sw.Engine(...)."
             )
         run = spec.world_group

@@ -70,6 +70,8 @@ class Shard:
     def of(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of the full tensor `whole`."""
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
+        if not pieces:  # a rank may hold nothing, such as the experts of other ranks
+            return whole.new_empty(self.part_shape(self.rank))
         # `cat` copies even a single piece. A view would keep the full tensor alive.
         return torch.cat(pieces, self.dim).contiguous()
 

@@ -76,11 +76,15 @@ class _AllToAll(torch.autograd.Function):
 def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[Tensor, Handle]:
     """Start an exchange of `rows` (n, D). Return the received rows, and the handle to wait for."""
     width = rows.shape[1:].numel()
-    received = rows.new_empty(sum(row[group.rank] for row in counts), *rows.shape[1:])
+    number = sum(row[group.rank] for row in counts)
+    # The transport may write after this call, in any grad mode, so autograd must not know its
+    # tensor. `set_` shares the memory without making a view.
+    memory = rows.new_empty(number * width)
+    received = rows.new_empty(0).set_(memory).view(number, *rows.shape[1:])  # type: ignore[call-overload]
     # Python integers, so the numbers of elements cannot overflow.
     elements = [[count * width for count in row] for row in counts]
     sent = rows.detach().contiguous().view(-1)
-    handle = group.all_to_all(sent, elements, received.view(-1))
+    handle = group.all_to_all(sent, elements, memory)
 
     def finish() -> None:
         handle.wait()

@@ -10,15 +10,17 @@ current batch is a stand-in. The engine sets what its next backward pass needs t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import Span
 from shardwise.world.current_batch import CurrentBatch
+
+if TYPE_CHECKING:
+    from shardwise.parallel.expert.moe import MoE
 
 
 @dataclass(eq=False)
@@ -36,8 +38,35 @@ class RoutingRun:
     feed: CurrentBatch
     loss_seed: float | Tensor = 0.0
     drops: bool | Tensor = False
-    has_tokens: bool = field(default=False)
+    has_tokens: bool = False
     """True if a forward pass since the last backward pass routed tokens of this rank."""
+    divisor: float = 0.0
+    """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
+    layers: list[MoE] = field(default_factory=list)
+    """The layers of the engine's models."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if any layer has router losses."""
+        return any(layer.has_losses for layer in self.layers)
+
+    @property
+    def crosses(self) -> bool:
+        """True if gradients of different ranks meet inside the graph, so seeds carry weights."""
+        return self.everyone.size > 1 and (self.is_split or self.has_losses)
+
+    def stepped(self, *, skipped: bool) -> None:
+        """Update the selection biases after a step, unless it was skipped."""
+        for layer in self.layers:
+            if skipped:
+                layer.forget_counts()
+            else:
+                layer.update_bias()
+
+    def abandon(self) -> None:
+        """Discard what was counted in a failed step."""
+        self.has_tokens = False
+        self.stepped(skipped=True)
 
     @property
     def is_split(self) -> bool:
@@ -69,7 +98,3 @@ class RoutingRun:
         first = self.everyone.rank - self.group.rank
         return rows[first : first + self.group.size]
 
-
-def owned_experts(spans: Sequence[Span], rank: int) -> range:
-    """Return the indices of the experts that `rank` holds."""
-    return range(*spans[rank])

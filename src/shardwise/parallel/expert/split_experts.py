@@ -23,7 +23,6 @@ from shardwise.errors import ModelError
 from shardwise.layout.bucket_layout import Span
 from shardwise.layout.shards import Shard
 from shardwise.parallel.expert.moe import MoE
-from shardwise.parallel.expert.routing_run import RoutingRun
 
 
 def find_layers(models: Iterable[nn.Module]) -> list[tuple[str, MoE]]:
@@ -280,8 +279,3 @@ def _check_sharing(
                         "module too. Only some workers would hold it: use separate parameters."
                     )
 
-
-def share_run(layers: Sequence[tuple[str, MoE]], run: RoutingRun | None) -> None:
-    """Connect the layers with an engine's `run`, or disconnect them."""
-    for _, layer in layers:
-        layer._run = run

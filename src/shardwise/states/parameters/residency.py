@@ -39,7 +39,7 @@ class Residency:
     Args:
         parameters: The sharded parameters.
         units: All units, in registration order.
-        group: Used for gathers only.
+        groups: Used for gathers only.
         order: The order in which collective gathers take turns.
         inside: Returns the units inside a module, in order.
     """
@@ -48,14 +48,14 @@ class Residency:
         self,
         parameters: ShardedParameters,
         units: Sequence[Unit],
-        group: Collectives,
+        groups: ShardGroups,
         order: GatherOrder,
         inside: Callable[[nn.Module], Sequence[int]],
     ) -> None:
         self._parameters = parameters
         self.units = units
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
-        self._gathers = SharedMemoryGathers() if shared else AllGathers(group)
+        self._gathers = SharedMemoryGathers() if shared else AllGathers(groups)
         self._order = order
         self._first = 0
         if self._gathers.collective:
