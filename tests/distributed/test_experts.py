@@ -1,14 +1,246 @@
 """`--expert`: training equals that of one process, in every row, on every number of ranks."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from torch import nn
 
-from tests.distributed.experts import Problem, compare, plain, trained
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from tests.distributed.experts import Problem, compare, named_values, plain, train_step, trained
+from tests.unit.experts.naive import moe
+
+UNEVEN = ((3, 2), (5, 1), (4, 4))
+"""Two micro-batches per step, some with fewer rows than there are ranks."""
+
+FAST = {(0, "sgd"), (1, "adamw"), (2, "sgd"), (3, "adamw")}
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_equals_one_process(group, optimizer, zero):
+@pytest.mark.parametrize(
+    ("zero", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
+        for case in [(zero, name) for zero in range(4) for name in ("sgd", "adamw")]
+    ],
+)
+def test_equals_one_process(group, zero, optimizer):
     problem = Problem(optimizer=optimizer, settings={"zero": zero})
     expected = plain(problem)
     for ours in group(2, expert=2)(trained, problem):
         compare(ours, expected)
+        assert (
+            ours["held"]
+            == sum(v.numel() for n, v in expected["values"].items() if ".experts." in n) / 2
+        )
+
+
+CASES = {
+    "copies": (4, 2, Problem(rows=UNEVEN, steps=3, settings={"zero": 3})),
+    "lone": (4, 4, Problem(optimizer="sgd", rows=UNEVEN, steps=3, lone=True, settings={"zero": 2})),
+    "few labels": (2, 2, Problem(optimizer="sgd", few_labels=True, settings={"zero": 1})),
+    "whole": (2, 1, Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"zero": 2})),
+    "recomputed": (
+        2,
+        2,
+        Problem(optimizer="sgd", settings={"zero": 3, "activations": "recomputed"}),
+    ),
+    "averages": (2, 2, Problem(settings={"zero": 2, "ema_decay": 0.9})),
+    "sigmoid": (2, 2, Problem(options={"scores": "sigmoid", "scale": 1.5}, settings={"zero": 1})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process_also_with(group, name):
+    size, expert, problem = CASES[name]
+    expected = plain(problem)
+    for ours in group(size, expert=expert)(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_equals_one_process_over_gloo(group, zero):
+    problem = Problem(rows=UNEVEN, steps=3, settings={"zero": zero})
+    expected = plain(problem)
+    for ours in group(4, expert=2, transport="gloo")(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_equals_one_process_on_four_ranks(group, expert, zero, optimizer):
+    problem = Problem(optimizer=optimizer, rows=UNEVEN, steps=20, settings={"zero": zero})
+    expected = plain(problem)
+    for ours in group(4, expert=expert)(trained, problem):
+        compare(ours, expected)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def continued(world: sw.World, problem: Problem, folder: str, first: int, end: int) -> Any:
+    """Resume from `folder` if there is a checkpoint, train steps [first, end) and save."""
+    model = problem.model()
+    optimizer = problem.optimizer_of(model)
+    engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+    engine.resume(folder)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(first, end):
+        train_step(world, engine, problem, step, losses, norms)
+    engine.save(folder)
+    with engine.full_parameters():
+        values = {n: v.detach().clone() for n, v in named_values(model).items()}
+    state = engine.optimizer_state_dict()
+    engine.close()
+    moments = {k: list(v) for k, v in optimizer.state_dict()["state"].items()}
+    return {"losses": losses, "norms": norms, "values": values, "state": state, "kept": moments}
+
+
+@pytest.mark.parametrize("zeros", [(2, 0), pytest.param((0, 3), marks=pytest.mark.full)])
+def test_checkpoint_loads_at_any_expert_size(group, tmp_path, zeros):
+    folder = str(tmp_path / "checkpoints")
+    problem = Problem(settings={"zero": zeros[0]})
+    expected = plain(Problem(steps=6))
+    group(2, expert=2)(continued, problem, folder, 0, 2)
+    other = Problem(settings={"zero": zeros[1]})
+    (alone,) = group(1)(continued, other, folder, 2, 4)
+    compare(
+        {**alone, **{k: expected[k][2:4] for k in ("losses", "norms")}},
+        {**plain(Problem(steps=4)), **{k: expected[k][2:4] for k in ("losses", "norms")}},
+    )
+    names = set(alone["values"])
+    for ours in group(4, expert=4)(continued, problem, folder, 4, 6):
+        part = {**expected, "losses": expected["losses"][4:], "norms": expected["norms"][4:]}
+        compare(ours, part)
+        assert set(ours["values"]) == names
+        # After `close` every rank has all experts and their moments, as in one process.
+        assert len(ours["kept"]) == len(list(problem.model().parameters()))
+    weights = next(Path(folder).glob("**/*.safetensors"), None)
+    assert weights is not None
+
+
+# -- the user's view --------------------------------------------------------------------------
+
+
+def written(world: sw.World) -> Any:
+    """Write a parameter of each expert, and run the whole model on one rank."""
+    problem = Problem(settings={"zero": 2})
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+    layer = model.blocks[0].moe
+    held = [index for index, e in enumerate(layer.experts) if e[0].weight.numel()]
+    with engine.full_parameters(write=True):
+        for index, each in enumerate(layer.experts):
+            each[0].bias.fill_(float(index))
+    inside = None
+    with engine.full_parameters():
+        values = [float(each[0].bias[0]) for each in layer.experts]
+        ids, mask, _ = problem.batches(0)[0]
+        if world.rank == 0:
+            inside = model.eval()(ids, mask)
+    plain_state = engine.model_state_dict()
+    engine.close()
+    model.eval()
+    outside = model(ids, mask)
+    if world.rank == 0:
+        assert torch.equal(inside, outside)
+        assert plain_state["blocks.0.moe.experts.7.0.weight"].shape == (5, 6)
+    return held, values, [float(each[0].bias[0]) for each in layer.experts]
+
+
+def test_full_parameters_hold_all_experts(group):
+    first, second = group(2, expert=2)(written)
+    assert (first[0], second[0]) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    expected = [float(index) for index in range(8)]
+    assert first[1:] == second[1:] == (expected, expected)
+
+
+class Bad:
+    """Models that cannot be divided."""
+
+    @staticmethod
+    def none() -> nn.Module:
+        """Return a model without experts."""
+        return nn.Linear(3, 3)
+
+    @staticmethod
+    def few() -> nn.Module:
+        """Return a layer with fewer experts than ranks."""
+        return moe(experts=1, top_k=1)
+
+    @staticmethod
+    def tied() -> nn.Module:
+        """Return experts that share a weight."""
+        layer = moe()
+        layer.experts[5][0].weight = layer.experts[0][0].weight
+        return layer
+
+    @staticmethod
+    def outside() -> nn.Module:
+        """Return an expert's weight that is also another module's."""
+        layer = moe()
+        layer.shared[0].weight = layer.experts[3][0].weight
+        return layer
+
+    @staticmethod
+    def buffers() -> nn.Module:
+        """Return experts with running statistics."""
+        layer = moe()
+        layer.experts[1].append(nn.BatchNorm1d(6))
+        return layer.double()
+
+
+REFUSED = {
+    "none": (ModelError, "--expert 2 found no mixture-of-experts layer to split in Linear"),
+    "few": (ModelError, "has only 1 expert(s)"),
+    "tied": (ModelError, "experts.5.0.weight is also a parameter of another expert"),
+    "outside": (ModelError, "is a parameter of an expert, and of another module too"),
+    "buffers": (ModelError, "experts.1 has a buffer, 3.running_mean"),
+}
+
+
+def refused(world: sw.World) -> dict[str, tuple[str, str]]:
+    """Return the error of each bad model or setting."""
+    found = {}
+    for name in REFUSED:
+        model = getattr(Bad, name)()
+        before = [p.shape for p in model.parameters()]
+        try:
+            sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+        except (ModelError, ConfigError) as error:
+            found[name] = type(error).__name__, str(error)
+        assert [p.shape for p in model.parameters()] == before
+    for name, settings in {
+        "compile": {"compile": True},
+        "host": {"shard_within": "host", "zero": 2},
+    }.items():
+        model = moe()
+        try:
+            sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True, **settings)
+        except (ModelError, ConfigError) as error:
+            found[name] = type(error).__name__, str(error)
+    model = moe(experts=4)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    engine.backward(model(torch.randn(4, 6, dtype=torch.float64)).mean())
+    try:
+        with engine.full_gradients():
+            pass
+    except sw.errors.UsageError as error:
+        found["gradients"] = type(error).__name__, str(error)
+    engine.step()
+    engine.close()
+    return found
+
+
+def test_refuses_what_it_cannot_split(group):
+    for found in group(2, expert=2)(refused):
+        for name, (kind, words) in REFUSED.items():
+            assert found[name][0] == kind.__name__, name
+            assert words in found[name][1]
+        assert "--expert 2 cannot be combined with --compile" in found["compile"][1]
+        assert "--shard-within host" in found["host"][1]
+        assert "with --expert 2: no worker has the whole gradient" in found["gradients"][1]

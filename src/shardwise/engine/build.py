@@ -17,8 +17,8 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.layout import bucket_layout
-from shardwise.layout.shards import Shard
 from shardwise.layout.placement import STATES
+from shardwise.layout.shards import Shard
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.optimizer_access import held

@@ -152,7 +152,9 @@ class EngineSpec:
 
     def axis_of(self, parameter: Tensor) -> str:
         """Return the axis of the bucket that holds `parameter`."""
-        return DATA if self.experts is None or parameter not in self.experts.shards else EXPERT_COPIES  # type: ignore[comparison-overlap]
+        return (
+            DATA if self.experts is None or parameter not in self.experts.shards else EXPERT_COPIES
+        )
 
     def is_here(self, parameter: Tensor) -> bool:
         """Return whether this rank trains `parameter` or a part of it."""

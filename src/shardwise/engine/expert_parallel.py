@@ -12,9 +12,14 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import units
+from shardwise.parallel.expert.fused_experts import FusedExperts, why_not
 from shardwise.parallel.expert.moe import MoE
 from shardwise.parallel.expert.routing_run import RoutingRun
-from shardwise.parallel.expert.split_experts import ExpertParallelModels, find_layers
+from shardwise.parallel.expert.split_experts import (
+    ExpertParallelModels,
+    find_fused,
+    find_layers,
+)
 from shardwise.world.world import World
 
 
@@ -31,18 +36,53 @@ def begin(
     """
     layers = find_layers(models)
     size = world.expert_size
-    if not layers:
-        if size > 1:
-            raise ModelError(
-                f"--expert {size} found no mixture-of-experts layer in "
-                f"{type(models[0]).__name__}. Build its layers with sw.MoE(router, experts, "
-                "top_k=2), or start without --expert."
-            )
+    split = None if size == 1 else _find_experts(world, models, layers)
+    if not layers and split is None:
         return None, None
     _check(settings, layers, models, size)
     run = RoutingRun(world.expert, world.routing_channel, world.current_batch)
     run.layers = [layer for _, layer in layers]
-    return run, None if size == 1 else ExpertParallelModels(world.expert, world.expert_copies)
+    return run, split
+
+
+def _find_experts(
+    world: World, models: Sequence[nn.Module], layers: Sequence[tuple[str, MoE]]
+) -> ExpertParallelModels:
+    """Return an expert-parallel state that knows the modules to split besides `layers`. Collective.
+
+    Raises ModelError on all ranks if there is nothing to split.
+    """
+    split = ExpertParallelModels(world.expert, world.expert_copies)
+    fused = find_fused(models)
+    # Rank 0 decides, so that a trial whose result depends on the machine cannot divide the ranks.
+    reasons: dict[str, str | None] = {}
+    if world.rank == 0:
+        by_form: dict[object, str | None] = {}
+        for name, module in fused.items():
+            form = type(module), tuple(p.shape for p in module.parameters()), module.training
+            if form not in by_form:
+                by_form[form] = why_not(module)
+            reasons[name] = by_form[form]
+    reasons = world.collectives.gather_plain(reasons)[0]
+    split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
+    split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
+    if not layers and not split.fused:
+        left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
+        raise ModelError(
+            f"--expert {world.expert_size} found no mixture-of-experts layer to split in "
+            f"{type(models[0]).__name__}.{left} Build its layers with sw.MoE(router, experts, "
+            "top_k=2), or start without --expert."
+        )
+    for model in models:
+        config = getattr(model, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                f"--expert {world.expert_size}: {type(model).__name__} computes its router loss "
+                "from one worker's tokens (config.output_router_logits=True), so training would "
+                "depend on the number of workers. Set it to False, or build the layers with "
+                "sw.MoE(..., balance=0.01)."
+            )
+    return split
 
 
 def _check(
@@ -53,7 +93,9 @@ def _check(
         statistics = [
             word
             for word, value in {
-                "balance": layer.balance, "z_loss": layer.z_loss, "bias_rate": layer.bias_rate
+                "balance": layer.balance,
+                "z_loss": layer.z_loss,
+                "bias_rate": layer.bias_rate,
             }.items()
             if value
         ]
@@ -90,7 +132,10 @@ def split(spec: EngineSpec) -> None:
     for _, layer in layers:
         layer._run = spec.routing
     if spec.experts is not None:
-        spec.experts.cut(layers, spec.models, spec.optimizers)
+        assert spec.routing is not None
+        for _, fused in spec.experts.fused:
+            fused.connect(spec.routing)
+        spec.experts.cut([*layers, *spec.experts.fused], spec.models, spec.optimizers)
 
 
 def restore(spec: EngineSpec) -> None:
@@ -100,6 +145,8 @@ def restore(spec: EngineSpec) -> None:
     if spec.routing is not None:
         for layer in spec.routing.layers:
             layer._run = None
+    for _, fused in () if spec.experts is None else spec.experts.fused:
+        fused.disconnect()
 
 
 def begin_backward(
@@ -118,6 +165,11 @@ def begin_backward(
     """
     has_tokens, run.has_tokens = run.has_tokens, False
     run.drops = weight == 0
+    if run.is_split and loss.grad_fn is None:
+        raise UsageError(
+            "This loss has no graph, but the backward pass of experts needs every worker "
+            "(--expert): compute the loss with gradients on, also if its weight is 0."
+        )
     if not run.has_losses:
         return weight
     # One number per rank: the weight that the loss of the whole batch has in this step.
@@ -127,7 +179,8 @@ def begin_backward(
     total = run.divisor or float(weights.sum())
     run.loss_seed = weighting.seed_of(total, share, is_sole=is_sole)
     mine = float(weights[run.everyone.rank])
-    run.drops = mine == 0
+    # Gradients of the router losses of later layers arrive from above, and must not be dropped.
+    run.drops = not (mine or has_tokens)
     if mine or not has_tokens:
         return mine
     # Tokens count in the router losses also if none of them has a label.

@@ -160,8 +160,8 @@ class StateAccess:
         self._state.refuse_in_step("engine.load_optimizer_state_dict")
         if any(split is not None for split in (spec.tensor, spec.pipeline, spec.experts)):
             raise UsageError(
-                "engine.load_optimizer_state_dict with --tensor, --pipeline or --expert, which split the "
-                "optimizer state: load it into the optimizer before sw.Engine(...)."
+                "engine.load_optimizer_state_dict with --tensor, --pipeline or --expert, which "
+                "split the optimizer state: load it into the optimizer before sw.Engine(...)."
             )
         run = spec.world_group
 

@@ -192,7 +192,9 @@ def _on_the_first(
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
     # Other replicas participate in the gathers, but don't need to hold the full model.
-    shown, here = states.shown, spec.data_group.rank == 0  # the first replica
+    # The first replica, or the first ranks that hold every expert.
+    holders = 1 if spec.experts is None else spec.experts.group.size
+    shown, here = states.shown, spec.data_group.rank < holders
     if spec.is_whole:
         whole: Any = nullcontext()
         here = False

@@ -154,7 +154,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def routing_channel(self) -> Collectives:
-        """The ranks of `data` on channels of their own, for the counts of mixture-of-experts layers.
+        """The ranks of `data` on separate channels, for counts of mixture-of-experts layers.
 
         All ranks create it at its first use.
         """

@@ -141,5 +141,5 @@ def test_refuses_wrong_shapes():
     layer.router = nn.Linear(6, 5, bias=False).double()
     with pytest.raises(UsageError, match="5 logits per token, but there are 4"):
         layer(torch.zeros(3, 6, dtype=torch.float64))
-    with pytest.raises(ModelError, match="nn.ModuleList"):
+    with pytest.raises(ModelError, match=r"nn\.ModuleList"):
         sw.MoE(nn.Linear(2, 2), [nn.Linear(2, 2)])

@@ -138,8 +138,11 @@ class Exchange:
         """Number of rows of each of this rank's experts."""
         self._orders: tuple[Tensor, Tensor] | None = None
 
-    def to_experts(self, rows: Tensor, pending: list[Handle]) -> Tensor:
-        """Start sending `rows` (n, D), sorted by expert. Return what this rank receives."""
+    def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
+        """Send `rows` (n, D), sorted by expert. Return what this rank receives.
+
+        With a list `pending`, the result must not be read before its handles are waited for.
+        """
         return all_to_all(rows, self._rows, self._group, pending)
 
     def by_expert(self, received: Tensor) -> Tensor:
@@ -156,7 +159,8 @@ class Exchange:
     def _order_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the permutation from [source, expert] to [expert, source], and its inverse."""
         if self._orders is None:
-            starts, start = [], 0
+            starts: list[list[tuple[int, int]]] = []
+            start = 0
             for row in self._mine:
                 starts.append([])
                 for count in row:

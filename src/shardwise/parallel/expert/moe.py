@@ -248,7 +248,7 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
         """Run experts on `rows` (n, D), sorted by expert. Expert `first` + i gets `sizes[i]`."""
-        parts = rows.split(sizes)
+        parts = torch.split(rows, sizes)
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
         return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
 

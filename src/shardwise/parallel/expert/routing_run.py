@@ -74,7 +74,7 @@ class RoutingRun:
         return self.group.size > 1
 
     def is_stand_in(self) -> bool:
-        """Return whether the running forward pass computes a stand-in, whose tokens do not count."""
+        """Return whether the running forward pass is a stand-in's, whose tokens do not count."""
         batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
         return batch is not None and batch.samples == 0
 
@@ -97,4 +97,3 @@ class RoutingRun:
         # The ranks of a group have consecutive places among all ranks of the batch.
         first = self.everyone.rank - self.group.rank
         return rows[first : first + self.group.size]
-

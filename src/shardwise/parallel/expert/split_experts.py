@@ -22,17 +22,31 @@ from shardwise.comm import Collectives
 from shardwise.errors import ModelError
 from shardwise.layout.bucket_layout import Span
 from shardwise.layout.shards import Shard
+from shardwise.parallel.expert.fused_experts import FusedExperts, is_fused
 from shardwise.parallel.expert.moe import MoE
+
+Layer = MoE | FusedExperts
+"""Experts that can be spread over ranks."""
 
 
 def find_layers(models: Iterable[nn.Module]) -> list[tuple[str, MoE]]:
-    """Return the mixture-of-experts layers of `models` with their names, each once."""
+    """Return the `sw.MoE` layers of `models` with their names, each once."""
     found: dict[MoE, str] = {}
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, MoE):
                 found.setdefault(module, name)
     return [(name, module) for module, name in found.items()]
+
+
+def find_fused(models: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules of `models` that hold experts in tensors (E, ...), by name."""
+    found: dict[nn.Module, str] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            if is_fused(module):
+                found.setdefault(module, name)
+    return {name: module for module, name in found.items()}
 
 
 class ExpertParallelModels:
@@ -47,7 +61,11 @@ class ExpertParallelModels:
         self.group = group
         self.copies = copies
         self.shards: dict[nn.Parameter, Shard] = {}
-        self.layers: list[tuple[str, MoE]] = []
+        self.layers: list[tuple[str, Layer]] = []
+        self.fused: list[tuple[str, FusedExperts]] = []
+        """Modules with fused experts that passed a trial, before they are cut."""
+        self.reasons_unsplit: dict[str, str] = {}
+        """Modules that look like experts but are not split, with the reason."""
         self.is_whole = False
         """True inside a block of `wholes`."""
         self.writes = False
@@ -59,7 +77,7 @@ class ExpertParallelModels:
 
     def cut(
         self,
-        layers: Sequence[tuple[str, MoE]],
+        layers: Sequence[tuple[str, Layer]],
         models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
@@ -70,10 +88,17 @@ class ExpertParallelModels:
         shards: dict[nn.Parameter, Shard] = {}
         spans = {layer: self._spans_of(name, layer) for name, layer in layers}
         for name, layer in layers:
+            if isinstance(layer, FusedExperts):
+                rows = tuple((span,) for span in spans[layer])
+                for parameter in layer.module.parameters():
+                    shard = Shard(tuple(parameter.shape), 0, rows, self.group.rank)
+                    shards[parameter] = shard
+                continue
             for holder, (first, end) in enumerate(spans[layer]):
                 for index in range(first, end):
                     expert = layer.experts[index]
-                    shards |= self._shards_of(f"{name}.experts.{index}", expert, holder, shards)
+                    path = f"{name}.experts.{index}".removeprefix(".")
+                    shards |= self._shards_of(path, expert, holder, shards)
         _check_sharing(shards, layers, models)
         self.shards, self.layers = shards, list(layers)
         for optimizer in optimizers:
@@ -81,19 +106,26 @@ class ExpertParallelModels:
                 # Without elements there is no state, as for the padding of a bucket.
                 if not shards[parameter].own:
                     del optimizer.state[parameter]
+                    continue
+                shard = shards[parameter]
+                optimizer.state[parameter] = {
+                    # Moments have the parameter's shape, and are split like it. Counts are not.
+                    key: shard.of(value) if _has_shape(value, shard.shape) else value
+                    for key, value in optimizer.state[parameter].items()
+                }
         with torch.no_grad():
             for parameter, shard in shards.items():
                 # Assign `.data`, because optimizers and the user hold the parameter object.
                 parameter.data = shard.of(parameter.detach())
         self._set_spans(spans)
 
-    def _spans_of(self, name: str, layer: MoE) -> list[Span]:
-        """Return the experts [first, end) of each rank. The first ranks hold one more if needed."""
-        number, size = len(layer.experts), self.group.size
+    def _spans_of(self, name: str, layer: Layer) -> list[Span]:
+        """Return the experts [first, end) of each rank. Numbers differ by at most 1."""
+        number, size = _number_of(layer), self.group.size
         if number < size:
             raise ModelError(
-                f"--expert {size}: {name or 'the layer'} has only {number} experts, so some workers "
-                f"would hold none. Use --expert {number} or less."
+                f"--expert {size}: {name or 'the layer'} has only {number} expert(s), so some "
+                f"workers would hold none. Use --expert {number} or less."
             )
         edges = [number * rank // size for rank in range(size + 1)]
         return list(pairwise(edges))
@@ -125,9 +157,9 @@ class ExpertParallelModels:
             shards[parameter] = Shard(shape, 0, ranges, self.group.rank)
         return shards
 
-    def _set_spans(self, spans: Mapping[MoE, list[Span]]) -> None:
+    def _set_spans(self, spans: Mapping[Layer, list[Span]]) -> None:
         for _, layer in self.layers:
-            layer._spans = spans.get(layer, [(0, len(layer.experts))])
+            layer._spans = spans.get(layer, [(0, _number_of(layer))] * self.group.size)
             layer.holds_all = layer not in spans
 
     # -- putting together -----------------------------------------------------------------
@@ -217,12 +249,13 @@ class ExpertParallelModels:
             for index, p in enumerate(order)
             if p in held and self.shards[p].own
         }
+        gathered = self.group.gather_objects(mine)
         states = dict(held)
-        for theirs in self.group.gather_objects(mine):
-            for index, state in theirs.items():
-                parameter = order[index]
-                if not self.shards[parameter].own:
-                    states[parameter] = _placed(state, parameter)
+        for index, parameter in enumerate(order):
+            shard = self.shards[parameter]
+            parts = {rank: own[index] for rank, own in enumerate(gathered) if index in own}
+            if parts:
+                states[parameter] = _placed(_joined_state(shard, parts), parameter)
         return states
 
     # -- giving back ----------------------------------------------------------------------
@@ -240,10 +273,41 @@ class ExpertParallelModels:
 
     def describe(self) -> str:
         """Describe the layers in words, such as "8 experts in each of 2 layers"."""
-        numbers = sorted({len(layer.experts) for _, layer in self.layers})
+        numbers = sorted({_number_of(layer) for _, layer in self.layers})
         words = " or ".join(map(str, numbers))
         count = len(self.layers)
         return f"{words} experts in {f'each of {count} layers' if count > 1 else '1 layer'}"
+
+
+def _number_of(layer: Layer) -> int:
+    """Return the number of experts in a layer."""
+    return layer.number if isinstance(layer, FusedExperts) else len(layer.experts)
+
+
+def _modules_of(layer: Layer) -> Iterable[nn.Module]:
+    """Return the modules that hold the experts' parameters."""
+    return (layer.module if isinstance(layer, FusedExperts) else layer.experts).modules()
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, Tensor) and tuple(value.shape) == shape
+
+
+def _joined_state(shard: Shard, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the optimizer state of a full parameter from the ranks that hold its `parts`."""
+    first = next(iter(parts.values()))
+    state: dict[str, Any] = {}
+    for key, value in first.items():
+        rank = next(iter(parts))
+        if not _has_shape(value, shard.part_shape(rank)):
+            state[key] = value
+            continue
+        pieces = [
+            parts[r][key] if r in parts else value.new_empty(shard.part_shape(r))
+            for r in range(len(shard.ranges))
+        ]
+        state[key] = shard.joined(pieces)
+    return state
 
 
 def _placed(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
@@ -256,7 +320,7 @@ def _placed(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]
 
 def _check_sharing(
     shards: Mapping[nn.Parameter, Shard],
-    layers: Sequence[tuple[str, MoE]],
+    layers: Sequence[tuple[str, Layer]],
     models: Sequence[nn.Module],
 ) -> None:
     """Raise ModelError if a module other than one expert uses an expert's parameter."""
@@ -265,17 +329,13 @@ def _check_sharing(
         for parameter in module._parameters.values():
             if parameter is not None and parameter in shards:
                 uses[parameter] = uses.get(parameter, 0) + 1
-    inside: dict[nn.Module, MoE] = {}
-    for _, layer in layers:
-        for module in layer.experts.modules():
-            inside[module] = layer
+    inside = {module for _, layer in layers for module in _modules_of(layer)}
     for model in models:
         for name, module in model.named_modules(remove_duplicate=False):
             for key, parameter in module._parameters.items():
                 tied = parameter is not None and uses.get(parameter, 0) > 1
-                if tied or (parameter in shards and module not in inside):
+                if tied or (parameter is not None and parameter in shards and module not in inside):
                     raise ModelError(
                         f"--expert: {name}.{key} is a parameter of an expert, and of another "
                         "module too. Only some workers would hold it: use separate parameters."
                     )
-

@@ -37,8 +37,8 @@ from shardwise.states.gradients.reduction_queue import ReductionQueue
 from shardwise.states.gradients.unreadable_grad import GradientGuard
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.parameters_at_rest import unguarded
-from shardwise.states.storage.storage import MemoryStorage
 from shardwise.states.shard_groups import ShardGroups
+from shardwise.states.storage.storage import MemoryStorage
 from shardwise.states.storage.storage_factory import StorageFactory, TensorKind
 
 

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from shardwise.comm import Collectives, GatherOrder
+from shardwise.comm import GatherOrder
 from shardwise.errors import UsageError
 from shardwise.states.parameters.bucket_gathers import AllGathers, SharedMemoryGathers
 from shardwise.states.parameters.saved_references import BucketReference
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
 from shardwise.states.parameters.unshard import Unit, WholeUnits
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.timeline import span
 
 

@@ -102,9 +102,7 @@ class ShardedParameters(Parameters):
     ) -> list[ShardedBucket]:
         """Allocate this rank's interval of every bucket."""
         groups = [self._groups.of(bucket) for bucket in buckets]
-        owns = [
-            bucket.interval(group.rank) for bucket, group in zip(buckets, groups, strict=True)
-        ]
+        owns = [bucket.interval(group.rank) for bucket, group in zip(buckets, groups, strict=True)]
         named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
         kinds = [(each[0].dtype, each[0].device) for each in named]
         shared: list[Tensor | None] = [None] * len(buckets)
