@@ -18,13 +18,15 @@ class Block(nn.Module):
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
+        more = dict(options)
+        number, shared = more.pop("experts", EXPERTS), more.pop("shared", True)
         self.norm = nn.LayerNorm(WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
         self.moe = sw.MoE(
-            nn.Linear(WIDTH, EXPERTS, bias=False),
-            nn.ModuleList([expert(WIDTH, 5) for _ in range(EXPERTS)]),
-            shared=expert(WIDTH, 4),
-            **options,
+            nn.Linear(WIDTH, number, bias=False),
+            nn.ModuleList([expert(WIDTH, 5) for _ in range(number)]),
+            shared=expert(WIDTH, 4) if shared else None,
+            **more,
         )
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -63,12 +65,13 @@ class Problem:
     settings: dict[str, Any] = field(default_factory=dict)
     lone: bool = False
     """True if the router sends every token to the same two experts."""
+    seed: int = 0
     few_labels: bool = False
     """True if only the first row has labels, so that some ranks have tokens but no loss."""
 
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
-        torch.manual_seed(7)
+        torch.manual_seed(7 + self.seed)
         options = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02, **self.options}
         model = Model(options).double()
         if self.lone:
@@ -86,7 +89,7 @@ class Problem:
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Return ids, mask and labels of the micro-batches of a step, (rows, 5) each."""
-        torch.manual_seed(100 + step)
+        torch.manual_seed(100 + step + 1000 * self.seed)
         found = []
         for rows in self.rows[step % len(self.rows)]:
             ids = torch.randint(WORDS, (rows, 5))
@@ -130,7 +133,7 @@ def plain(problem: Problem) -> dict[str, Any]:
     for step in range(problem.steps):
         batches = problem.batches(step)
         for moe in moes:
-            moe.counted = torch.zeros(EXPERTS, dtype=torch.int64)
+            moe.counted = torch.zeros(len(moe.experts), dtype=torch.int64)
         total = sum(int((labels != -100).sum()) for *_, labels in batches)
         mean = 0.0
         for ids, mask, labels in batches:

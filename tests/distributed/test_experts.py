@@ -10,6 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
 from tests.distributed.experts import Problem, compare, named_values, plain, train_step, trained
+from tests.random_experts import check
 from tests.unit.experts.naive import moe
 
 UNEVEN = ((3, 2), (5, 1), (4, 4))
@@ -76,6 +77,14 @@ def test_equals_one_process_on_four_ranks(group, expert, zero, optimizer):
     expected = plain(problem)
     for ours in group(4, expert=expert)(trained, problem):
         compare(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*range(2, 5), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(5, 30))],
+)
+def test_random_program_equals_one_process(group, seed):
+    check(group, seed)
 
 
 # -- checkpoints ------------------------------------------------------------------------------
@@ -149,7 +158,7 @@ def written(world: sw.World) -> Any:
     if world.rank == 0:
         assert torch.equal(inside, outside)
         assert plain_state["blocks.0.moe.experts.7.0.weight"].shape == (5, 6)
-    return held, values, [float(each[0].bias[0]) for each in layer.experts]
+    return held, values, [each[0].bias[0].item() for each in layer.experts]
 
 
 def test_full_parameters_hold_all_experts(group):

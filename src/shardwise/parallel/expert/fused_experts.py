@@ -70,7 +70,9 @@ def why_not(module: nn.Module) -> str | None:
     gates = torch.rand(6, 2, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[0, 1], [1, 0], [0, 1], [1, 0], [1, 0], [0, 1]])
     try:
-        whole = _gradients(weights, rows, gates, lambda w, x, g: _with(module, w)(x, chosen, g))
+        whole = _gradients(
+            weights, rows, gates, lambda w, x, g: _forward_with(module, w)(x, chosen, g)
+        )
         parts = _gradients(
             weights, rows, gates, lambda w, x, g: _one_by_one(module, w, x, chosen, g)
         )
@@ -87,13 +89,15 @@ def _width(module: nn.Module) -> int | None:
     return next((w for n in names if isinstance(w := getattr(module, n, None), int)), None)
 
 
-def _with(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Return a copy of `module` that computes with `weights`, which have their own graph."""
+def _forward_with(module: nn.Module, weights: dict[str, Tensor]) -> Any:
+    """Return the forward pass of `module` with `weights`, which have their own graph."""
     twin = copy.copy(module)
     # A module does not accept tensors with a graph as parameters, but its attributes may be any.
     twin.__dict__ = {**module.__dict__, "_parameters": {}, **weights}
     twin.__dict__["num_experts"] = next(iter(weights.values())).shape[0]
-    return twin.eval() if not module.training else twin
+    # Transformers wraps `forward` to choose a kernel, and some kernels do not know fp64. The
+    # function inside is the definition that all kernels implement.
+    return partial(inspect.unwrap(type(module).forward), twin)
 
 
 def _one_by_one(
@@ -101,8 +105,8 @@ def _one_by_one(
 ) -> Tensor:
     total = torch.zeros_like(rows)
     for index in range(2):
-        expert = _with(module, {key: value[index : index + 1] for key, value in weights.items()})
-        outputs = _each_once(expert.forward, rows, [len(rows)])
+        own = {key: value[index : index + 1] for key, value in weights.items()}
+        outputs = _each_once(_forward_with(module, own), rows, [len(rows)])
         gate = (gates * (chosen == index)).sum(1, keepdim=True)
         total = total + outputs * gate
     return total

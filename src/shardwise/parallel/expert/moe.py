@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm import Handle
 from shardwise.errors import ModelError, UsageError
@@ -52,8 +53,9 @@ class MoE(nn.Module):
     Attributes:
         selection_bias: (E,) buffer in fp32 or wider, or None if `bias_rate` is 0.
         router_loss_seed: Gradient of the router losses without an engine.
-        counts: (E,) int64 on the CPU: the number of token copies per expert of all ranks in the
-            last forward pass.
+        counts: (E,) int64 on the CPU: the number of token copies per expert in the last forward
+            pass. They are those of all ranks if training needs them (`balance`, `z_loss` or
+            `bias_rate`), otherwise of the ranks that exchange tokens.
 
     Raises:
         ModelError: The numbers of experts do not fit, or an argument has the wrong type.
@@ -211,6 +213,12 @@ class MoE(nn.Module):
         The only point at which the host waits for the device. Collective if there are other ranks.
         """
         number = len(self.experts)
+        if isinstance(flat, FakeTensor):
+            # `shardwise plan` runs without values: assume that all experts get equal numbers.
+            each = [
+                flat.numel() * (i + 1) // number - flat.numel() * i // number for i in range(number)
+            ]
+            return [each], [*each, flat.numel() // self.top_k]
         counts = torch.bincount(flat, minlength=number + 1)[:number]
         row = torch.cat([counts, torch.as_tensor(valid, device=flat.device).reshape(1)])
         run = self._ranks

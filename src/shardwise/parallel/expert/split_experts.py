@@ -102,16 +102,17 @@ class ExpertParallelModels:
         _check_sharing(shards, layers, models)
         self.shards, self.layers = shards, list(layers)
         for optimizer in optimizers:
-            for parameter in [p for p in optimizer.state if p in shards]:
+            state: dict[Any, Any] = optimizer.state
+            for parameter in [p for p in state if p in shards]:
                 # Without elements there is no state, as for the padding of a bucket.
                 if not shards[parameter].own:
-                    del optimizer.state[parameter]
+                    del state[parameter]
                     continue
                 shard = shards[parameter]
-                optimizer.state[parameter] = {
+                state[parameter] = {
                     # Moments have the parameter's shape, and are split like it. Counts are not.
                     key: shard.of(value) if _has_shape(value, shard.shape) else value
-                    for key, value in optimizer.state[parameter].items()
+                    for key, value in state[parameter].items()
                 }
         with torch.no_grad():
             for parameter, shard in shards.items():
