@@ -85,6 +85,8 @@ class Problem:
         """Return the optimizer of all parameters."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        if self.optimizer == "adafactor":  # it needs whole tensors
+            return torch.optim.Adafactor(model.parameters(), lr=0.02)
         return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
 
     def batches(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:

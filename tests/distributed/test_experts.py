@@ -48,6 +48,7 @@ CASES = {
         Problem(optimizer="sgd", settings={"zero": 3, "activations": "recomputed"}),
     ),
     "averages": (2, 2, Problem(settings={"zero": 2, "ema_decay": 0.9})),
+    "whole tensors": (2, 2, Problem(optimizer="adafactor", settings={"zero": 2})),
     "sigmoid": (2, 2, Problem(options={"scores": "sigmoid", "scale": 1.5}, settings={"zero": 1})),
 }
 
@@ -57,6 +58,14 @@ def test_equals_one_process_also_with(group, name):
     size, expert, problem = CASES[name]
     expected = plain(problem)
     for ours in group(size, expert=expert)(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.full
+def test_layers_run_inside_tensor_parallel_replicas(group):
+    problem = Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"zero": 1})
+    expected = plain(problem)
+    for ours in group(4, tensor=2)(trained, problem):
         compare(ours, expected)
 
 

@@ -66,7 +66,7 @@ def build(kind: str, **more: Any) -> nn.Module:
 
     name, options = KINDS[kind]
     torch.manual_seed(5)
-    config = getattr(transformers, f"{name}Config")(**SMALL, **options, **more)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **options, **more})
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     model.set_experts_implementation("eager")  # the default kernel does not know fp64
     with torch.no_grad():
@@ -137,6 +137,31 @@ def test_equals_one_process(group, kind, zero):
         for key in ("losses", "norms", "values"):
             # These routers compute in fp32, also in an fp64 model.
             torch.testing.assert_close(ours[key], expected[key], rtol=1e-6, atol=1e-6)
+
+
+def under_the_trainer(world: sw.World, folder: str) -> None:
+    """Train Mixtral under our Trainer on all ranks, and under the stock one on each."""
+    from tests.distributed import test_transformers_trainer as trainers
+
+    def mixtral() -> nn.Module:
+        return build("mixtral", vocab_size=trainers.WORDS).float()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainers, "gpt2", mixtral)
+        plain = trainers.stock(folder, 4)
+        plain.train()
+        expected = trainers.figures(plain)
+        trainer = trainers.ours(world, folder, 2, zero=2)
+        trainer.train()
+    model = trainer.model
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] in (2, 4)
+    for mine, theirs in zip(trainers.figures(trainer), expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.full
+def test_trainer_equals_the_stock_trainer(group, tmp_path):
+    group(2, expert=2)(under_the_trainer, str(tmp_path))
 
 
 def refused(world: sw.World) -> list[str]:

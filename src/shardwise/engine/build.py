@@ -289,10 +289,12 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             # trial shows why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
-            parts = [p for p in options["params"] if spec.shard_of(p) is not None]
-            _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
+            shards = [s for p in options["params"] if (s := spec.shard_of(p)) is not None]
+            # Experts are split between tensors, so an optimizer of whole tensors still gets them.
+            parts = sum(shard.is_partial for shard in shards)
+            _check_kind(spec, type(optimizer).__name__, kind, parts, index)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
-            as_given = not kind.known and not parts and spec.cuts_nothing
+            as_given = not kind.known and not shards and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
                     first, second = type(owners[parameter].optimizer), type(optimizer)
@@ -330,9 +332,9 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
         )
     if not kind.elementwise and split and spec.experts is not None:
         raise ModelError(
-            f"{name} needs whole tensors, which --expert {spec.settings.expert} does not support "
-            f"for the {split} tensors of experts in group {group}. Use an element-wise optimizer "
-            "such as AdamW, or start without --expert."
+            f"{name} needs whole tensors, but --expert {spec.settings.expert} splits {split} of "
+            f"group {group}, which hold several experts. Use an element-wise optimizer such as "
+            "AdamW for them, or start without --expert."
         )
     if not kind.separable and spec.experts is not None:
         raise ModelError(

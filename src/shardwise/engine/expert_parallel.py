@@ -40,9 +40,24 @@ def begin(
     if not layers and split is None:
         return None, None
     _check(settings, layers, models, size)
-    run = RoutingRun(world.expert, world.routing_channel, world.current_batch)
+    counts = any(layer.has_losses or layer.bias_rate for _, layer in layers)
+    if counts:
+        _check_islands(world)
+    # Only create channels that are used, because that is collective.
+    everyone = world.routing_channel if counts or split is not None else world.data
+    run = RoutingRun(world.expert, everyone, world.current_batch)
     run.layers = [layer for _, layer in layers]
     return run, split
+
+
+def _check_islands(world: World) -> None:
+    """Raise ConfigError with islands, whose router losses would not be those of the batch."""
+    if world.mesh.islands > 1 or world.collectives.has_changing_ranks:
+        raise ConfigError(
+            f"--islands {world.settings.islands} cannot be combined with balance, z_loss and "
+            "bias_rate of sw.MoE: they need the counts of the whole batch, and each island has "
+            "only its own. Set them to 0, or remove the flag."
+        )
 
 
 def _find_experts(
@@ -130,7 +145,7 @@ def split(spec: EngineSpec) -> None:
     """Connect the layers with the run, and free the experts of other ranks."""
     layers = find_layers(spec.models)
     for _, layer in layers:
-        layer._run = spec.routing
+        layer.join_run(spec.routing)
     if spec.experts is not None:
         assert spec.routing is not None
         for _, fused in spec.experts.fused:
@@ -142,9 +157,8 @@ def restore(spec: EngineSpec) -> None:
     """Give every rank all experts again, and disconnect the layers. Collective."""
     if spec.experts is not None:
         spec.experts.undo(spec.optimizers)
-    if spec.routing is not None:
-        for layer in spec.routing.layers:
-            layer._run = None
+    for _, layer in find_layers(spec.models):
+        layer.join_run(None)
     for _, fused in () if spec.experts is None else spec.experts.fused:
         fused.disconnect()
 

@@ -50,6 +50,11 @@ class StateAccess:
                 "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
                 "forward alone. To run one, write: with engine.full_parameters()."
             )
+        if state.spec.experts is not None:
+            raise UsageError(
+                "engine.uneven() with --expert: no worker has all experts, so none can run a "
+                "forward alone. To run one, write: with engine.full_parameters()."
+            )
         shown = state.states.shown
         with nullcontext() if shown is None else shown.residency.uneven():
             state.in_uneven = True

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
 from shardwise.layout.bucket_layout import Span
+from shardwise.timeline import recorder
 
 
 class Permute(torch.autograd.Function):
@@ -84,7 +85,8 @@ def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[T
     # Python integers, so the numbers of elements cannot overflow.
     elements = [[count * width for count in row] for row in counts]
     sent = rows.detach().contiguous().view(-1)
-    handle = group.all_to_all(sent, elements, memory)
+    launched = recorder.launched("all-to-all", sent)
+    handle = group.all_to_all(sent, elements, memory).noted(launched)
 
     def finish() -> None:
         handle.wait()

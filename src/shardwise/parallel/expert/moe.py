@@ -304,6 +304,10 @@ class MoE(nn.Module):
         """Discard the counts since the last update, because their step was skipped."""
         self._step_counts = torch.zeros_like(self._step_counts)
 
+    def join_run(self, run: RoutingRun | None) -> None:
+        """Connect the layer with an engine's run, or disconnect it. Engines call it."""
+        self._run = run
+
     def extra_repr(self) -> str:
         """Return the settings that differ from a plain mixture of experts."""
         return f"top_k={self.top_k}, scores={self.scores}, balance={self.balance}"

@@ -11,7 +11,7 @@ current batch is a stand-in. The engine sets what its next backward pass needs t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,19 @@ from torch import Tensor
 from shardwise.comm import Collectives
 from shardwise.world.current_batch import CurrentBatch
 
-if TYPE_CHECKING:
-    from shardwise.parallel.expert.moe import MoE
+
+class RoutedLayer(Protocol):
+    """A mixture-of-experts layer, as its run sees it."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the layer has router losses in training."""
+
+    def update_bias(self) -> None:
+        """Update the selection bias from the counts since the last update."""
+
+    def forget_counts(self) -> None:
+        """Discard the counts since the last update."""
 
 
 @dataclass(eq=False)
@@ -42,7 +53,7 @@ class RoutingRun:
     """True if a forward pass since the last backward pass routed tokens of this rank."""
     divisor: float = 0.0
     """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
-    layers: list[MoE] = field(default_factory=list)
+    layers: list[RoutedLayer] = field(default_factory=list)
     """The layers of the engine's models."""
 
     @property
