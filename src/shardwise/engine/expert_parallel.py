@@ -51,7 +51,7 @@ def begin(
 
 
 def _check_islands(world: World) -> None:
-    """Raise ConfigError with islands, whose router losses would not be those of the batch."""
+    """Raise ConfigError with islands, because each would balance only its part of the batch."""
     if world.mesh.islands > 1 or world.collectives.has_changing_ranks:
         raise ConfigError(
             f"--islands {world.settings.islands} cannot be combined with balance, z_loss and "
@@ -114,8 +114,11 @@ def _check(
             }.items()
             if value
         ]
-        for flag, value in {"exact": settings.exact, "pipeline": settings.pipeline}.items():
-            if statistics and value is not None and value > (flag == "pipeline"):
+        given = {"exact": settings.exact}
+        if settings.pipeline > 1:
+            given["pipeline"] = settings.pipeline
+        for flag, value in given.items():
+            if statistics and value is not None:
                 raise ConfigError(
                     f"--{flag} {value} cannot be combined with {' and '.join(statistics)} of "
                     f"{name or 'sw.MoE'}: they need the counts of the whole batch, which --{flag} "
@@ -123,11 +126,11 @@ def _check(
                 )
     if size == 1:
         return
-    for flag, given in {
+    for flag, is_set in {
         "--compile": settings.compile,
         "--shard-within host": settings.shard_within == "host",
     }.items():
-        if given:
+        if is_set:
             raise ConfigError(
                 f"--expert {size} cannot be combined with {flag} yet. Remove one of the two."
             )
@@ -150,13 +153,21 @@ def split(spec: EngineSpec) -> None:
         assert spec.routing is not None
         for _, fused in spec.experts.fused:
             fused.connect(spec.routing)
-        spec.experts.cut([*layers, *spec.experts.fused], spec.models, spec.optimizers)
+        try:
+            spec.experts.cut([*layers, *spec.experts.fused], spec.models, spec.optimizers)
+        except ModelError:  # on all ranks, before anything has been cut
+            _disconnect(spec)
+            raise
 
 
 def restore(spec: EngineSpec) -> None:
     """Give every rank all experts again, and disconnect the layers. Collective."""
     if spec.experts is not None:
         spec.experts.undo(spec.optimizers)
+    _disconnect(spec)
+
+
+def _disconnect(spec: EngineSpec) -> None:
     for _, layer in find_layers(spec.models):
         layer.join_run(None)
     for _, fused in () if spec.experts is None else spec.experts.fused:

@@ -141,7 +141,7 @@ class Exchange:
         self._orders: tuple[Tensor, Tensor] | None = None
 
     def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
-        """Send `rows` (n, D), sorted by expert. Return what this rank receives.
+        """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
 
         With a list `pending`, the result must not be read before its handles are waited for.
         """

@@ -33,7 +33,7 @@ ARGUMENTS = (
 """Arguments of `forward` in Transformers: tokens, chosen experts, and gates."""
 
 TOLERANCE = 1e-9
-"""Relative difference up to which a trial in fp64 passes."""
+"""Largest relative difference in a trial that passes, in fp64."""
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -174,7 +174,7 @@ class FusedExperts:
         run.feed.check_even("A forward pass of experts with --expert")
         chosen = index.reshape(len(hidden_states), -1)
         if once(run.is_stand_in):
-            # Indices above those of all experts send a row nowhere.
+            # An index above the last expert's sends a row nowhere.
             chosen = torch.full_like(chosen, self.number)
         top_k, flat = chosen.shape[1], chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)

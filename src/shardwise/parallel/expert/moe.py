@@ -27,7 +27,7 @@ class MoE(nn.Module):
     Every expert runs in every forward pass, so an expert without tokens has a gradient of zero.
 
     Routing uses fp32 (fp64 if the model does), also with 16-bit parameters. Of two experts with
-    equal scores, the one with the lower index is selected.
+    equal scores, the lower index wins.
 
     The engine adds the gradients of the router losses in `engine.backward`, with the weight that
     they have in one process: leave them out of your own loss. Without an engine, `loss.backward()`
@@ -41,21 +41,21 @@ class MoE(nn.Module):
         scores: `"softmax"` (default), or `"sigmoid"` as in DeepSeek-V3.
         normalize: Divide the gates of a token's experts by their sum. Default: True.
         scale: Factor of the gates. Default: 1.0.
-        shared: A module that processes every token, and whose output is added. Default: none.
+        shared: A module that processes every token. Its output is added. Default: none.
         balance: Factor of the load-balancing loss over the whole batch (arXiv:2101.03961,
             arXiv:2501.11873), in training. Default: 0.0.
         z_loss: Factor of the router's z-loss (arXiv:2202.08906), in training. Default: 0.0.
         bias_rate: Step of the selection bias, which balances experts without a loss
-            (arXiv:2408.15664): after each step, the bias of experts with fewer tokens than the mean
-            grows by this value, and that of the others falls. The engine updates it; without an
+            (arXiv:2408.15664). After each step, the bias grows by this value for experts with fewer
+            tokens than the mean, and falls for the others. The engine updates it. Without an
             engine, call `update_bias` after `optimizer.step()`. Default: 0.0, no bias.
 
     Attributes:
         selection_bias: (E,) buffer in fp32 or wider, or None if `bias_rate` is 0.
         router_loss_seed: Gradient of the router losses without an engine.
         counts: (E,) int64 on the CPU: the number of token copies per expert in the last forward
-            pass. They are those of all ranks if training needs them (`balance`, `z_loss` or
-            `bias_rate`), otherwise of the ranks that exchange tokens.
+            pass. It includes all ranks in training with `balance`, `z_loss` or `bias_rate`,
+            otherwise only the ranks that exchange tokens.
 
     Raises:
         ModelError: The numbers of experts do not fit, or an argument has the wrong type.
@@ -139,8 +139,8 @@ class MoE(nn.Module):
         Args:
             x: (..., D) tokens.
             mask: (...) bool, False for padding. Padding is sent to no expert, and counts in no
-                statistics and losses; its output is that of the shared expert, or 0. Default: all
-                tokens count.
+                statistics and losses. Its output is the shared expert's, or 0. Default: all tokens
+                count.
 
         Returns:
             (..., D_out), in the dtype of the experts' outputs.
@@ -210,7 +210,7 @@ class MoE(nn.Module):
     def _tally(self, flat: Tensor, valid: Tensor | int) -> tuple[list[list[int]], list[int]]:
         """Count the rows per expert: for each rank of the group, and in total with the tokens.
 
-        The only point at which the host waits for the device. Collective if there are other ranks.
+        The host waits for the device only here. Collective if there are other ranks.
         """
         number = len(self.experts)
         if isinstance(flat, FakeTensor):
@@ -285,7 +285,7 @@ class MoE(nn.Module):
         return attach(result, loss, self._run, self.router_loss_seed, done)
 
     def _count(self, counts: Tensor) -> None:
-        # In the backward pass: evaluations have none, and a recomputed forward pass has only one.
+        # Count in the backward pass: an evaluation has none, and recomputation makes no second one.
         self._step_counts = self._step_counts + counts
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ arXiv:2501.11873) is, with T tokens, E experts and k experts per token,
                                      P_i = mean probability of expert i
 
 It is not a mean over tokens, because f_i is a property of all tokens. But it is linear in P_i. So
-each rank uses the counts of all ranks, and adds the part of its own tokens:
+each rank uses the counts of all ranks, and adds the part for its tokens:
 
     balance x E x sum_i f_i (sum over own tokens of p_i) / T
 

@@ -1,7 +1,7 @@
 """Connects an engine with the mixture-of-experts layers of its models.
 
-A layer reads from its `RoutingRun` with which ranks it exchanges tokens and counts, and whether the
-current batch is a stand-in. The engine sets what its next backward pass needs to know:
+A layer reads two things from its `RoutingRun`: the ranks for its exchanges of tokens and counts,
+and whether the current batch is a stand-in. The engine sets two values before each backward pass:
 
     loss_seed   gradient of the router losses, because they reach autograd inside the graph
     drops       true if this rank's loss has weight 0, so that its gradients (possibly NaN) must not
@@ -40,7 +40,7 @@ class RoutingRun:
 
     Args:
         group: The ranks that together hold every expert once.
-        everyone: All ranks that compute parts of the same batch, on channels of their own.
+        everyone: All ranks that compute parts of the same batch, on separate channels.
         feed: The current batch.
     """
 
@@ -75,7 +75,7 @@ class RoutingRun:
                 layer.update_bias()
 
     def abandon(self) -> None:
-        """Discard what was counted in a failed step."""
+        """Discard the counts of a failed step."""
         self.has_tokens = False
         self.stepped(skipped=True)
 
@@ -97,7 +97,7 @@ class RoutingRun:
             of_all: True to gather from every rank of the batch, False from the ranks of `group`.
         """
         group = self.everyone if of_all else self.group
-        # Counts are sent as fp64, in which integers are exact up to 2**53.
+        # Send counts as fp64, which holds integers up to 2**53 exactly.
         sent = row.to(device=group.small_device, dtype=torch.float64)
         return group.read(group.gather_rows(sent)).to(torch.int64)
 

@@ -240,7 +240,7 @@ class ExpertParallelModels:
     def whole_states(
         self, optimizer: optim.Optimizer, held: Mapping[Any, dict[str, Any]]
     ) -> dict[Any, dict[str, Any]]:
-        """Return `held`, the optimizer state of this rank, with that of all experts. Collective."""
+        """Return this rank's optimizer state `held`, extended to all experts. Collective."""
         groups = optimizer.param_groups
         order = [p for group in groups for p in group["params"] if p in self.shards]
         # A rank without elements of a parameter has no state for it, so all ranks learn from its
