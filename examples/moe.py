@@ -89,17 +89,14 @@ def main() -> None:
     loader = sw.Loader(windows, batch_size=args.batch_size, shuffle=True)
     held_out_loader = sw.Loader(held_out, batch_size=args.batch_size, drop_last=True)
 
-    layers = {
-        f"block {n}": block.moe for n, block in enumerate(model.blocks) if hasattr(block, "moe")
-    }
-    usage = {name: torch.zeros(args.experts, dtype=torch.int64) for name in layers}
+    usage: dict[str, Tensor] = {}
     world.print(f"held-out perplexity at the start: {perplexity(model, held_out_loader):,.1f}")
     for _ in loader.epochs(args.steps):
         for tokens, targets in loader:
             engine.backward(gpt.token_loss(model, tokens, targets))
-            for name, layer in layers.items():
-                usage[name] += layer.counts  # of all workers
             stats = engine.step(max_norm=1.0)
+            for name, counts in stats.experts.items():
+                usage.setdefault(name, torch.zeros(args.experts)).add_(torch.tensor(counts))
             if engine.steps % args.every == 0 or engine.steps == args.steps:
                 world.print(f"step {engine.steps}: loss {stats.loss:.4f}")
             if engine.steps == args.steps:

@@ -73,7 +73,8 @@ class Problem:
         """Return the model in fp64, the same in every process."""
         torch.manual_seed(7 + self.seed)
         options = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02, **self.options}
-        model = Model(options).double()
+        model = Model(options)
+        model = model if "precision" in self.settings else model.double()
         if self.lone:
             with torch.no_grad():
                 for block in model.blocks:
@@ -196,6 +197,10 @@ def train_step(
         items = 0 if world.rows == 0 else int((labels != -100).sum())
         engine.backward(loss, weight=items, last=number == len(batches) - 1)
     stats = engine.step(max_norm=problem.max_norm)
+    counting = engine._spec.routing is not None and engine._spec.routing.layers
+    for layer, counts in stats.experts.items():
+        tokens = sum(int(mask.sum()) for _, mask, _ in batches)
+        assert sum(counts) == tokens * counting[layer].top_k
     losses.append(stats.loss)
     norms.append(stats.grad_norm)
 

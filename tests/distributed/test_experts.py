@@ -61,6 +61,15 @@ def test_equals_one_process_also_with(group, name):
         compare(ours, expected)
 
 
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16", marks=pytest.mark.full)])
+def test_narrow_training_is_near_that_of_one_rank(group, precision):
+    problem = Problem(options={"bias_rate": 0.0}, settings={"zero": 2, "precision": precision})
+    (alone,) = group(1)(trained, problem)
+    for ours in group(2, expert=2)(trained, problem):
+        for key in ("losses", "norms"):
+            assert ours[key] == pytest.approx(alone[key], rel=0.03)
+
+
 @pytest.mark.full
 def test_layers_run_inside_tensor_parallel_replicas(group):
     problem = Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"zero": 1})
@@ -94,6 +103,72 @@ def test_equals_one_process_on_four_ranks(group, expert, zero, optimizer):
 )
 def test_random_program_equals_one_process(group, seed):
     check(group, seed)
+
+
+# -- the faults that other libraries had ---------------------------------------------------
+
+
+def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Plant a fault that other libraries have had."""
+    from shardwise.engine.gradient_weighting import GradientWeighting
+    from shardwise.parallel.expert import dispatch, moe
+    from shardwise.states.gradients.bucket import GradientBucket
+
+    if fault == "expert gradients divided by the ranks":
+        plain_start = dispatch._start
+
+        def divided(rows: torch.Tensor, counts: Any, group: Any) -> Any:
+            # Backward passes call it with gradients on contiguous rows, in grad mode off.
+            return plain_start(rows / group.size if rows.grad_fn is None else rows, counts, group)
+
+        patch.setattr(dispatch, "_start", divided)
+    elif fault == "no gradient through the gates":
+        combine = moe.MoE._combine
+        patch.setattr(moe.MoE, "_combine", lambda s, rows, gates: combine(s, rows, gates.detach()))
+    elif fault == "norm without experts":
+        square = GradientBucket.square
+        patch.setattr(GradientBucket, "square", lambda s: square(s) * (s.layout.axis == "data"))
+    elif fault == "router losses divided by the ranks":
+        seed_of = GradientWeighting.seed_of
+        patch.setattr(GradientWeighting, "seed_of", lambda s, *a, **k: seed_of(s, *a, **k) / 2)
+    else:
+        assert fault == "counts of one rank only"
+        gather = moe.RoutingRun.gather_counts
+
+        def local(run: Any, row: torch.Tensor, *, of_all: bool) -> torch.Tensor:
+            rows = gather(run, row, of_all=of_all)
+            own = torch.zeros_like(rows)
+            own[run.everyone.rank] = rows[run.everyone.rank]
+            return own if of_all and run.group.size == 1 else rows
+
+        patch.setattr(moe.RoutingRun, "gather_counts", local)
+
+
+def faulty(world: sw.World, problem: Problem, fault: str) -> Any:
+    """Train with a planted fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, fault)
+        return trained(world, problem)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "expert"),
+    [
+        ("expert gradients divided by the ranks", 2),
+        ("no gradient through the gates", 2),
+        ("norm without experts", 2),
+        ("router losses divided by the ranks", 2),
+        ("counts of one rank only", 1),
+    ],
+)
+def test_comparison_finds_planted_faults(group, fault, expert):
+    problem = Problem(optimizer="sgd", settings={"zero": 2})
+    expected = plain(problem)
+    compare(group(2, expert=expert)(trained, problem)[0], expected)
+    ours = group(2, expert=expert)(faulty, problem, fault)[0]
+    with pytest.raises(AssertionError, match="not close"):
+        compare(ours, expected)
 
 
 # -- checkpoints ------------------------------------------------------------------------------

@@ -40,13 +40,13 @@ def begin(
     if not layers and split is None:
         return None, None
     _check(settings, layers, models, size)
-    counts = any(layer.has_losses or layer.bias_rate for _, layer in layers)
+    counts = any(layer.counts_all for _, layer in layers)
     if counts:
         _check_islands(world)
     # Only create channels that are used, because that is collective.
     everyone = world.routing_channel if counts or split is not None else world.data
     run = RoutingRun(world.expert, everyone, world.current_batch)
-    run.layers = [layer for _, layer in layers]
+    run.layers = dict(layers)
     return run, split
 
 

@@ -388,7 +388,8 @@ class StepRunner:
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
         if self._spec.routing is not None:
-            self._spec.routing.stepped(skipped=stats.skipped)
+            counts = self._spec.routing.stepped(skipped=stats.skipped)
+            stats = replace(stats, experts=counts)
         self._clear(totals)
         self._count()
         if self._hooks is not None:

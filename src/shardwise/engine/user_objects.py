@@ -35,6 +35,7 @@ from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.optimizer_access import StateOfEngine
+from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.optimizer.optimizer_kind import is_torchs
@@ -256,7 +257,8 @@ class UserObjects:
     @property
     def _synchronised(self) -> set[nn.Module]:
         """The modules that synchronise their own buffers."""
-        routed = () if self.spec.routing is None else self.spec.routing.layers
+        # Layers with experts change their bias in the step, on all ranks alike.
+        routed = (layer for _, layer in find_layers(self.spec.models))
         return {*sync_batch_norm.converted(self.spec.models), *routed}
 
     def _enter_precision(self) -> list[Hooked]:

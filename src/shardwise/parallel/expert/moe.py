@@ -127,6 +127,17 @@ class MoE(nn.Module):
         return bool(self.balance or self.z_loss)
 
     @property
+    def counts_all(self) -> bool:
+        """True if the layer counts the tokens of all ranks in training."""
+        return self.has_losses or self.selection_bias is not None
+
+    @property
+    def step_counts(self) -> list[int]:
+        """Number of token copies per expert in the backward passes since the last update."""
+        counts: list[int] = self._step_counts.tolist()
+        return counts
+
+    @property
     def _ranks(self) -> RoutingRun | None:
         """The engine's run if this forward pass needs other ranks, otherwise None."""
         # Inside `full_parameters` a single rank may run the model.
@@ -204,8 +215,7 @@ class MoE(nn.Module):
     @property
     def _is_counting(self) -> bool:
         """True if this forward pass needs the counts of all ranks. The same on every rank."""
-        trains = self.training and torch.is_grad_enabled()
-        return trains and (self.has_losses or self.selection_bias is not None)
+        return self.training and torch.is_grad_enabled() and self.counts_all
 
     def _tally(self, flat: Tensor, valid: Tensor | int) -> tuple[list[list[int]], list[int]]:
         """Count the rows per expert: for each rank of the group, and in total with the tokens.
@@ -275,7 +285,7 @@ class MoE(nn.Module):
         split = self._ranks is not None and self._ranks.is_split
         if not (self.training and torch.is_grad_enabled()):
             return result
-        if not (self.has_losses or self.selection_bias is not None or split):
+        if not (self.counts_all or split):
             return result
         counts = torch.tensor(everyone[:-1])
         loss = router_loss(

@@ -27,6 +27,14 @@ class RoutedLayer(Protocol):
     def has_losses(self) -> bool:
         """True if the layer has router losses in training."""
 
+    @property
+    def counts_all(self) -> bool:
+        """True if the layer counts the tokens of all ranks in training."""
+
+    @property
+    def step_counts(self) -> list[int]:
+        """Number of token copies per expert since the last update."""
+
     def update_bias(self) -> None:
         """Update the selection bias from the counts since the last update."""
 
@@ -53,26 +61,31 @@ class RoutingRun:
     """True if a forward pass since the last backward pass routed tokens of this rank."""
     divisor: float = 0.0
     """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
-    layers: list[RoutedLayer] = field(default_factory=list)
-    """The layers of the engine's models."""
+    layers: dict[str, RoutedLayer] = field(default_factory=dict)
+    """The layers of the engine's models, by name."""
 
     @property
     def has_losses(self) -> bool:
         """True if any layer has router losses."""
-        return any(layer.has_losses for layer in self.layers)
+        return any(layer.has_losses for layer in self.layers.values())
 
     @property
     def crosses(self) -> bool:
         """True if gradients of different ranks meet inside the graph, so seeds carry weights."""
         return self.everyone.size > 1 and (self.is_split or self.has_losses)
 
-    def stepped(self, *, skipped: bool) -> None:
-        """Update the selection biases after a step, unless it was skipped."""
-        for layer in self.layers:
+    def stepped(self, *, skipped: bool) -> dict[str, list[int]]:
+        """Update the selection biases after a step, unless it was skipped.
+
+        Returns the number of token copies per expert in the step, for the layers that count them.
+        """
+        counts = {n: layer.step_counts for n, layer in self.layers.items() if layer.counts_all}
+        for layer in self.layers.values():
             if skipped:
                 layer.forget_counts()
             else:
                 layer.update_bias()
+        return counts
 
     def abandon(self) -> None:
         """Discard the counts of a failed step."""

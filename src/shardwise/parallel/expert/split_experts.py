@@ -29,24 +29,27 @@ Layer = MoE | FusedExperts
 """Experts that can be spread over ranks."""
 
 
-def find_layers(models: Iterable[nn.Module]) -> list[tuple[str, MoE]]:
+def find_layers(models: Sequence[nn.Module]) -> list[tuple[str, MoE]]:
     """Return the `sw.MoE` layers of `models` with their names, each once."""
-    found: dict[MoE, str] = {}
-    for model in models:
-        for name, module in model.named_modules():
-            if isinstance(module, MoE):
-                found.setdefault(module, name)
-    return [(name, module) for module, name in found.items()]
+    return [(n, module) for n, module in _named_modules(models) if isinstance(module, MoE)]
 
 
-def find_fused(models: Iterable[nn.Module]) -> dict[str, nn.Module]:
+def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module once, with a name that is unique among several models."""
+    seen: set[nn.Module] = set()
+    for number, model in enumerate(models):
+        prefix = f"models[{number}]" if len(models) > 1 else ""
+        for path, module in model.named_modules():
+            if module not in seen:
+                seen.add(module)
+                # torch.compile adds `_orig_mod` to module names.
+                name = ".".join(part for part in (prefix, path) if part)
+                yield name.replace("_orig_mod.", ""), module
+
+
+def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return the modules of `models` that hold experts in tensors (E, ...), by name."""
-    found: dict[nn.Module, str] = {}
-    for model in models:
-        for name, module in model.named_modules():
-            if is_fused(module):
-                found.setdefault(module, name)
-    return {name: module for module, name in found.items()}
+    return {name: module for name, module in _named_modules(models) if is_fused(module)}
 
 
 class ExpertParallelModels:

@@ -70,7 +70,7 @@ class Gradients:
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
         self._guarded = False
-        self._queues, self.buckets = _make_buckets(
+        self.queues, self.buckets = _make_buckets(
             parameters,
             placement,
             groups,
@@ -113,18 +113,18 @@ class Gradients:
     @property
     def patient(self) -> bool:
         """Whether this rank may wait for a sum while its backward pass runs (`ReductionQueue`)."""
-        return all(queue.patient for queue in self._queues)
+        return all(queue.patient for queue in self.queues)
 
     @patient.setter
     def patient(self, patient: bool) -> None:
-        for queue in self._queues:
+        for queue in self.queues:
             queue.patient = patient
 
     def _drain(self) -> Iterator[int]:
         """Wait for all launches. Yield each bucket's index once its sum is complete."""
-        for queue in self._queues:
+        for queue in self.queues:
             queue.advance()
-        for queue in self._queues:
+        for queue in self.queues:
             yield from queue.drain()
 
     @property
@@ -375,12 +375,12 @@ class Gradients:
         self.wide = True
         for bucket in self.buckets:
             bucket.widen()
-        for queue in self._queues:
+        for queue in self.queues:
             queue.forget_views()
 
     def clear(self) -> None:
         """Discard the gradients of this step, but keep the buffers."""
-        for queue in self._queues:
+        for queue in self.queues:
             queue.trim()
         for bucket in self.buckets:
             bucket.consume()
