@@ -192,7 +192,12 @@ class MoE(nn.Module):
             )
         valid = None if mask is None else mask.reshape(-1).to(torch.bool)
         # Decide once: the current batch has advanced when a recomputation runs.
-        if self._ranks is not None and once(self._ranks.is_stand_in):
+        if self._ranks is None:
+            return valid
+        is_stand_in = once(self._ranks.is_stand_in)
+        if self._is_counting and not is_stand_in and x.numel():
+            once(self._ranks.note_tokens)
+        if is_stand_in:
             valid = torch.zeros(x.shape[:-1].numel(), dtype=torch.bool, device=x.device)
         return valid
 
@@ -237,11 +242,9 @@ class MoE(nn.Module):
         else:
             if run.is_split:
                 run.feed.check_even("A forward pass of sw.MoE with --expert")
-            of_all = self._is_counting
             # A recomputation must not communicate: its counts are the same.
-            rows = once(partial(run.gather_counts, row, of_all=of_all))
+            rows = once(partial(run.gather_counts, row, of_all=self._is_counting))
             group_rows = run.of_group(rows)
-            run.has_tokens |= bool(group_rows[run.group.rank, -1])
         self.counts = rows[:, :-1].sum(0)
         return group_rows[:, :-1].tolist(), rows.sum(0).tolist()
 
@@ -282,17 +285,18 @@ class MoE(nn.Module):
     def _with_losses(
         self, result: Tensor, routing: Routing, everyone: list[int], valid: Tensor | None
     ) -> Tensor:
-        split = self._ranks is not None and self._ranks.is_split
-        if not (self.training and torch.is_grad_enabled()):
-            return result
-        if not (self.counts_all or split):
-            return result
-        counts = torch.tensor(everyone[:-1])
-        loss = router_loss(
-            routing, counts, everyone[-1], valid, balance=self.balance, z_loss=self.z_loss
-        )
-        done = partial(self._count, counts)
-        return attach(result, loss, self._run, self.router_loss_seed, done)
+        if self._is_counting:
+            counts = torch.tensor(everyone[:-1])
+            loss = router_loss(
+                routing, counts, everyone[-1], valid, balance=self.balance, z_loss=self.z_loss
+            )
+            done = partial(self._count, counts)
+            return attach(result, loss, self._run, self.router_loss_seed, done)
+        if self._ranks is not None and self._ranks.is_split and torch.is_grad_enabled():
+            # Without losses, the backward pass still drops gradients of weight 0. A layer may be
+            # fine-tuned in evaluation mode.
+            return attach(result, result.new_zeros(()), self._run, 0.0, lambda: None)
+        return result
 
     def _count(self, counts: Tensor) -> None:
         # Count in the backward pass: an evaluation has none, and recomputation makes no second one.

@@ -79,6 +79,7 @@ class RoutingRun:
 
         Returns the number of token copies per expert in the step, for the layers that count them.
         """
+        self.has_tokens = False
         counts = {n: layer.step_counts for n, layer in self.layers.items() if layer.counts_all}
         for layer in self.layers.values():
             if skipped:
@@ -89,7 +90,6 @@ class RoutingRun:
 
     def abandon(self) -> None:
         """Discard the counts of a failed step."""
-        self.has_tokens = False
         self.stepped(skipped=True)
 
     @property
@@ -101,6 +101,10 @@ class RoutingRun:
         """Return whether the running forward pass is a stand-in's, whose tokens do not count."""
         batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
         return batch is not None and batch.samples == 0
+
+    def note_tokens(self) -> None:
+        """Record that a forward pass has tokens that may count in the router losses."""
+        self.has_tokens = True
 
     def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
         """Gather each rank's `row` of counts, (n,), as (ranks, n) int64 on the CPU. Blocks.
