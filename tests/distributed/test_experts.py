@@ -166,9 +166,9 @@ def test_comparison_finds_planted_faults(group, fault, expert):
     problem = Problem(optimizer="sgd", settings={"zero": 2})
     expected = plain(problem)
     compare(group(2, expert=expert)(trained, problem)[0], expected)
-    ours = group(2, expert=expert)(faulty, problem, fault)[0]
-    with pytest.raises(AssertionError, match="not close"):
-        compare(ours, expected)
+    # The last fault fails on the ranks already, where the counts are compared.
+    with pytest.raises(AssertionError, match=r"not close|sum\(counts\)"):
+        compare(group(2, expert=expert)(faulty, problem, fault)[0], expected)
 
 
 # -- checkpoints ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.layout.bucket_layout import Span
 from shardwise.model import module_hooks
 from shardwise.model.recomputation import once
-from shardwise.parallel.expert.dispatch import Exchange, inverse_of, permuted
+from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
 from shardwise.parallel.expert.router_losses import attach
 from shardwise.parallel.expert.routing_run import RoutingRun
 
@@ -125,7 +125,8 @@ def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any
 def _each_once(forward: Any, rows: Tensor, sizes: list[int]) -> Tensor:
     """Run `forward` on rows sorted by expert: `sizes[i]` rows of expert i, with gates of 1."""
     experts = torch.arange(len(sizes), device=rows.device)
-    index = torch.repeat_interleave(experts, torch.tensor(sizes, device=rows.device))
+    repeats = torch.tensor(sizes, device=rows.device)
+    index = torch.repeat_interleave(experts, repeats, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
     outputs: Tensor = forward(rows, index.unsqueeze(1), ones)
     return outputs
@@ -179,7 +180,7 @@ class FusedExperts:
         top_k, flat = chosen.shape[1], chosen.reshape(-1)
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
-        counts = torch.bincount(flat, minlength=self.number + 1)[: self.number]
+        counts = count_rows(flat, self.number)
         table = once(partial(run.gather_counts, counts, of_all=False)).tolist()
         ours = sum(table[run.group.rank])
         copies = hidden_states.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)

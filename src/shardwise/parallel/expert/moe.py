@@ -13,7 +13,7 @@ from shardwise.comm import Handle
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.bucket_layout import Span
 from shardwise.model.recomputation import once
-from shardwise.parallel.expert.dispatch import Exchange, inverse_of, permuted
+from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
@@ -234,7 +234,7 @@ class MoE(nn.Module):
                 flat.numel() * (i + 1) // number - flat.numel() * i // number for i in range(number)
             ]
             return [each], [*each, flat.numel() // self.top_k]
-        counts = torch.bincount(flat, minlength=number + 1)[:number]
+        counts = count_rows(flat, number)
         row = torch.cat([counts, torch.as_tensor(valid, device=flat.device).reshape(1)])
         run = self._ranks
         if run is None:

@@ -71,8 +71,12 @@ class RoutingRun:
 
     @property
     def crosses(self) -> bool:
-        """True if gradients of different ranks meet inside the graph, so seeds carry weights."""
-        return self.everyone.size > 1 and (self.is_split or self.has_losses)
+        """True if seeds must carry the full weights of losses.
+
+        This is the case if gradients of different ranks meet inside the graph, and for router
+        losses, whose weight differs from that of the rank's loss.
+        """
+        return self.is_split or self.has_losses
 
     def stepped(self, *, skipped: bool) -> dict[str, list[int]]:
         """Update the selection biases after a step, unless it was skipped.
