@@ -142,6 +142,8 @@ class FusedExperts:
         self._spans: list[Span] = [(0, self.number)]
         self._holds_all = True
         self._plain: Any = None
+        # Without self and the tokens.
+        self._names = tuple(inspect.signature(type(module).forward).parameters)[2:]
 
     @property
     def holds_all(self) -> bool:
@@ -166,8 +168,12 @@ class FusedExperts:
             self._run = None
             module_hooks.give_back(self.module, "forward", self)
 
-    def __call__(self, hidden_states: Tensor, index: Tensor, gates: Tensor) -> Tensor:
-        """Return the weighted outputs of the experts, (T, D), for rows (T, D)."""
+    def __call__(self, hidden_states: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return the weighted outputs of the experts, (T, D), for rows (T, D).
+
+        The other arguments are those of the module: the experts (T, k) and the gates (T, k).
+        """
+        index, gates = (*args, *(kwargs[name] for name in self._names[len(args) :]))
         run = self._run
         if run is None or self._holds_all:
             outputs: Tensor = self._plain(hidden_states, index, gates)
