@@ -53,7 +53,7 @@ CASES = {
 }
 
 
-SLOW = {"averages", "sigmoid", "recomputed"}
+SLOW = {"averages", "sigmoid", "recomputed", "whole"}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_equals_one_process_on_four_ranks(group, expert, zero, optimizer):
 
 @pytest.mark.parametrize(
     "seed",
-    [10, 2, 3, 4, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(11, 36))],
+    [10, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(11, 36))],
 )
 def test_random_program_equals_one_process(group, seed):
     check(group, seed)
