@@ -73,6 +73,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--units": ("", "--units blocks.*,head"),
     "--tensor": ("workers", "--tensor 2"),
     "--sequence-parallel": ("", "--sequence-parallel"),
+    "--expert": ("workers", "--expert 4"),
     "--pipeline": ("stages", "--pipeline 4"),
     "--microbatches": ("micro-batches", "--microbatches 8"),
     "--schedule": ("", "--schedule zero-bubble"),

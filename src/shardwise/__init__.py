@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.launch.function import launch
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
+    from shardwise.parallel.expert.moe import MoE
     from shardwise.parallel.tensor.attention import Attention
     from shardwise.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
@@ -31,6 +32,7 @@ __all__ = [
     "Engines",
     "Loader",
     "Metrics",
+    "MoE",
     "World",
     "__version__",
     "chunked_cross_entropy",
@@ -54,6 +56,7 @@ _HOMES = {
     "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
+    "MoE": "shardwise.parallel.expert.moe",
     "World": "shardwise.world.world",
     "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",

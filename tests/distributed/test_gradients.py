@@ -227,7 +227,7 @@ def interrupted_case(world):
     x = torch.randn(8, 16)
     engine.backward(model(x).square().mean())
     engine.step()
-    queue = engine._states.gradients.queue
+    queue = engine._states.gradients.queues[0]
     push = queue.push
 
     def interrupted(launch):

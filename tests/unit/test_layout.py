@@ -1,11 +1,15 @@
 """Buckets and intervals: literal tables, and properties of every layout."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.layout.bucket_layout import (
     ALIGNMENT,
+    DATA,
+    EXPERT_COPIES,
     Bucket,
     Slot,
     Spec,
@@ -98,6 +102,16 @@ def test_every_layout(shapes, ranks, capacity, whole, grain):
             lengths = {b - a for a, b in zip(bucket.cuts, bucket.cuts[1:], strict=False)}
             assert len(lengths) == 1, "intervals of element-wise buckets are equal"
     assert covered == [spec.numel for spec in specs]
+
+
+def test_experts_have_buckets_of_their_own():
+    specs = [spec(32), replace(spec(32), axis=EXPERT_COPIES), replace(spec(0), axis=EXPERT_COPIES)]
+    buckets = lay_out(specs, ranks=4, capacity=10**6, expert_copies=2)
+    check(buckets, specs, 4, 2)
+    by_axis = {bucket.axis: bucket for bucket in buckets}
+    assert by_axis[DATA].cuts == (0, 16, 32, 48, 64)
+    assert by_axis[EXPERT_COPIES].cuts == (0, 16, 32)
+    assert [slot.parameter for slot in by_axis[EXPERT_COPIES].slots] == [2, 1]
 
 
 @given(st.integers(1, 500), st.integers(0, 500), st.integers(0, 500))

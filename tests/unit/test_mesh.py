@@ -7,10 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.layout.byte_ranges import Extent, of_whole
 from shardwise.layout.shards import Shard, even_ranges
-from shardwise.world.mesh import Mesh
+from shardwise.world.mesh import Mesh, mesh_of
 
 
 def test_tensor_ranks_are_neighbours():
@@ -34,6 +35,33 @@ def test_tensor_ranks_are_neighbours():
 def test_an_impossible_product_names_numbers_that_fit(size, tensor, hint):
     with pytest.raises(ConfigError, match=f"--tensor {tensor} does not divide {size}.*{hint}"):
         Mesh(size, tensor=tensor)
+
+
+def test_expert_ranks_are_consecutive():
+    mesh = Mesh(8, expert=4)
+    assert mesh.expert_groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert mesh.expert_copy_groups == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert (mesh.data, mesh.is_flat) == (8, False)
+    assert mesh.in_words() == "8 data (experts over 4)"
+    with pytest.raises(ConfigError, match=r"--expert 3 does not divide 8.*one of 1, 2, 4, 8"):
+        Mesh(8, expert=3)
+
+
+@pytest.mark.parametrize(
+    "others", [{"tensor": 2}, {"pipeline": 2}, {"islands": 2}, {"exact": 4}], ids=str
+)
+def test_expert_refuses_what_it_cannot_be_combined_with(others):
+    settings = Settings(expert=2, **others)
+    with pytest.raises(ConfigError, match="--expert 2"):
+        mesh_of(settings, 4, others.get("islands", 1))
+
+
+def test_a_rank_may_hold_nothing_of_a_tensor():
+    held, empty = (Shard((3, 4), 0, (((0, 3),), ()), rank) for rank in (0, 1))
+    whole = torch.arange(12.0).view(3, 4)
+    assert empty.of(whole).shape == empty.part_shape(1) == (0, 4)
+    assert torch.equal(held.joined([held.of(whole), empty.of(whole)]), whole)
+    assert list(empty.runs(0, 0)) == []
 
 
 def test_ranges():

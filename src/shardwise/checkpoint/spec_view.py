@@ -47,7 +47,9 @@ class SpecView(Protocol):
     @property
     def pipeline_rank(self) -> int: ...
     @property
-    def tensor_rank(self) -> int: ...
+    def part_rank(self) -> int:
+        """The index of this rank's parts of split parameters."""
+
     @property
     def has_separate_steps(self) -> bool:
         """True if groups of ranks (islands) update their weights separately."""
@@ -57,6 +59,8 @@ class SpecView(Protocol):
     def world_group(self) -> Collectives: ...
     @property
     def shard_group(self) -> Collectives: ...
+    @property
+    def part_copies(self) -> Collectives: ...
     @property
     def stage_group(self) -> Collectives: ...
     @property

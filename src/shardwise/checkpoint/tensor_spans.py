@@ -87,6 +87,7 @@ class TensorSpans:
     Args:
         group: Ranks that shard the states, if `scattered` is true.
         scattered: True if the optimizer state is sharded across `group`.
+        differs: True if the ranks of `group` hold different parameters (`--expert`).
         among: This rank's position among the ranks that hold the same elements, and their number.
             The key True is for tensors that tensor parallelism has split, False for all others.
         among_own: Like `among`, but for optimizer state, which each group of ranks has separately.
@@ -100,6 +101,7 @@ class TensorSpans:
         group: Collectives,
         *,
         scattered: bool,
+        differs: bool,
         among: Mapping[bool, tuple[int, int]],
         among_own: Mapping[bool, tuple[int, int]],
     ) -> None:
@@ -108,6 +110,7 @@ class TensorSpans:
         self._averages = averages
         self._group = group
         self._scattered = scattered
+        self._differs = differs
         self._among = among
         self._among_own = among_own
         self._shards = {
@@ -120,7 +123,8 @@ class TensorSpans:
         """Gather the description of the optimizer state from all ranks. Collective."""
         own_report = self._own_states(), self._own_borders()
         # If the state is replicated, this rank has all entries, so no collective is needed.
-        gathered = self._group.gather_objects(own_report) if self._scattered else [own_report]
+        several = self._scattered or self._differs
+        gathered = self._group.gather_objects(own_report) if several else [own_report]
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
             states |= interval

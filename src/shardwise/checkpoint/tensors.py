@@ -263,8 +263,13 @@ class EngineTensors:
         # Gather the coordinates of every rank in one collective: which part of each tensor it has,
         # which layers, which shard, which of the groups with separate weights, and which island.
         places_of = spec.shard_group, spec.apart, spec.peers
-        coordinates = spec.tensor_rank, spec.pipeline_rank, *(group.rank for group in places_of)
-        parts, near, shared, home, peer = (
+        # For tensors that ranks hold in parts: the index of the part, and the place among the ranks
+        # that share it.
+        coordinates = (
+            *(spec.part_rank, spec.pipeline_rank, *(group.rank for group in places_of)),
+            spec.part_copies.rank,
+        )
+        parts, near, shared, home, peer, shared_part = (
             [other == own for other in column]
             for own, column in zip(
                 coordinates, zip(*run.gather_objects(coordinates), strict=True), strict=True
@@ -274,8 +279,11 @@ class EngineTensors:
         def places(*conditions: list[bool]) -> dict[bool, tuple[int, int]]:
             return {
                 False: _position(run.rank, _all_hold(near, *conditions)),
-                True: _position(run.rank, _all_hold(near, parts, *conditions)),
+                True: _position(run.rank, _all_hold(near, parts, *map(in_part, conditions))),
             }
+
+        def in_part(condition: list[bool]) -> list[bool]:
+            return shared_part if condition is shared else condition
 
         # Ranks that hold the same elements divide the writing among themselves. `_among` is for
         # sharded states, `_everywhere` for states that are not sharded. Parameters are identical in
@@ -290,6 +298,7 @@ class EngineTensors:
             states.averages,
             spec.shard_group,
             scattered=scattered,
+            differs=spec.part_copies is not spec.shard_group,
             among=self._among if scattered else self._everywhere,
             among_own=among_own if scattered else self._everywhere_own,
         )

@@ -128,6 +128,13 @@ class Settings:
     sequence_parallel: bool = _switch(
         "spread", "with --tensor: split norms and residuals by tokens", rare=True
     )
+    expert: int = _setting(
+        "spread",
+        "expert parallel: spread the experts of each layer over E workers",
+        values.whole(1, values.MOST_RANKS),
+        "E",
+        default=1,
+    )
     pipeline: int = _setting(
         "spread",
         "pipeline parallel: stages of layers on P workers",

@@ -93,6 +93,7 @@ _ELSEWHERE = {
     "transport": "sw.init",
     "exact": "sw.init",
     "tensor": "sw.init",
+    "expert": "sw.init",
     "pipeline": "sw.init",
     "islands": "sw.init",
     "behind": "sw.init",

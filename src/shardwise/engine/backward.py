@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import gradient_hooks, loss_terms, start_lines, usage_checks
+from shardwise.engine import expert_parallel, gradient_hooks, loss_terms, start_lines, usage_checks
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.gradient_weighting import LossWeight, divisor_of, share_of, weigh
 from shardwise.engine.loss_accumulation import LossTerm
@@ -86,6 +86,8 @@ class BackwardRunner:
         term = self._accumulation.term(
             batch, weighed, given=given, divisor=divisor, same_items=same_items, terms=terms
         )
+        if self._spec.routing is not None:
+            self._spec.routing.divisor = divisor
         share = self._share(batch, summed=divisor > 0)
         self._announce(None, averaged=reduction == "ddp", share=share)
         self._announce_loss(terms, is_said=is_said)
@@ -142,6 +144,8 @@ class BackwardRunner:
             # Read the graph before the backward pass, which frees its saved tensors.
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
 
+        if self._spec.routing is not None:
+            self._spec.routing.divisor = divisor
         share = self._share(of, summed=summed)
         # In a mean, a micro-batch's share is proportional to its rows. A sum's share is always 1.
         whole = 1 if summed else max(sum(rows for rows, _ in micro), 1)
@@ -173,6 +177,8 @@ class BackwardRunner:
             states.shown.residency.reset()
         states.gradients.abandon()
         self._objects.buffers.abandon()
+        if self._spec.routing is not None:
+            self._spec.routing.abandon()
         self._accumulation.clear()
         self._weighting.clear()
         self._state.totals = None
@@ -301,6 +307,10 @@ class BackwardRunner:
         # A sole loss with weight 0 still counts 1 here; the step is skipped later because of its
         # weight.
         counts = 1.0 if is_sole else factor
+        if (run := self._spec.routing) is not None:
+            counts = expert_parallel.begin_backward(
+                run, self._weighting, loss, counts, share, is_sole=is_sole
+            )
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached

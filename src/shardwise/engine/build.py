@@ -18,6 +18,7 @@ from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.layout import bucket_layout
 from shardwise.layout.placement import STATES
+from shardwise.layout.shards import Shard
 from shardwise.model import sync_batch_norm
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.optimizer_access import held
@@ -183,7 +184,7 @@ def build(
         parameters,
         gradients,
         optimizer,
-        IntervalGather(parameters, optimizer, spec.shard_group, scattered=scattered),
+        IntervalGather(parameters, optimizer, spec.shard_groups, scattered=scattered),
         shown,
         storage_factories,
         moving,
@@ -198,7 +199,7 @@ def _gradients(
     gradients = Gradients(
         parameters,
         spec.placement,
-        spec.shard_group,
+        spec.shard_groups,
         factory,
         spec.summation,
         overlap=spec.settings.overlap,
@@ -218,8 +219,9 @@ def _gradients(
     # its collectives follow the same order as gathers. Otherwise, the backward pass must not wait
     # for a bucket's reduction: a rank that has not used the same parameters may be waiting in
     # BatchNorm for this one.
-    synchronised = bool(sync_batch_norm.converted(spec.models))
-    gradients.queue.patient = gradients.paced or not synchronised
+    # Experts of other ranks wait for this rank's rows in the same way.
+    waits = bool(sync_batch_norm.converted(spec.models)) or spec.experts is not None
+    gradients.patient = gradients.paced or not waits
     return gradients
 
 
@@ -287,10 +289,12 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             # trial shows why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
-            parts = [p for p in options["params"] if spec.shard_of(p) is not None]
-            _check_kind(spec, type(optimizer).__name__, kind, len(parts), index)
+            shards = [s for p in options["params"] if (s := spec.shard_of(p)) is not None]
+            # Experts are split between tensors, so an optimizer of whole tensors still gets them.
+            parts = sum(shard.is_partial for shard in shards)
+            _check_kind(spec, type(optimizer).__name__, kind, parts, index)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
-            as_given = not kind.known and not parts and spec.cuts_nothing
+            as_given = not kind.known and not shards and spec.cuts_nothing
             for parameter in options["params"]:
                 if parameter in owners:
                     first, second = type(owners[parameter].optimizer), type(optimizer)
@@ -326,6 +330,17 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
             f"{name} combines values of several tensors in its update, but with --pipeline no "
             "worker has all tensors. Use an optimizer that updates each tensor independently, or "
             "start without --pipeline."
+        )
+    if not kind.elementwise and split and spec.experts is not None:
+        raise ModelError(
+            f"{name} needs whole tensors, but --expert {spec.settings.expert} splits {split} of "
+            f"group {group}, which hold several experts. Use an element-wise optimizer such as "
+            "AdamW for them, or start without --expert."
+        )
+    if not kind.separable and spec.experts is not None:
+        raise ModelError(
+            f"{name} looks across tensors, but with --expert no worker has all of them. Use an "
+            "optimizer that updates each tensor independently, or start without --expert."
         )
     if not kind.elementwise and split:
         raise ModelError(
@@ -390,7 +405,7 @@ def _parameters(
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
         published = spec.placement.is_sharded("optimizer")
-        return ReplicatedParameters(named, buckets, spec.shard_group, published=published), None
+        return ReplicatedParameters(named, buckets, spec.shard_groups, published=published), None
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = sections.unit_of
     # A freed parameter is NaN, so that accidental uses are noticed. Integers have no NaN, so they
@@ -401,12 +416,12 @@ def _parameters(
         _buckets(spec, [_spec(spec, t, owners[t.parameter], units[t.parameter]) for t in named]),
         frozen,
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
-        spec.shard_group,
+        spec.shard_groups,
         factory,
         partial(initial_values.value_of, group=spec.data_group, peers=spec.peers),
     )
     residency = unit_assignment.make_residency(
-        sections, parameters, spec.gather_group, spec.gather_order
+        sections, parameters, spec.gather_groups, spec.gather_order
     )
     unit_assignment.attach_unit_hooks(sections, residency, spec.unit_hooks)
     return parameters, ShardedUnits(sections, residency, unit_assignment.refuse_copies(sections))
@@ -428,15 +443,28 @@ def _spec(
         ),
         # Never divide such a tensor between ranks, because its optimizer needs all of its elements.
         whole=owner is not None and owner.whole,
-        room=None if named.shard is None else named.shard.most,
+        room=None if named.shard is None else _room(spec, named.shard),
+        axis=spec.axis_of(named.parameter),
     )
+
+
+def _room(spec: EngineSpec, shard: Shard) -> int:
+    """Return the number of elements to count for a split parameter in its bucket's capacity."""
+    # Of several experts' parameters in a bucket, a rank holds only a part.
+    holders = 1 if spec.experts is None else spec.experts.group.size
+    return -(-shard.most // holders)
 
 
 def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[bucket_layout.Bucket]:
     capacity = int(spec.settings.bucket_mb * 2**20)
+    copies = 1 if spec.experts is None else spec.experts.copies.size
     buckets = bucket_layout.lay_out(
-        specs, ranks=spec.shard_group.size, capacity=capacity, grain=spec.summation.grain
+        specs,
+        ranks=spec.shard_group.size,
+        capacity=capacity,
+        grain=spec.summation.grain,
+        expert_copies=copies,
     )
     # This is cheap, and an error in the layout would silently corrupt training.
-    bucket_layout.check(buckets, specs, spec.shard_group.size)
+    bucket_layout.check(buckets, specs, spec.shard_group.size, copies)
     return buckets

@@ -74,10 +74,10 @@ def _gathered_values(
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
     """Return, for each rank, a fingerprint of each parameter in `names`. Collective.
 
-    The key includes the tensor-parallel rank if the parameter is split, because its parts differ.
+    The key includes the index of the part if the parameter is split, because its parts differ.
     """
     mine = {
-        (0 if each.shard is None else spec.tensor_rank, each.name): fingerprints.sums_of(
+        (0 if each.shard is None else spec.part_rank, each.name): fingerprints.sums_of(
             each.parameter
         )
         for each in named

@@ -16,12 +16,15 @@ from shardwise.config.outer_optimizer import StalenessRule
 from shardwise.errors import ConfigError
 from shardwise.islands import hooks as island_hooks
 from shardwise.islands.checkpoint import IslandSets
+from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
 from shardwise.layout.placement import Placement
 from shardwise.layout.shards import Shard
 from shardwise.layout.sum_tree import MicroShards
 from shardwise.model import units
 from shardwise.model.precision import PRESETS, is_cast
 from shardwise.model.unit_hooks import UnitHooks
+from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.parallel.expert.split_experts import ExpertParallelModels
 from shardwise.parallel.pipeline import PipelineGroup, partition
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
@@ -29,6 +32,7 @@ from shardwise.states.gradients.gradient_sum import Summation, in_tree
 from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
 from shardwise.states.parameters.named_parameters import Census, NamedParameter, locate
 from shardwise.states.parameters.parameters_at_rest import unguarded
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.states.step_hooks import StepHooks
 
 
@@ -59,6 +63,10 @@ class EngineSpec:
     """Ranks that step together: all ranks or, with islands, the ranks of this island."""
     peers: Collectives = field(default_factory=Solo)
     """Ranks with the same index in each island; only this rank if there is a single island."""
+    routing: RoutingRun | None = None
+    """Connects the models' mixture-of-experts layers; None if there are none."""
+    experts: ExpertParallelModels | None = None
+    """Expert parallelism: this rank's experts, or None if every rank has all of them."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)
@@ -115,6 +123,39 @@ class EngineSpec:
         """This rank's index along the tensor-parallel axis."""
         return 0 if self.tensor is None else self.tensor.group.rank
 
+    @property
+    def shares_whole_tensors(self) -> bool:
+        """True if a split starts from full tensors, which must be in memory first."""
+        return self.tensor is not None or self.experts is not None
+
+    @property
+    def part_rank(self) -> int:
+        """The index of this rank's parts of split parameters: of layers, or of experts."""
+        return self.tensor_rank if self.experts is None else self.experts.group.rank
+
+    @property
+    def part_copies(self) -> Collectives:
+        """The ranks that share the states of the same parts as this rank."""
+        return self.shard_group if self.experts is None else self.experts.copies
+
+    @cached_property
+    def shard_groups(self) -> ShardGroups:
+        """The ranks that share each kind of bucket."""
+        return ShardGroups(self.shard_group, None if self.experts is None else self.part_copies)
+
+    @cached_property
+    def gather_groups(self) -> ShardGroups:
+        """The same ranks on separate channels, for gathers."""
+        if self.experts is None:
+            return ShardGroups(self.gather_group)
+        return ShardGroups(self.gather_group, self.experts.copies.second_group())
+
+    def axis_of(self, parameter: Tensor) -> str:
+        """Return the axis of the bucket that holds `parameter`."""
+        return (
+            DATA if self.experts is None or parameter not in self.experts.shards else EXPERT_COPIES
+        )
+
     def is_here(self, parameter: Tensor) -> bool:
         """Return whether this rank trains `parameter` or a part of it."""
         return self.pipeline is None or self.pipeline.owns(parameter)
@@ -125,9 +166,9 @@ class EngineSpec:
 
     @property
     def is_whole(self) -> bool:
-        """True inside `full_parameters` of a model that `--tensor` or `--pipeline` splits."""
-        split, line = self.tensor, self.pipeline
-        return (split is not None and split.is_whole) or (line is not None and line.is_whole)
+        """True inside `full_parameters` of a model that no rank holds in full otherwise."""
+        splits = (self.tensor, self.pipeline, self.experts)
+        return any(split is not None and split.is_whole for split in splits)
 
     @property
     def takes_writes(self) -> bool:
@@ -135,8 +176,8 @@ class EngineSpec:
 
         Applies to models that `--tensor` or `--pipeline` splits.
         """
-        split, line = self.tensor, self.pipeline
-        return (split is not None and split.writes) or (line is not None and line.writes)
+        splits = (self.tensor, self.pipeline, self.experts)
+        return any(split is not None and split.writes for split in splits)
 
     def runs(self, module: nn.Module) -> bool:
         """Return whether this rank runs `module` (for a container, the first layer in it)."""
@@ -151,9 +192,11 @@ class EngineSpec:
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Return which part of the full tensor `parameter` holds, or None if it is not split."""
-        if self.tensor is None or not isinstance(parameter, nn.Parameter):
+        # A parameter is split over layers' parts or over experts, never both.
+        split = self.experts if self.tensor is None else self.tensor
+        if split is None or not isinstance(parameter, nn.Parameter):
             return None
-        return self.tensor.shards.get(parameter)
+        return split.shards.get(parameter)
 
     @cached_property
     def summation(self) -> Summation:
@@ -196,7 +239,7 @@ class EngineSpec:
 
         Each rank then holds all parameters and optimizer state in full.
         """
-        is_split = self.tensor is not None or self.pipeline is not None
+        is_split = any(s is not None for s in (self.tensor, self.pipeline, self.experts))
         return self.cuts_nothing and not is_split and not self.placement.is_sharded("parameters")
 
     @cached_property
@@ -214,6 +257,9 @@ class EngineSpec:
         self.world_group.barrier()  # now no rank is still in a collective on one of these groups
         # `cached_property` stores its value in `vars`. Popping it there avoids creating a group
         # only to close it.
+        groups = vars(self).pop("gather_groups", None)
+        if groups is not None and groups.expert_copies is not None:
+            groups.expert_copies.close()
         gathers = vars(self).pop("gather_group", self.data_group)
         sharding = vars(self).pop("shard_group", self.data_group)
         if sharding is not self.data_group:

@@ -13,7 +13,13 @@ from torch.amp import GradScaler
 
 from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.config import Settings
-from shardwise.engine import exact_mode, pipeline_parallel, tensor_parallel, usage_checks
+from shardwise.engine import (
+    exact_mode,
+    expert_parallel,
+    pipeline_parallel,
+    tensor_parallel,
+    usage_checks,
+)
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.exchange import squared_norm
@@ -185,6 +191,7 @@ def spec_of(
         world.stage,
         world.step_group,
         world.peers,
+        *expert_parallel.begin(world, settings, model_tuple),
     )
 
 
@@ -210,6 +217,8 @@ def build_state(
     estimated_by = spec.data_group if spec.staleness is None else spec.world_group
     # SyncBatchNorm sends gradients of one rank's loss to other ranks inside the graph.
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
+    # So do experts that compute other ranks' tokens. Router losses also need seeds of full weight.
+    crosses = crosses or (spec.routing is not None and spec.routing.crosses)
     # Exact mode fixes the order of sums even on a single worker.
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)

@@ -245,6 +245,13 @@ class GradientWeighting:
         filled = torch.full((), seed, dtype=loss.dtype, device=loss.device)
         return filled.view_as(loss), rest
 
+    def seed_of(self, total: float, share: float, *, is_sole: bool) -> float:
+        """Return the seed of a term that has the weight `total` of the loss on all ranks.
+
+        `share` and `is_sole` are those of this rank's loss. Call it after `seed`.
+        """
+        return share * self._scale.value if is_sole else total / self._divisor
+
     def divisor(self, total_weight: float) -> float:
         """Return the number that summed gradients are divided by to get their mean."""
         if self._sole is not None:

@@ -110,6 +110,8 @@ def _whole(
     if spec.tensor is not None:
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
+    if spec.experts is not None:
+        held = spec.experts.whole_states(optimizer, held)
     return held
 
 

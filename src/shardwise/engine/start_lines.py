@@ -43,6 +43,10 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(f"  tensor parallel over {world.tensor_size}: {split}")
         for words in tensor_parallel.describe_unsplit(spec.tensor):
             world.print(f"  whole, not split: {words}")
+    if spec.experts is not None:
+        world.print(f"  expert parallel over {world.expert_size}: {spec.experts.describe()}")
+        for name, reason in spec.experts.reasons_unsplit.items():
+            world.print(f"  whole, not split: {name}: {reason}")
     if spec.pipeline is not None:
         cut = spec.pipeline.partition
         stages = f"{many(cut.stages, 'stage')} ({spec.settings.schedule})"

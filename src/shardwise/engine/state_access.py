@@ -49,6 +49,11 @@ class StateAccess:
                 "engine.uneven() with --pipeline: no worker has all layers, so none can run a "
                 "forward alone. To run one, write: with engine.full_parameters()."
             )
+        if state.spec.experts is not None:
+            raise UsageError(
+                "engine.uneven() with --expert: no worker has all experts, so none can run a "
+                "forward alone. To run one, write: with engine.full_parameters()."
+            )
         shown = state.states.shown
         with nullcontext() if shown is None else shown.residency.uneven():
             state.in_uneven = True
@@ -157,10 +162,10 @@ class StateAccess:
         """See Engine.load_optimizer_state_dict."""
         spec, objects = self._state.spec, self._state.objects
         self._state.refuse_in_step("engine.load_optimizer_state_dict")
-        if spec.tensor is not None or spec.pipeline is not None:
+        if any(split is not None for split in (spec.tensor, spec.pipeline, spec.experts)):
             raise UsageError(
-                "engine.load_optimizer_state_dict with --tensor or --pipeline, which split the "
-                "optimizer state: load it into the optimizer before sw.Engine(...)."
+                "engine.load_optimizer_state_dict with --tensor, --pipeline or --expert, which "
+                "split the optimizer state: load it into the optimizer before sw.Engine(...)."
             )
         run = spec.world_group
 

@@ -154,7 +154,9 @@ class StepRunner:
 
     def _refuse_parts(self, call: str) -> None:
         """Raise UsageError if the model is split, because `call` needs full gradients."""
-        for name, splits in (("tensor", self._spec.tensor), ("pipeline", self._spec.pipeline)):
+        spec = self._spec
+        axes = {"tensor": spec.tensor, "pipeline": spec.pipeline, "expert": spec.experts}
+        for name, splits in axes.items():
             if splits is not None:
                 size = getattr(self._world.settings, name)
                 raise UsageError(
@@ -386,6 +388,9 @@ class StepRunner:
         # Announce the weight before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
+        if self._spec.routing is not None:
+            counts = self._spec.routing.stepped(skipped=stats.skipped)
+            stats = replace(stats, experts=counts)
         self._clear(totals)
         self._count()
         if self._hooks is not None:

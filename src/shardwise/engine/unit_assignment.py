@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from shardwise.comm import Collectives, GatherOrder
+from shardwise.comm import GatherOrder
 from shardwise.engine import usage_checks
 from shardwise.model import module_hooks, unit_hooks
 from shardwise.model.units import find_units
@@ -21,6 +21,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
 from shardwise.states.parameters.unshard import Unit
+from shardwise.states.shard_groups import ShardGroups
 
 
 @dataclass
@@ -106,11 +107,11 @@ def _home(sections: Sections, homes: set[int]) -> int:
 
 
 def make_residency(
-    sections: Sections, parameters: ShardedParameters, group: Collectives, order: GatherOrder
+    sections: Sections, parameters: ShardedParameters, groups: ShardGroups, order: GatherOrder
 ) -> Residency:
     """Create the units over the buckets of `parameters`. Collective.
 
-    Their gathers use `group`, and follow the `order` that all ranks share.
+    Their gathers use `groups`, and follow the `order` that all ranks share.
     """
     units = [
         Unit(
@@ -130,7 +131,7 @@ def make_residency(
         # Units without sharded parameters need no gather.
         return [n for n in units_in(sections, module) if units[n].buckets and not units[n].always]
 
-    return Residency(parameters, units, group, order, sharded_units_in)
+    return Residency(parameters, units, groups, order, sharded_units_in)
 
 
 def attach_unit_hooks(

@@ -16,6 +16,7 @@ from shardwise.checkpoint.attribute_values import OptimizerAttributes
 from shardwise.engine import (
     build,
     consistency,
+    expert_parallel,
     initial_values,
     pipeline_parallel,
     plain_state_dict,
@@ -34,6 +35,7 @@ from shardwise.model.forward_events import ForwardEvents
 from shardwise.model.micro_shard_buffers import MicroShardBuffers
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.optimizer_access import StateOfEngine
+from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.optimizer.optimizer_kind import is_torchs
@@ -126,6 +128,8 @@ class UserObjects:
             tensor_parallel.find_and_split(spec, spec.tensor, plan)
         if spec.pipeline is not None:
             spec.pipeline.tensor_parallel = spec.tensor
+        if spec.routing is not None:
+            expert_parallel.split(spec)
 
     def _hook_optimizers(self) -> None:
         """Redirect calls on the user's optimizers to the engine, or make them raise."""
@@ -190,7 +194,7 @@ class UserObjects:
         # Tensor parallelism splits full tensors, so they must be allocated first. Without it,
         # sharded parameters stay on the meta device for now, and are materialised one at a time
         # when they are sharded.
-        elif spec.tensor is not None or not spec.placement.is_sharded("parameters"):
+        elif spec.shares_whole_tensors or not spec.placement.is_sharded("parameters"):
             initial_values.make_all_real(located, spec.device)
             real = consistency.everything(spec)
         initial_values.make_alike(real, spec.world_group)
@@ -248,11 +252,14 @@ class UserObjects:
             spec.tensor.undo(spec.optimizers, spec.is_here)
         if spec.pipeline is not None:
             spec.pipeline.ownership.undo(spec.models[0], spec.optimizers, shapes)
+        expert_parallel.restore(spec)
 
     @property
     def _synchronised(self) -> set[nn.Module]:
         """The modules that synchronise their own buffers."""
-        return set(sync_batch_norm.converted(self.spec.models))
+        # Layers with experts change their bias in the step, on all ranks alike.
+        routed = (layer for _, layer in find_layers(self.spec.models))
+        return {*sync_batch_norm.converted(self.spec.models), *routed}
 
     def _enter_precision(self) -> list[Hooked]:
         preset = precision.PRESETS[self.spec.settings.precision]
@@ -284,7 +291,8 @@ class UserObjects:
         initial_values.make_alike(
             [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
         )
-        initial_values.make_alike(split, self.spec.data_group)
+        copies = self.spec.data_group if self.spec.experts is None else self.spec.part_copies
+        initial_values.make_alike(split, copies)
         initial_values.make_alike(split, self.spec.peers)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)
@@ -495,7 +503,9 @@ class UserObjects:
     def _check_method(self, call: str) -> None:
         """Raise UsageError if the states cannot be taken apart for `call` at this point."""
         shown, settings = self.states.shown, self.spec.settings
-        for name, splits in (("tensor", self.spec.tensor), ("pipeline", self.spec.pipeline)):
+        spec = self.spec
+        axes = {"tensor": spec.tensor, "pipeline": spec.pipeline, "expert": spec.experts}
+        for name, splits in axes.items():
             if splits is not None:
                 raise UsageError(
                     f"{call} uses parameters or their optimizer state, but with --{name} "

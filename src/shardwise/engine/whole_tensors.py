@@ -129,6 +129,9 @@ def _joined(
             stack.enter_context(
                 split.wholes(parameters, write=write, group=whom, is_here=spec.is_here)
             )
+        if spec.experts is not None:
+            whom = group if write else None
+            stack.enter_context(spec.experts.wholes(parameters, write=write, group=whom))
         if line is not None:
             shapes = {p: s.shape for p in parameters if (s := spec.shard_of(p)) is not None}
             stack.enter_context(
@@ -145,15 +148,16 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
 
     Called at the end of read-only blocks.
     """
-    if spec.tensor is None:
+    split = spec.experts if spec.tensor is None else spec.tensor
+    if split is None:
         return
-    written = set(spec.tensor.written())
+    written = set(split.written())
     mine = [named.name for named in spec.located() if named.parameter in written]
     for name in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # do not report the same write again
         raise BrokenView(
-            f"{name} is split over {spec.tensor.group.size} ranks, and was written to in a "
+            f"{name} is split over {split.group.size} ranks, and was written to in a "
             "read-only block, so the write is lost. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
@@ -188,7 +192,9 @@ def _on_the_first(
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
     # Other replicas participate in the gathers, but don't need to hold the full model.
-    shown, here = states.shown, spec.data_group.rank == 0  # the first replica
+    # The first replica, or the first ranks that hold every expert.
+    holders = 1 if spec.experts is None else spec.experts.group.size
+    shown, here = states.shown, spec.data_group.rank < holders
     if spec.is_whole:
         whole: Any = nullcontext()
         here = False

@@ -23,6 +23,12 @@ from itertools import pairwise
 Span = tuple[int, int]
 """Elements [first, end) of a flat tensor, or indices [first, end) of a dim."""
 
+DATA = "data"
+"""Axis of a bucket that all data-parallel ranks share."""
+
+EXPERT_COPIES = "expert copies"
+"""Axis of a bucket of experts, which only the ranks with the same experts share."""
+
 ALIGNMENT = 16
 """Each parameter starts at a multiple of this many elements, because kernels are faster on aligned
 memory."""
@@ -44,6 +50,8 @@ class Spec:
     """Number of elements to count when filling a bucket; `numel` if None. Ranks whose parts of a
     split tensor differ in size pass the same value, so that their buckets contain the same
     parameters."""
+    axis: str = DATA
+    """The ranks that share the parameter."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,8 @@ class Bucket:
     grain: int = 1
     """Updates and norms never split a group of this many elements. All starts and cuts are
     multiples of it, and a gap belongs to the slot before it."""
+    axis: str = DATA
+    """The ranks that share the bucket."""
 
     def interval(self, rank: int) -> Span:
         """Return the elements [first, end) that `rank` owns."""
@@ -100,12 +110,21 @@ def even_cuts(numel: int, size: int) -> list[int]:
     return [numel * rank // size for rank in range(size + 1)]
 
 
-def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1) -> list[Bucket]:
+def lay_out(
+    specs: Sequence[Spec],
+    *,
+    ranks: int,
+    capacity: int,
+    grain: int = 1,
+    expert_copies: int = 1,
+) -> list[Bucket]:
     """Pack `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
 
     A parameter larger than `capacity` gets its own bucket. All buckets have the same `grain`. They
-    are sorted by when the backward pass will probably complete them.
+    are sorted by when the backward pass will probably complete them. Buckets of experts are for
+    `expert_copies` ranks.
     """
+    sizes = {DATA: ranks, EXPERT_COPIES: expert_copies}
     open_groups: dict[Hashable, list[int]] = {}  # key -> parameters of the bucket being filled
     room: dict[Hashable, int] = {}  # key -> bytes left in that bucket
     filled: list[list[int]] = []
@@ -116,18 +135,19 @@ def lay_out(specs: Sequence[Spec], *, ranks: int, capacity: int, grain: int = 1)
         # Close a bucket as soon as the next parameter does not fit, even if a smaller one still
         # would: buckets must follow the order of the backward pass.
         size = _aligned(counted, grain) * spec.itemsize
-        if spec.key in open_groups and size > room[spec.key]:
-            filled.append(open_groups.pop(spec.key))
-        if spec.key not in open_groups:
-            open_groups[spec.key], room[spec.key] = [], capacity
-        open_groups[spec.key].append(index)
-        room[spec.key] -= size
+        key = spec.key, spec.axis
+        if key in open_groups and size > room[key]:
+            filled.append(open_groups.pop(key))
+        if key not in open_groups:
+            open_groups[key], room[key] = [], capacity
+        open_groups[key].append(index)
+        room[key] -= size
     filled.extend(open_groups.values())
     # A bucket is complete when the gradient of its lowest index arrives, because the backward pass
     # computes that gradient last. Sorting by that index launches the collectives roughly in order
     # of completion.
     filled.sort(key=lambda group: -group[-1])
-    return [_bucket(specs, group, ranks, grain) for group in filled]
+    return [_bucket(specs, group, sizes[specs[group[0]].axis], grain) for group in filled]
 
 
 def _aligned(numel: int, grain: int) -> int:
@@ -137,6 +157,7 @@ def _aligned(numel: int, grain: int) -> int:
 
 
 def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> Bucket:
+    axis = specs[group[0]].axis
     if specs[group[0]].whole:
         group, counts = _deal(specs, group, ranks, grain)
         slots = _slots(specs, group, grain)
@@ -147,13 +168,13 @@ def _bucket(specs: Sequence[Spec], group: list[int], ranks: int, grain: int) -> 
         for count in counts:
             borders.append(borders[-1] + count)
         cuts = tuple(starts[border] for border in borders)
-        return Bucket(specs[group[0]].key, slots, numel, cuts, grain)
+        return Bucket(specs[group[0]].key, slots, numel, cuts, grain, axis)
     slots = _slots(specs, group, grain)
     # Equal intervals, so that a single collective call suffices. The last rank may own only
     # padding.
     share = _aligned(-(-slots[-1].end // ranks), grain)
     cuts = tuple(share * rank for rank in range(ranks + 1))
-    return Bucket(specs[group[0]].key, slots, cuts[-1], cuts, grain)
+    return Bucket(specs[group[0]].key, slots, cuts[-1], cuts, grain, axis)
 
 
 def _slots(specs: Sequence[Spec], group: Iterable[int], grain: int) -> tuple[Slot, ...]:
@@ -190,12 +211,14 @@ def padding(buckets: Iterable[Bucket]) -> int:
     return sum(bucket.numel - sum(slot.numel for slot in bucket.slots) for bucket in buckets)
 
 
-def check(buckets: Sequence[Bucket], specs: Sequence[Spec], ranks: int) -> None:
+def check(
+    buckets: Sequence[Bucket], specs: Sequence[Spec], ranks: int, expert_copies: int = 1
+) -> None:
     """Assert the invariants of a layout. Cheap enough to run whenever an engine is constructed."""
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs))), "each parameter has one slot"
     for bucket in buckets:
-        assert len(bucket.cuts) == ranks + 1
+        assert len(bucket.cuts) == (ranks if bucket.axis == DATA else expert_copies) + 1
         assert bucket.cuts[0] == 0
         assert bucket.cuts[-1] == bucket.numel
         assert list(bucket.cuts) == sorted(bucket.cuts)

@@ -62,6 +62,12 @@ class Shard:
         return self.ranges[self.rank]
 
     @property
+    def is_partial(self) -> bool:
+        """True if a rank holds only a part of the tensor. False if each holds all or nothing."""
+        lengths = (sum(end - first for first, end in each) for each in self.ranges)
+        return any(0 < length < self.shape[self.dim] for length in lengths)
+
+    @property
     def most(self) -> int:
         """Number of elements of the largest part."""
         rest = prod(self.shape) // max(self.shape[self.dim], 1)
@@ -70,6 +76,8 @@ class Shard:
     def of(self, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of the full tensor `whole`."""
         pieces = [whole.narrow(self.dim, first, end - first) for first, end in self.own]
+        if not pieces:  # a rank may hold nothing, such as the experts of other ranks
+            return whole.new_empty(self.part_shape(self.rank))
         # `cat` copies even a single piece. A view would keep the full tensor alive.
         return torch.cat(pieces, self.dim).contiguous()
 

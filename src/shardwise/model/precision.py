@@ -148,6 +148,9 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
                 # Cast through .data, so that the parameter stays the same object for optimizers and
                 # ties.
                 parameter.data = parameter.detach().to(dtype)
+        # A module's own flag, because modules of higher layers are unknown here.
+        if dtype in NARROW and getattr(module, "buffers_stay_wide", False):
+            continue
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 # Replace the buffer, because no optimizer refers to it.

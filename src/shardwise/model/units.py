@@ -61,6 +61,8 @@ def _match_names(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, n
 
 
 def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if getattr(module, "is_one_unit", False):
+        return  # such as a mixture of experts, of which ranks run different parts
     children = [
         (f"{path}.{name}" if path else name, child)
         for name, child in module.named_children()

@@ -1,1 +1,1 @@
-"""Implements parallelism inside a replica of the model: tensor parallel and pipeline parallel."""
+"""Splits a model over ranks: tensor, pipeline and expert parallelism."""

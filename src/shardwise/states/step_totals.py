@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class StepStats:
         staleness: Number of updates that changed the weights after the applied gradients were
             computed; at most S, and 0 without `--behind`.
         waited: Time in seconds that this rank waited for the gradients of other groups.
+        experts: Number of token copies per expert in this step, on all workers and in all
+            micro-batches, by the name of the `sw.MoE` layer. Only layers with `balance`, `z_loss`
+            or `bias_rate` count.
 
     Example:
         A line in a training loop:
@@ -41,6 +45,7 @@ class StepStats:
     skipped: bool
     staleness: int = 0
     waited: float = 0.0
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,11 +28,18 @@ class Mesh:
     tensor: int = 1
     pipeline: int = 1
     islands: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
         # If the replicas do not divide either, report only that (below).
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
             raise ConfigError(self._uneven_islands())
+        if self.size % self.expert:
+            fits = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            raise ConfigError(
+                f"--expert {self.expert} does not divide {self.size} worker(s): each expert is on "
+                f"the same number of them. Write --expert with one of {', '.join(map(str, fits))}."
+            )
         if self.size % self.replica:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
@@ -140,9 +147,20 @@ class Mesh:
         ]
 
     @property
+    def expert_groups(self) -> list[list[int]]:
+        """Consecutive ranks that together hold every expert once."""
+        each = self.expert
+        return [list(range(first, first + each)) for first in range(0, self.size, each)]
+
+    @property
+    def expert_copy_groups(self) -> list[list[int]]:
+        """Ranks that hold the same experts, in ascending order."""
+        return [list(range(part, self.size, self.expert)) for part in range(self.expert)]
+
+    @property
     def is_flat(self) -> bool:
         """True if every rank has the full model and all ranks step together."""
-        return self.replica == 1 and self.islands == 1
+        return self.replica == 1 and self.islands == 1 and self.expert == 1
 
     def changed(self, settings: Settings) -> Mesh:
         """Return the mesh with the axes in `settings` and the same islands.
@@ -155,7 +173,8 @@ class Mesh:
         """Describe the axes, such as "2 data x 2 tensor"."""
         axes = {"islands": self.islands, "data": self.data // self.islands}
         axes |= {"pipeline": self.pipeline, "tensor": self.tensor}
-        return " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
+        words = " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
+        return words if self.expert == 1 else f"{words} (experts over {self.expert})"
 
 
 def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
@@ -183,4 +202,23 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
             f"--exact {settings.exact} cannot be combined with --pipeline {settings.pipeline}: "
             "both cut the batch, in different ways. Remove one of the two."
         )
-    return Mesh(size, settings.tensor, settings.pipeline, islands)
+    if settings.expert > 1:
+        _check_expert(settings, islands)
+    return Mesh(size, settings.tensor, settings.pipeline, islands, settings.expert)
+
+
+def _check_expert(settings: Settings, islands: int) -> None:
+    """Raise ConfigError if other axes of `settings` cannot be combined with `--expert`."""
+    others = {"tensor": settings.tensor, "pipeline": settings.pipeline, "islands": islands}
+    for name, number in others.items():
+        if number > 1:
+            raise ConfigError(
+                f"--expert {settings.expert} cannot be combined with --{name} {number} yet. Remove "
+                "one of the two."
+            )
+    if settings.exact is not None:
+        raise ConfigError(
+            f"--exact {settings.exact} cannot be combined with --expert {settings.expert}: an "
+            "expert multiplies the rows of several workers at once, so rounding depends on their "
+            "number. Remove one of the two."
+        )

@@ -109,6 +109,10 @@ class World(BatchRows, HintsAtAttributes):
         """Ranks that step together: all ranks or, with islands, the ranks of this island."""
         self.peers: Collectives = Solo()
         """Ranks with the same index in each island, in the order of islands."""
+        self.expert: Collectives = Solo()
+        """Expert-parallel ranks: the ranks that together hold every expert once."""
+        self.expert_copies: Collectives = group
+        """Ranks that hold the same experts."""
         self.current_batch = CurrentBatch()
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
@@ -148,6 +152,14 @@ class World(BatchRows, HintsAtAttributes):
         """Makes ranks run forward-pass collectives (gathers, BatchNorm) in the same order."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
+    @cached_property
+    def routing_channel(self) -> Collectives:
+        """The ranks of `data` on separate channels, for counts of mixture-of-experts layers.
+
+        All ranks create it at its first use.
+        """
+        return self.data.second_group() if self.data.size > 1 else self.data
+
     def _update_main(self) -> None:
         # With elastic islands rank 0 may leave; the first remaining rank then prints instead.
         self.is_main = self.collectives.leads
@@ -162,9 +174,11 @@ class World(BatchRows, HintsAtAttributes):
         # Drop cached properties that belong to the former data-parallel ranks.
         vars(self).pop("gather_order", None)
         vars(self).pop("side_channel", None)
+        vars(self).pop("routing_channel", None)
         # Every rank makes these calls in this order, because a split is a collective of all ranks.
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
+        self.expert, self.expert_copies = Solo(), whole
         # Data-parallel groups stay within an island. Split them if a replica has several ranks.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
@@ -175,13 +189,22 @@ class World(BatchRows, HintsAtAttributes):
         if mesh.pipeline > 1:
             self.pipeline = whole.split(mesh.pipeline_groups)
             self.stage = whole.split(mesh.stage_groups)
+        if mesh.expert > 1:
+            self.expert = whole.split(mesh.expert_groups)
+            self.expert_copies = whole.split(mesh.expert_copy_groups)
 
     def _groups_of_axes(self) -> list[Collectives]:
         """Return the groups created for the axes, with the side channel first."""
         side = vars(self).get("side_channel", self.data)
+        routing = vars(self).get("routing_channel", self.data)
         axes = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
-        groups = dict.fromkeys((side, *axes))
+        groups = dict.fromkeys((side, routing, *axes, self.expert, self.expert_copies))
         return [group for group in groups if group is not self.collectives]
+
+    @property
+    def expert_size(self) -> int:
+        """Number of ranks over which the experts of a layer are spread."""
+        return self.mesh.expert
 
     @property
     def groups_apart(self) -> int:

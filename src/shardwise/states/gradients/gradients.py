@@ -17,14 +17,16 @@ together in `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives, Sum
+from shardwise.comm import Sum
+from shardwise.layout.bucket_layout import DATA
 from shardwise.layout.placement import Placement
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients import bucket as bucket_module
@@ -35,8 +37,9 @@ from shardwise.states.gradients.reduction_queue import ReductionQueue
 from shardwise.states.gradients.unreadable_grad import GradientGuard
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.parameters.parameters_at_rest import unguarded
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.states.storage.storage import MemoryStorage
-from shardwise.states.storage.storage_factory import StorageFactory
+from shardwise.states.storage.storage_factory import StorageFactory, TensorKind
 
 
 class Gradients:
@@ -50,7 +53,7 @@ class Gradients:
         self,
         parameters: Parameters,
         placement: Placement,
-        group: Collectives,
+        groups: ShardGroups,
         factory: StorageFactory,
         summation: Summation,
         *,
@@ -62,15 +65,15 @@ class Gradients:
         self._parameters = parameters
         self._params = [named.parameter for named in parameters.named]
         self._reduces_each = summation.in_tree or placement.is_sharded("gradients")
-        self._alone = group.size == 1
+        self._alone = groups.data.size == 1
         self._overlap = overlap
         self._stray = stray
         self._guards = [GradientGuard(param) for param in self._params]
         self._guarded = False
-        self.queue, self.buckets = _make_buckets(
+        self.queues, self.buckets = _make_buckets(
             parameters,
             placement,
-            group,
+            groups,
             factory,
             summation,
             exact_sum=exact_sum,
@@ -106,6 +109,23 @@ class Gradients:
             for index, param in enumerate(self._params)
             if param.requires_grad
         ]
+
+    @property
+    def patient(self) -> bool:
+        """Whether this rank may wait for a sum while its backward pass runs (`ReductionQueue`)."""
+        return all(queue.patient for queue in self.queues)
+
+    @patient.setter
+    def patient(self, patient: bool) -> None:
+        for queue in self.queues:
+            queue.patient = patient
+
+    def _drain(self) -> Iterator[int]:
+        """Wait for all launches. Yield each bucket's index once its sum is complete."""
+        for queue in self.queues:
+            queue.advance()
+        for queue in self.queues:
+            yield from queue.drain()
 
     @property
     def reached(self) -> bool:
@@ -149,12 +169,19 @@ class Gradients:
             factor=None if isinstance(factor, float) and factor == 1.0 else factor,
             is_zero=weight == 0 if isinstance(weight, Tensor) else None,
         )
+        # Experts also get gradients of other ranks' tokens, which count if this rank's loss does
+        # not. Its own part is then zero (`parallel/expert/router_losses.py`).
+        self._of_experts = replace(self._backward, empty=False, is_zero=None)
         for bucket in self._filling:
-            bucket.begin(self._backward)
+            bucket.begin(self._backward_of(bucket))
         self._cursor = 0
         self._usual = usual
         self._expected.begin()
         self._in_backward = True
+
+    def _backward_of(self, bucket: GradientBucket) -> Backward:
+        """Return the settings of the current backward pass for `bucket`."""
+        return self._backward if bucket.layout.axis == DATA else self._of_experts
 
     def _put_hooks_last(self) -> None:
         """Move the engine's hooks behind hooks that user code has registered since.
@@ -223,7 +250,7 @@ class Gradients:
             # lacked other gradients, which is why those were late.
             self._unforeseen += self._expected.unforeseen()
         for bucket in late:
-            entries = bucket.take_late(self._backward)
+            entries = bucket.take_late(self._backward_of(bucket))
             for index, _ in entries:
                 self.used[index] = True
             self._had_late = self._had_late or bool(entries)
@@ -247,7 +274,7 @@ class Gradients:
             bucket.abandon()
         # Wait for the collectives in flight, because other ranks may still write into their
         # buffers.
-        for _ in self.queue.drain():
+        for _ in self._drain():
             pass
         self.clear()
 
@@ -286,7 +313,7 @@ class Gradients:
 
     def _wait(self) -> None:
         """Wait for all sums. Compute the squares of each sum while others are still in flight."""
-        for number in self.queue.drain():
+        for number in self._drain():
             bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
                 bucket.square()
@@ -348,11 +375,13 @@ class Gradients:
         self.wide = True
         for bucket in self.buckets:
             bucket.widen()
-        self.queue.forget_views()
+        for queue in self.queues:
+            queue.forget_views()
 
     def clear(self) -> None:
         """Discard the gradients of this step, but keep the buffers."""
-        self.queue.trim()
+        for queue in self.queues:
+            queue.trim()
         for bucket in self.buckets:
             bucket.consume()
         self._drop()
@@ -387,20 +416,20 @@ def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
 def _make_buckets(
     parameters: Parameters,
     placement: Placement,
-    group: Collectives,
+    groups: ShardGroups,
     factory: StorageFactory,
     summation: Summation,
     *,
     exact_sum: bool,
     elsewhere: Set[int],
-) -> tuple[ReductionQueue, list[GradientBucket]]:
+) -> tuple[list[ReductionQueue], list[GradientBucket]]:
     """Create the buckets, and allocate the memory that each holds between steps.
 
     The memory is either the sum of the elements that this rank updates, or a full flat buffer.
     """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")
-    owns = [b.interval(group.rank) if scatters else (0, b.numel) for b in layouts]
+    owns = [b.interval(groups.of(b).rank) if scatters else (0, b.numel) for b in layouts]
     kinds = [parameters.kind(index) for index in range(len(layouts))]
     wide = [(torch.float32 if d in NARROW else d, where) for d, where in kinds]
     if summation.in_tree and exact_sum:
@@ -425,18 +454,25 @@ def _make_buckets(
             for _, device in kinds
         ]
     else:
-        buffers = [group.allocate(b.numel, *kind) for b, kind in zip(layouts, kinds, strict=True)]
+        pairs = zip(layouts, kinds, strict=True)
+        buffers = [groups.of(b).allocate(b.numel, *kind) for b, kind in pairs]
         kept = [*buffers]
         totals = [
             GradientSum(MemoryStorage(buffer[first:end]))
             for buffer, (first, end) in zip(buffers, owns, strict=True)
         ]
     # Buckets of the same kind borrow the same buffers, which must fit the longest bucket.
-    longest: dict[tuple[torch.dtype, torch.device], int] = {}
+    longest: dict[str, dict[TensorKind, int]] = {}
     for layout, kind in zip(layouts, kinds, strict=True):
-        longest[kind] = max(longest.get(kind, 0), layout.numel)
+        lengths_of = longest.setdefault(layout.axis, {})
+        lengths_of[kind] = max(lengths_of.get(kind, 0), layout.numel)
     how = Sum(exact_sum, summation.in_tree)
-    queue = ReductionQueue(group, how, longest, scatters=scatters)
+    # A queue per group of ranks. Each group launches its buckets in one order.
+    group_of = {layout.axis: groups.of(layout) for layout in layouts}
+    queues = {
+        axis: ReductionQueue(group_of[axis], how, lengths_of, scatters=scatters)
+        for axis, lengths_of in longest.items()
+    }
     buckets = [
         GradientBucket(
             index,
@@ -447,9 +483,9 @@ def _make_buckets(
             kept[index],
             totals[index],
             summation.square,
-            queue,
+            queues[layout.axis],
             counts=index not in elsewhere,
         )
         for index, layout in enumerate(layouts)
     ]
-    return queue, buckets
+    return list(queues.values()), buckets

@@ -102,14 +102,16 @@ class ReductionQueue:
 
     def drain(self) -> Iterator[int]:
         """Wait for all launches. Yield each bucket's index once its sum is complete."""
-        # Advance all launches before waiting for one, because another rank may wait for a later
-        # one.
-        for launch in self._launches:
-            launch.handle.advance()
+        self.advance()
         while self._launches:
             launch = self._launches.popleft()
             launch.settle(launch)
             yield launch.bucket
+
+    def advance(self) -> None:
+        """Advance all launches, before any wait: another rank may wait for a later one."""
+        for launch in self._launches:
+            launch.handle.advance()
 
     def borrow(self, kind: TensorKind) -> Buffer:
         """Return a buffer with arbitrary content, at least as long as every bucket of `kind`."""

@@ -14,6 +14,7 @@ from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_kind import placed
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.tiers.copy_stream import to_host
 
 
@@ -36,13 +37,13 @@ class IntervalGather:
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
-        group: Collectives,
+        groups: ShardGroups,
         *,
         scattered: bool,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
-        self._group = group
+        self._groups = groups
         self._scattered = scattered
 
     def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -61,7 +62,7 @@ class IntervalGather:
         # Gather on the device that computes, because the transport can send its memory. A master
         # may be on the host or on a disk.
         _, device = self._parameters.kind(index)
-        group = self._group if self._scattered else None
+        group = self._groups.of(bucket) if self._scattered else None
         flat = gather_bucket(bucket, own, part.to(device), group)
         tensors = {}
         for slot in bucket.slots:
@@ -102,7 +103,8 @@ class IntervalGather:
                 number: {k: v.cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
                 for number, state in mine.items()
             }
-        gathered = self._group.gather_objects(mine) if self._scattered else [mine]
+        group = self._groups.of(self._parameters.buckets[index])
+        gathered = group.gather_objects(mine) if self._scattered else [mine]
         return {
             self._parameters.named[number].parameter: self._placed(index, state)
             for part in gathered
@@ -127,11 +129,9 @@ class IntervalGather:
             for k, v in state.items()
             if is_flat(segment, k, v)
         }
-        parts = (
-            self._group.gather_objects((singles, dtypes))
-            if self._scattered
-            else [(singles, dtypes)]
-        )
+        group = self._groups.of(self._parameters.buckets[index])
+        mine = singles, dtypes
+        parts = group.gather_objects(mine) if self._scattered else [mine]
         all_singles = {number: single for part, _ in parts for number, single in part.items()}
         all_dtypes = {key: dtype for _, part in parts for key, dtype in part.items()}
         states: dict[nn.Parameter, dict[str, Any]] = {

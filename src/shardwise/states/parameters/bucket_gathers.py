@@ -19,9 +19,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives, Handle
+from shardwise.comm import Handle
 from shardwise.states.parameters.saved_references import Form, view_in_form
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.timeline import recorder
 
@@ -141,6 +142,8 @@ class _Buffer:
     flat: Tensor
     unseen: int
     """Reference count of the memory if no other code uses it."""
+    axis: str
+    """The ranks whose buckets the buffer holds."""
     wholes: dict[ShardedBucket, WholeBucket] = field(default_factory=dict)
     """The views of every bucket that has used this buffer."""
     last: Handle = field(default_factory=Handle)
@@ -157,14 +160,14 @@ class _Buffer:
 
 
 class AllGathers(BucketGathers):
-    """Gathers buckets across the group, each into a borrowed buffer."""
+    """Gathers buckets across their groups, each into a borrowed buffer."""
 
     collective = True
 
-    def __init__(self, group: Collectives) -> None:
-        self._group = group
+    def __init__(self, groups: ShardGroups) -> None:
+        self._groups = groups
         # First in, first out: a buffer that was just returned is overwritten as late as possible.
-        self._spare: dict[tuple[int, torch.dtype, torch.device], deque[_Buffer]] = {}
+        self._spare: dict[tuple[int, torch.dtype, torch.device, str], deque[_Buffer]] = {}
         self.allocated = 0
         """Number of buffers allocated so far."""
         self._reader: ThreadPoolExecutor | None = None
@@ -182,7 +185,8 @@ class AllGathers(BucketGathers):
             launched = recorder.launched("all-gather", flat)
             # Remember the handle: other ranks may read this buffer after this rank's own wait has
             # returned.
-            buffers[index].last = self._group.all_gather(flat, buckets[index].layout.cuts)
+            layout = buckets[index].layout
+            buffers[index].last = self._groups.of(layout).all_gather(flat, layout.cuts)
             return buffers[index].last.noted(launched)
 
         # If intervals are in memory, this thread can start the copies and collectives at once. A
@@ -223,7 +227,8 @@ class AllGathers(BucketGathers):
         return handles
 
     def _borrow(self, bucket: ShardedBucket) -> _Buffer:
-        spare = self._spare.setdefault(bucket.kind, deque())
+        # A transport sends only memory of its own group without a copy, so don't mix them.
+        spare = self._spare.setdefault((*bucket.kind, bucket.layout.axis), deque())
         while spare:
             buffer = spare.popleft()
             buffer.last.reusable()  # first: the transport's own reference would count as a user's
@@ -231,14 +236,14 @@ class AllGathers(BucketGathers):
                 return buffer
         self.allocated += 1
         with outside_of_inference():
-            flat = self._group.allocate(*bucket.kind)
-        return _Buffer(flat, _references(flat))
+            flat = self._groups.of(bucket.layout).allocate(*bucket.kind)
+        return _Buffer(flat, _references(flat), bucket.layout.axis)
 
     def give_back(self, gather: Gather) -> None:
         """Return the buffers, so that later gathers can borrow them."""
         for buffer in gather.buffers:
             flat = buffer.flat
-            self._spare[(flat.numel(), flat.dtype, flat.device)].append(buffer)
+            self._spare[(flat.numel(), flat.dtype, flat.device, buffer.axis)].append(buffer)
 
     def close(self) -> None:
         """Stop the thread that reads from a disk."""

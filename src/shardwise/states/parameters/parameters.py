@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Collectives, Handle, share_again
+from shardwise.comm import Handle, share_again
 from shardwise.errors import BrokenView
 from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.states.storage.storage import MemoryStorage, Storage
 from shardwise.timeline import recorder
 
@@ -115,19 +116,19 @@ class Parameters(ABC):
 class ReplicatedParameters(Parameters):
     """Replicated parameters: each is permanently a view of its bucket's flat buffer.
 
-    If `published` is true, every step sends updated elements to the other ranks of `group`.
+    If `published` is true, every step sends updated elements to the other ranks of `groups`.
     """
 
     def __init__(
         self,
         named: Sequence[NamedParameter],
         buckets: Sequence[Bucket],
-        group: Collectives,
+        groups: ShardGroups,
         *,
         published: bool,
     ) -> None:
         super().__init__(named, buckets)
-        self._group = group
+        self._groups = groups
         self._published = published
         self._flats = [self._adopt(index) for index in range(len(buckets))]
         self._places = ParameterPlaces(named)
@@ -140,7 +141,8 @@ class ReplicatedParameters(Parameters):
         dtype, device = self.kind(index)
         if self._published:
             # The transport sends this memory without a copy, and user code sees it.
-            flat = self._group.allocate(bucket.numel, dtype, device, forkable=True)
+            group = self._groups.of(bucket)
+            flat = group.allocate(bucket.numel, dtype, device, forkable=True)
         else:
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
         # Each assignment frees a parameter's old memory, so only one bucket at a time is in memory
@@ -164,7 +166,8 @@ class ReplicatedParameters(Parameters):
         """Start the all-gather of bucket `index`. Each rank has updated its interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
-        return self._group.all_gather(flat, self.buckets[index].cuts).noted(launched)
+        bucket = self.buckets[index]
+        return self._groups.of(bucket).all_gather(flat, bucket.cuts).noted(launched)
 
     def held_bytes(self, index: int) -> int:
         """Return the size of the full bucket in bytes."""

@@ -23,13 +23,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from shardwise.comm import Collectives, GatherOrder
+from shardwise.comm import GatherOrder
 from shardwise.errors import UsageError
 from shardwise.states.parameters.bucket_gathers import AllGathers, SharedMemoryGathers
 from shardwise.states.parameters.saved_references import BucketReference
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
 from shardwise.states.parameters.unshard import Unit, WholeUnits
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.timeline import span
 
 
@@ -39,7 +40,7 @@ class Residency:
     Args:
         parameters: The sharded parameters.
         units: All units, in registration order.
-        group: Used for gathers only.
+        groups: Used for gathers only.
         order: The order in which collective gathers take turns.
         inside: Returns the units inside a module, in order.
     """
@@ -48,14 +49,14 @@ class Residency:
         self,
         parameters: ShardedParameters,
         units: Sequence[Unit],
-        group: Collectives,
+        groups: ShardGroups,
         order: GatherOrder,
         inside: Callable[[nn.Module], Sequence[int]],
     ) -> None:
         self._parameters = parameters
         self.units = units
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
-        self._gathers = SharedMemoryGathers() if shared else AllGathers(group)
+        self._gathers = SharedMemoryGathers() if shared else AllGathers(groups)
         self._order = order
         self._first = 0
         if self._gathers.collective:

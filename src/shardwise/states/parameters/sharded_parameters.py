@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives, Handle
+from shardwise.comm import Handle
 from shardwise.errors import BrokenView
 from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.meta import make_real
@@ -29,6 +29,7 @@ from shardwise.states.parameters.parameters_at_rest import (
 )
 from shardwise.states.parameters.read_only import read_only
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.states.storage.storage import MemoryStorage, Storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -47,12 +48,13 @@ class ShardedParameters(Parameters):
         buckets: Sequence[Bucket],
         frozen: Sequence[NamedParameter],
         frozen_buckets: Sequence[Bucket],
-        group: Collectives,
+        groups: ShardGroups,
         factory: StorageFactory,
         value_of: Callable[[NamedParameter], Tensor],
     ) -> None:
         super().__init__(named, buckets)
-        self._group = group
+        self._group = groups.data
+        self._groups = groups
         self._watchers: list[Callable[[], None]] = []
         self._all = [*named, *frozen]
         self._nans: dict[tuple[torch.dtype, torch.device], Tensor] = {}
@@ -99,15 +101,19 @@ class ShardedParameters(Parameters):
         self, buckets: Sequence[Bucket], factory: StorageFactory
     ) -> list[ShardedBucket]:
         """Allocate this rank's interval of every bucket."""
-        owns = [bucket.interval(self._group.rank) for bucket in buckets]
+        groups = [self._groups.of(bucket) for bucket in buckets]
+        owns = [bucket.interval(group.rank) for bucket, group in zip(buckets, groups, strict=True)]
         named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
         kinds = [(each[0].dtype, each[0].device) for each in named]
         shared: list[Tensor | None] = [None] * len(buckets)
         if factory.is_device:
             shared = [
-                self._group.common(bucket.numel, *kind)
-                for bucket, kind in zip(buckets, kinds, strict=True)
+                group.common(bucket.numel, *kind)
+                for group, bucket, kind in zip(groups, buckets, kinds, strict=True)
             ]
+            if any(common is None for common in shared):
+                # A group of one rank always has common memory, but then the others gather.
+                shared = [None] * len(buckets)
         lengths = [end - first for first, end in owns]
         storages: list[Storage] = [
             MemoryStorage(common[slice(*own)])
@@ -323,7 +329,7 @@ class ShardedParameters(Parameters):
         flat = torch.zeros(numel, dtype=dtype, device=device)
         bucket.load(flat)
         # A rank that does not need the result still sends its interval.
-        self._group.all_gather(flat, bucket.layout.cuts).wait()
+        self._groups.of(bucket.layout).all_gather(flat, bucket.layout.cuts).wait()
         return flat if here else None
 
     def held_bytes(self, index: int) -> int:

@@ -18,6 +18,7 @@ TRAINING = (
 TIERS = ("offload_params", "offload_gradients", "offload_optimizer", "offload_activations")
 MICRO = ("micro_batch_size", "microbatches")
 LAYERS = ("tensor", "pipeline")
+AXES = (*LAYERS, "expert")
 OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches")
 
 
@@ -53,7 +54,7 @@ class RunPlacement:
         # All other settings of the placement are left at their defaults.
         alone = {"zero": "0"}
         if "config" in kept:  # override the placement in the config file
-            alone |= {"tensor": "1", "pipeline": "1"}
+            alone |= dict.fromkeys(AXES, "1")
         return RunPlacement(size=1, settings=alone | kept, launcher=self.passed)
 
     def with_settings(self, **settings: str) -> RunPlacement:
@@ -74,7 +75,8 @@ class RunPlacement:
         except ShardwiseError:
             return False
         replica = settings.tensor * settings.pipeline
-        return self.size is None or (self.size % replica == 0)
+        sizes = replica, settings.expert
+        return self.size is None or all(self.size % size == 0 for size in sizes)
 
     @property
     def _own(self) -> dict[str, str]:
@@ -161,8 +163,8 @@ def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without tensor and pipeline parallelism, then without each of them."""
-    for names in (LAYERS, *((name,) for name in LAYERS)):
+    """Yield the placement without tensor, pipeline and expert parallelism, then without each."""
+    for names in (AXES, *((name,) for name in AXES)):
         if any(name in placement.settings for name in names):
             candidate = placement.without(*names)
             if "pipeline" in names:
@@ -175,7 +177,7 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
     """Yield the placement without all other distribution settings, then without each of them."""
-    known = {*TRAINING, *LAYERS, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
+    known = {*TRAINING, *AXES, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)
     for name in names:

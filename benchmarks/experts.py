@@ -1,0 +1,131 @@
+"""Compares a mixture of experts with --expert to the same model, replicated, under DDP.
+
+    shardwise run -n 2 --expert 2 benchmarks/experts.py
+    shardwise run -n 4 --expert 4 benchmarks/experts.py --steps 10
+
+Both contenders train the same model on the same batches, one step each in turn. The program prints
+the machine, the median time per step with its quartiles, and the bytes of parameters, gradients
+and optimizer state that one worker holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise as sw
+from machine import describe
+
+
+class Block(nn.Module):
+    """A mixture of experts with a residual connection."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.moe = sw.MoE(
+            nn.Linear(width, experts, bias=False),
+            nn.ModuleList([expert(width, hidden) for _ in range(experts)]),
+            top_k=2,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (tokens, width)."""
+        return x + self.moe(self.norm(x))
+
+
+def expert(width: int, hidden: int) -> nn.Module:
+    """Return a feed-forward expert."""
+    return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+
+def build(args: argparse.Namespace) -> nn.Module:
+    """Return the model, the same on every rank."""
+    torch.manual_seed(0)
+    blocks = [Block(args.width, args.hidden, args.experts) for _ in range(args.layers)]
+    return nn.Sequential(*blocks, nn.Linear(args.width, 32))
+
+
+def main() -> None:
+    """Time both contenders in turn, and print the table."""
+    args = arguments()
+    world = sw.init(seed=0)
+    x = torch.randn(args.tokens, args.width)
+    y = torch.randint(32, (args.tokens,))
+
+    ours = build(args)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-3)
+    engine = sw.Engine(ours, optimizer, zero=args.zero, quiet=True)
+
+    def step_ours() -> float:
+        loss = nn.functional.cross_entropy(ours(x), y)
+        engine.backward(loss)
+        return engine.step().loss
+
+    # The run has a default group already. DDP gets one of its own, over Gloo.
+    plain = DistributedDataParallel(build(args), process_group=dist.new_group(backend="gloo"))
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+
+    def step_plain() -> float:
+        plain_optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(plain(x), y)
+        loss.backward()
+        plain_optimizer.step()
+        return loss.item()
+
+    times = timed({"shardwise": step_ours, "DDP": step_plain}, args.steps)
+    elements = sum(p.numel() for p in plain.parameters())
+    held = {"shardwise": engine.state_bytes, "DDP": 4 * 4 * elements}
+    engine.close()
+    if world.is_main:
+        for name, words in describe().items():
+            print(f"{name}: {words}")
+        print(
+            f"{world.size} workers, {args.layers} layers of {args.experts} experts, width "
+            f"{args.width}, hidden {args.hidden}, {args.tokens} tokens per worker, fp32"
+        )
+        for name, seconds in times.items():
+            low, middle, high = statistics.quantiles(seconds, n=4)
+            print(
+                f"{name:10} {1e3 * middle:8.1f} ms per step ({1e3 * low:.1f} to {1e3 * high:.1f}), "
+                f"{held[name] / 2**20:7.1f} MiB of state per worker"
+            )
+        ratio = statistics.median(times["shardwise"]) / statistics.median(times["DDP"])
+        print(f"time of shardwise / DDP: {ratio:.2f}")
+
+
+def timed(steps: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
+    """Return the seconds of `count` steps of each contender, in turn, after three to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(count + 3):
+        for name, step in steps.items():
+            start = time.perf_counter()
+            step()
+            if number >= 3:
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def arguments() -> argparse.Namespace:
+    """Parse the flags."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    number = "(default %(default)s)"
+    parser.add_argument("--experts", type=int, default=8, help=f"experts per layer {number}")
+    parser.add_argument("--layers", type=int, default=4, help=f"layers {number}")
+    parser.add_argument("--width", type=int, default=256, help=f"numbers per token {number}")
+    parser.add_argument("--hidden", type=int, default=512, help=f"width of experts {number}")
+    parser.add_argument("--tokens", type=int, default=512, help=f"tokens per worker {number}")
+    parser.add_argument("--steps", type=int, default=20, help=f"timed steps {number}")
+    parser.add_argument("--zero", type=int, default=0, help=f"row of the placement {number}")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Connects mixture-of-experts layers with the engine, and splits experts over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.config import Settings
+from shardwise.engine.engine_spec import EngineSpec
+from shardwise.engine.gradient_weighting import GradientWeighting
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model import units
+from shardwise.parallel.expert.fused_experts import FusedExperts, why_not
+from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.parallel.expert.split_experts import (
+    ExpertParallelModels,
+    find_fused,
+    find_layers,
+)
+from shardwise.world.world import World
+
+
+def begin(
+    world: World, settings: Settings, models: Sequence[nn.Module]
+) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
+    """Return the run of the models' layers, and an empty expert-parallel state.
+
+    Both are None if there are no such layers; the second one also if every rank holds all experts.
+    Collective if there are layers.
+
+    Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
+    with mixture-of-experts layers.
+    """
+    layers = find_layers(models)
+    size = world.expert_size
+    split = None if size == 1 else _find_experts(world, models, layers)
+    if not layers and split is None:
+        return None, None
+    _check(settings, layers, models, size)
+    counts = any(layer.counts_all for _, layer in layers)
+    if counts:
+        _check_islands(world)
+    # Only create channels that are used, because that is collective.
+    everyone = world.routing_channel if counts or split is not None else world.data
+    run = RoutingRun(world.expert, everyone, world.current_batch)
+    run.layers = dict(layers)
+    return run, split
+
+
+def _check_islands(world: World) -> None:
+    """Raise ConfigError with islands, because each would balance only its part of the batch."""
+    if world.mesh.islands > 1 or world.collectives.has_changing_ranks:
+        raise ConfigError(
+            f"--islands {world.settings.islands} cannot be combined with balance, z_loss and "
+            "bias_rate of sw.MoE: they need the counts of the whole batch, and each island has "
+            "only its own. Set them to 0, or remove the flag."
+        )
+
+
+def _find_experts(
+    world: World, models: Sequence[nn.Module], layers: Sequence[tuple[str, MoE]]
+) -> ExpertParallelModels:
+    """Return an expert-parallel state that knows the modules to split besides `layers`. Collective.
+
+    Raises ModelError on all ranks if there is nothing to split.
+    """
+    split = ExpertParallelModels(world.expert, world.expert_copies)
+    fused = find_fused(models)
+    # Rank 0 decides, so that a trial whose result depends on the machine cannot divide the ranks.
+    reasons: dict[str, str | None] = {}
+    if world.rank == 0:
+        by_form: dict[object, str | None] = {}
+        for name, module in fused.items():
+            form = type(module), tuple(p.shape for p in module.parameters()), module.training
+            if form not in by_form:
+                by_form[form] = why_not(module)
+            reasons[name] = by_form[form]
+    reasons = world.collectives.gather_plain(reasons)[0]
+    split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
+    split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
+    if not layers and not split.fused:
+        left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
+        raise ModelError(
+            f"--expert {world.expert_size} found no mixture-of-experts layer to split in "
+            f"{type(models[0]).__name__}.{left} Build its layers with sw.MoE(router, experts, "
+            "top_k=2), or start without --expert."
+        )
+    for model in models:
+        config = getattr(model, "config", None)
+        if getattr(config, "output_router_logits", False):
+            raise ModelError(
+                f"--expert {world.expert_size}: {type(model).__name__} computes its router loss "
+                "from one worker's tokens (config.output_router_logits=True), so training would "
+                "depend on the number of workers. Set it to False, or build the layers with "
+                "sw.MoE(..., balance=0.01)."
+            )
+    return split
+
+
+def _check(
+    settings: Settings, layers: Sequence[tuple[str, MoE]], models: Sequence[nn.Module], size: int
+) -> None:
+    """Raise ConfigError if settings cannot be combined with the layers."""
+    for name, layer in layers:
+        statistics = [
+            word
+            for word, value in {
+                "balance": layer.balance,
+                "z_loss": layer.z_loss,
+                "bias_rate": layer.bias_rate,
+            }.items()
+            if value
+        ]
+        given = {"exact": settings.exact}
+        if settings.pipeline > 1:
+            given["pipeline"] = settings.pipeline
+        for flag, value in given.items():
+            if statistics and value is not None:
+                raise ConfigError(
+                    f"--{flag} {value} cannot be combined with {' and '.join(statistics)} of "
+                    f"{name or 'sw.MoE'}: they need the counts of the whole batch, which --{flag} "
+                    "cuts. Set them to 0, or remove the flag."
+                )
+    if size == 1:
+        return
+    for flag, is_set in {
+        "--compile": settings.compile,
+        "--shard-within host": settings.shard_within == "host",
+    }.items():
+        if is_set:
+            raise ConfigError(
+                f"--expert {size} cannot be combined with {flag} yet. Remove one of the two."
+            )
+    inside = {m for _, layer in layers for m in layer.modules() if m is not layer}
+    for model in models:
+        for name, unit in units.find_units(model, settings.units):
+            if unit in inside:
+                raise ConfigError(
+                    f"units: {name} is inside a mixture-of-experts layer. With --expert {size}, "
+                    "the layer is gathered as a whole: name it, or the block around it."
+                )
+
+
+def split(spec: EngineSpec) -> None:
+    """Connect the layers with the run, and free the experts of other ranks."""
+    layers = find_layers(spec.models)
+    for _, layer in layers:
+        layer.join_run(spec.routing)
+    if spec.experts is not None:
+        assert spec.routing is not None
+        for _, fused in spec.experts.fused:
+            fused.connect(spec.routing)
+        try:
+            spec.experts.cut([*layers, *spec.experts.fused], spec.models, spec.optimizers)
+        except ModelError:  # on all ranks, before anything has been cut
+            _disconnect(spec)
+            raise
+
+
+def restore(spec: EngineSpec) -> None:
+    """Give every rank all experts again, and disconnect the layers. Collective."""
+    if spec.experts is not None:
+        spec.experts.undo(spec.optimizers)
+    _disconnect(spec)
+
+
+def _disconnect(spec: EngineSpec) -> None:
+    for _, layer in find_layers(spec.models):
+        layer.join_run(None)
+    for _, fused in () if spec.experts is None else spec.experts.fused:
+        fused.disconnect()
+
+
+def begin_backward(
+    run: RoutingRun,
+    weighting: GradientWeighting,
+    loss: Tensor,
+    weight: float | Tensor,
+    share: float,
+    *,
+    is_sole: bool,
+) -> float | Tensor:
+    """Prepare the layers for a backward pass of `loss`.
+
+    Collective if the layers have router losses. Returns `weight`, or 1.0 if gradients must be kept
+    although the weight is 0.
+    """
+    has_tokens, run.has_tokens = run.has_tokens, False
+    run.drops = weight == 0
+    if run.is_split and loss.grad_fn is None:
+        raise UsageError(
+            "This loss has no graph, but the backward pass of experts needs every worker "
+            "(--expert): compute the loss with gradients on, also if its weight is 0."
+        )
+    if not run.has_losses:
+        return weight
+    # One number per rank: the weight that the loss of the whole batch has in this step.
+    row = torch.as_tensor(weight, dtype=torch.float64).to(run.everyone.small_device).reshape(1)
+    weights = run.everyone.read(run.everyone.gather_rows(row)).reshape(-1)
+    # Losses that are sums count once on each rank, but the router losses count once in total.
+    total = run.divisor or float(weights.sum())
+    run.loss_seed = weighting.seed_of(total, share, is_sole=is_sole)
+    mine = float(weights[run.everyone.rank])
+    # Gradients of the router losses of later layers arrive from above, and must not be dropped.
+    run.drops = not (mine or has_tokens)
+    if mine or not has_tokens:
+        return mine
+    # Tokens count in the router losses also if none of them has a label.
+    if not bool(torch.isfinite(loss.detach()).all()):
+        raise UsageError(
+            "A loss over no items is NaN or infinite, but its tokens count in the router losses of "
+            "sw.MoE. Divide by at least one: loss.sum() / max(n, 1), or pass a mask to sw.MoE."
+        )
+    return 1.0

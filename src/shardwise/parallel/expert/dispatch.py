@@ -1,0 +1,189 @@
+"""Sorts tokens by expert, and exchanges them between the ranks that hold the experts.
+
+No token is dropped. With two ranks, four experts and rows named by (source rank, expert):
+
+    rank 0   00 01 02 03            ─┐                 ┌─▶ 00 01 10 11 ─▶ 00 10 | 01 11
+    rank 1   10 11 12 13             ├── all-to-all ───┤
+                                    ─┘                 └─▶ 02 03 12 13 ─▶ 02 12 | 03 13
+             sorted by expert                              by source      by expert, then source
+
+Rows of one expert are in the order of the batch, as in a single process, so the expert sees the
+same matrix. The results return on the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives, Handle
+from shardwise.layout.bucket_layout import Span
+from shardwise.timeline import recorder
+
+
+class Permute(torch.autograd.Function):
+    """Reorders rows. The gradient is reordered back, without the sums of an index operation."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        order, inverse = ctx.saved_tensors
+        return Permute.apply(grad, inverse, order), None, None  # type: ignore[no-untyped-call]
+
+
+def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return `rows[order]`; `inverse` is the inverse permutation of `order`."""
+    return Permute.apply(rows, order, inverse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """Return the inverse of a permutation (n,)."""
+    places = torch.arange(order.numel(), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)
+
+
+def count_rows(experts: Tensor, number: int) -> Tensor:
+    """Return how often each of `number` experts occurs in `experts` (n,), as (number,) int64.
+
+    Indices equal to `number` are not counted.
+    """
+    # Not bincount, which makes the host wait for an accelerator.
+    counts = experts.new_zeros(number + 1)
+    return counts.scatter_add_(0, experts, torch.ones_like(experts))[:number]
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends `counts[a][b]` rows from rank a to rank b. Gradients are sent back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        counts: list[list[int]],
+        group: Collectives,
+        pending: list[Handle] | None,
+    ) -> Tensor:
+        ctx.args = [list(column) for column in zip(*counts, strict=True)], group
+        received, handle = _start(rows, counts, group)
+        if pending is None:
+            handle.wait()
+        else:
+            pending.append(handle)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        counts, group = ctx.args
+        return _AllToAll.apply(grad, counts, group, None), None, None, None  # type: ignore[no-untyped-call]
+
+
+def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[Tensor, Handle]:
+    """Start an exchange of `rows` (n, D). Return the received rows, and the handle to wait for."""
+    width = rows.shape[1:].numel()
+    number = sum(row[group.rank] for row in counts)
+    # The transport may write after this call, in any grad mode, so autograd must not know its
+    # tensor. `set_` shares the memory without making a view.
+    memory = rows.new_empty(number * width)
+    received = rows.new_empty(0).set_(memory).view(number, *rows.shape[1:])  # type: ignore[call-overload]
+    # Python integers, so the numbers of elements cannot overflow.
+    elements = [[count * width for count in row] for row in counts]
+    sent = rows.detach().contiguous().view(-1)
+    launched = recorder.launched("all-to-all", sent)
+    handle = group.all_to_all(sent, elements, memory).noted(launched)
+
+    def finish() -> None:
+        handle.wait()
+        # The transport may still read `sent`, which autograd frees after this call.
+        handle.reusable()
+        del sent_until_here[:]
+
+    sent_until_here = [sent]
+    return received, Handle(finish)
+
+
+def all_to_all(
+    rows: Tensor,
+    counts: list[list[int]],
+    group: Collectives,
+    pending: list[Handle] | None = None,
+) -> Tensor:
+    """Exchange rows between ranks. Differentiable and collective, also for a rank without rows.
+
+    Args:
+        rows: (n, D), in the order of the receiving ranks.
+        counts: `counts[a][b]` is the number of rows that rank a sends to rank b, the same on all
+            ranks.
+        group: The ranks.
+        pending: If given, the exchange continues after the call, and its handle is appended. The
+            result must not be read before the handle has been waited for.
+
+    Returns:
+        The rows for this rank, in the order of the sending ranks.
+    """
+    return _AllToAll.apply(rows, counts, group, pending)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Exchange:
+    """The paths of one forward pass's rows to the ranks of their experts, and back.
+
+    Args:
+        counts: For each rank of `group`, its number of rows for each expert.
+        spans: For each rank of `group`, the experts [first, end) that it holds.
+        group: The ranks that together hold every expert once.
+    """
+
+    def __init__(
+        self, counts: Sequence[Sequence[int]], spans: Sequence[Span], group: Collectives
+    ) -> None:
+        self._group = group
+        self._rows = [[sum(row[first:end]) for first, end in spans] for row in counts]
+        first, end = spans[group.rank]
+        self._mine = [list(row[first:end]) for row in counts]
+        self.sizes = [sum(column) for column in zip(*self._mine, strict=True)]
+        """Number of rows of each of this rank's experts."""
+        self._orders: tuple[Tensor, Tensor] | None = None
+
+    def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
+        """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
+
+        With a list `pending`, the result must not be read before its handles are waited for.
+        """
+        return all_to_all(rows, self._rows, self._group, pending)
+
+    def by_expert(self, received: Tensor) -> Tensor:
+        """Sort received rows by expert, and by source rank within an expert."""
+        order, inverse = self._order_on(received.device)
+        return permuted(received, order, inverse)
+
+    def back(self, outputs: Tensor) -> Tensor:
+        """Return the experts' outputs (m, D) to the ranks that sent the rows."""
+        order, inverse = self._order_on(outputs.device)
+        transposed = [list(column) for column in zip(*self._rows, strict=True)]
+        return all_to_all(permuted(outputs, inverse, order), transposed, self._group)
+
+    def _order_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the permutation from [source, expert] to [expert, source], and its inverse."""
+        if self._orders is None:
+            starts: list[list[tuple[int, int]]] = []
+            start = 0
+            for row in self._mine:
+                starts.append([])
+                for count in row:
+                    starts[-1].append((start, start + count))
+                    start += count
+            pieces = [
+                torch.arange(*starts[source][expert])
+                for expert in range(len(self.sizes))
+                for source in range(len(self._mine))
+            ]
+            order = torch.cat(pieces)
+            inverse = inverse_of(order)
+            self._orders = order.to(device), inverse.to(device)
+        return self._orders

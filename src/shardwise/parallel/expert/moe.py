@@ -1,0 +1,334 @@
+"""Implements `sw.MoE`, a mixture-of-experts layer for one process and for many ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from shardwise.comm import Handle
+from shardwise.errors import ModelError, UsageError
+from shardwise.layout.bucket_layout import Span
+from shardwise.model.recomputation import once
+from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.router_losses import attach, router_loss
+from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
+from shardwise.parallel.expert.routing_run import RoutingRun
+
+
+class MoE(nn.Module):
+    """A layer that sends each token to `top_k` of its experts, and adds their weighted outputs.
+
+    No token is dropped. The layer computes the same on one process and on many: with `--expert E`,
+    E ranks hold different experts and exchange tokens, and the result equals that of one process.
+    Every expert runs in every forward pass, so an expert without tokens has a gradient of zero.
+
+    Routing uses fp32 (fp64 if the model does), also with 16-bit parameters. Of two experts with
+    equal scores, the lower index wins.
+
+    The engine adds the gradients of the router losses in `engine.backward`, with the weight that
+    they have in one process: leave them out of your own loss. Without an engine, `loss.backward()`
+    adds them with a factor of `router_loss_seed` (1.0 by default; set it to the factor by which you
+    scale the loss).
+
+    Args:
+        router: Maps tokens (T, D) to logits (T, E), such as `nn.Linear(D, E, bias=False)`.
+        experts: The E experts. Each maps rows (n, D) to (n, D_out), for any n including 0.
+        top_k: Number of experts per token.
+        scores: `"softmax"` (default), or `"sigmoid"` as in DeepSeek-V3.
+        normalize: Divide the gates of a token's experts by their sum. Default: True.
+        scale: Factor of the gates. Default: 1.0.
+        shared: A module that processes every token. Its output is added. Default: none.
+        balance: Factor of the load-balancing loss over the whole batch (arXiv:2101.03961,
+            arXiv:2501.11873), in training. Default: 0.0.
+        z_loss: Factor of the router's z-loss (arXiv:2202.08906), in training. Default: 0.0.
+        bias_rate: Step of the selection bias, which balances experts without a loss
+            (arXiv:2408.15664). After each step, the bias grows by this value for experts with fewer
+            tokens than the mean, and falls for the others. The engine updates it. Without an
+            engine, call `update_bias` after `optimizer.step()`. Default: 0.0, no bias.
+
+    Attributes:
+        selection_bias: (E,) buffer in fp32 or wider, or None if `bias_rate` is 0.
+        router_loss_seed: Gradient of the router losses without an engine.
+        counts: (E,) int64 on the CPU: the number of token copies per expert in the last forward
+            pass. It includes all ranks in training with `balance`, `z_loss` or `bias_rate`,
+            otherwise only the ranks that exchange tokens.
+
+    Raises:
+        ModelError: The numbers of experts do not fit, or an argument has the wrong type.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> experts = [torch.nn.Linear(8, 8) for _ in range(4)]
+        >>> moe = sw.MoE(torch.nn.Linear(8, 4, bias=False), torch.nn.ModuleList(experts), top_k=2)
+        >>> moe(torch.zeros(2, 3, 8)).shape
+        torch.Size([2, 3, 8])
+    """
+
+    is_one_unit = True
+    """Never divide the layer into units: all ranks must gather all of its parameters at once."""
+    buffers_stay_wide = True
+    """`--precision` must not round the selection bias, whose steps are small."""
+
+    selection_bias: Tensor | None
+
+    def __init__(
+        self,
+        router: nn.Module,
+        experts: nn.ModuleList,
+        *,
+        top_k: int = 2,
+        scores: str = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        shared: nn.Module | None = None,
+        balance: float = 0.0,
+        z_loss: float = 0.0,
+        bias_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not isinstance(experts, nn.ModuleList):
+            raise ModelError(
+                f"sw.MoE takes its experts as an nn.ModuleList, not {type(experts).__name__}: "
+                "sw.MoE(router, nn.ModuleList([Expert() for _ in range(8)]), top_k=2)."
+            )
+        if not 1 <= top_k <= len(experts):
+            raise ModelError(
+                f"sw.MoE with {len(experts)} expert(s) cannot send a token to top_k={top_k}: "
+                f"choose 1 to {len(experts)}."
+            )
+        if scores not in SCORES:
+            raise ModelError(f"sw.MoE: scores is one of {', '.join(SCORES)}, not {scores!r}.")
+        for name, value in {"balance": balance, "z_loss": z_loss, "bias_rate": bias_rate}.items():
+            if not value >= 0:
+                raise ModelError(f"sw.MoE: {name} takes a number of 0 or more, not {value}.")
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+        self.top_k, self.scores, self.normalize, self.scale = top_k, scores, normalize, scale
+        self.balance, self.z_loss, self.bias_rate = balance, z_loss, bias_rate
+        self.router_loss_seed = 1.0
+        bias = torch.zeros(len(experts)) if bias_rate else None
+        self.register_buffer("selection_bias", bias)
+        self.counts = torch.zeros(len(experts), dtype=torch.int64)
+        self._step_counts = torch.zeros(len(experts), dtype=torch.int64)
+        self._run: RoutingRun | None = None
+        self._spans: list[Span] = [(0, len(experts))]
+        """For each rank of the run's group, the experts [first, end) that it holds."""
+        self.holds_all = True
+        """True if this rank holds all experts now, and needs no other rank for a forward pass."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the layer has router losses in training."""
+        return bool(self.balance or self.z_loss)
+
+    @property
+    def counts_all(self) -> bool:
+        """True if the layer counts the tokens of all ranks in training."""
+        return self.has_losses or self.selection_bias is not None
+
+    @property
+    def step_counts(self) -> list[int]:
+        """Number of token copies per expert in the backward passes since the last update."""
+        counts: list[int] = self._step_counts.tolist()
+        return counts
+
+    @property
+    def _ranks(self) -> RoutingRun | None:
+        """The engine's run if this forward pass needs other ranks, otherwise None."""
+        # Inside `full_parameters` a single rank may run the model.
+        run = self._run
+        return None if run is None or (run.is_split and self.holds_all) else run
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the layer's output for tokens.
+
+        Args:
+            x: (..., D) tokens.
+            mask: (...) bool, False for padding. Padding is sent to no expert, and counts in no
+                statistics and losses. Its output is the shared expert's, or 0. Default: all tokens
+                count.
+
+        Returns:
+            (..., D_out), in the dtype of the experts' outputs.
+
+        Raises:
+            UsageError: The mask does not fit, the router has the wrong width, or other ranks skip
+                this batch.
+        """
+        tokens = x.reshape(-1, x.shape[-1])  # (T, D)
+        valid = self._valid(x, mask)  # (T,) or None
+        routing = self._route(tokens)
+        chosen = routing.experts
+        if valid is not None:  # a number above the experts', so that padding is sorted last
+            chosen = chosen.masked_fill(~valid.unsqueeze(-1), len(self.experts))
+        flat = chosen.reshape(-1)  # (T k,)
+        # Stable, so that the rows of an expert stay in the order of the batch.
+        order = torch.argsort(flat, stable=True)
+        inverse = inverse_of(order)
+        table, everyone = self._tally(flat, tokens.shape[0] if valid is None else valid.sum())
+        copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (T k, D)
+        ours = sum(table[0 if self._ranks is None else self._ranks.group.rank])
+        rows = permuted(copies, order, inverse)[:ours]  # by expert, without padding
+        outputs, shared = self._through_experts(rows, table, tokens)
+        if ours < flat.numel():
+            outputs = torch.cat([outputs, outputs.new_zeros(flat.numel() - ours, outputs.shape[1])])
+        by_token = permuted(outputs, inverse, order).view(-1, self.top_k, outputs.shape[1])
+        result = self._combine(by_token, routing.gates)
+        result = self._with_losses(result, routing, everyone, valid)
+        if shared is not None:
+            result = result + shared
+        return result.view(*x.shape[:-1], result.shape[-1])
+
+    def _valid(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise UsageError(
+                f"sw.MoE: a mask of shape {tuple(mask.shape)} does not fit tokens of shape "
+                f"{tuple(x.shape)}: pass one of shape {tuple(x.shape[:-1])}."
+            )
+        valid = None if mask is None else mask.reshape(-1).to(torch.bool)
+        # Decide once: the current batch has advanced when a recomputation runs.
+        if self._ranks is None:
+            return valid
+        is_stand_in = once(self._ranks.is_stand_in)
+        if self._is_counting and not is_stand_in and x.numel():
+            once(self._ranks.note_tokens)
+        if is_stand_in:
+            valid = torch.zeros(x.shape[:-1].numel(), dtype=torch.bool, device=x.device)
+        return valid
+
+    def _route(self, tokens: Tensor) -> Routing:
+        logits = router_logits(self.router, tokens)
+        if logits.shape[-1] != len(self.experts):
+            raise UsageError(
+                f"sw.MoE: the router returns {logits.shape[-1]} logits per token, but there are "
+                f"{len(self.experts)} experts."
+            )
+        return route(
+            logits,
+            self.top_k,
+            scores=self.scores,
+            normalize=self.normalize,
+            scale=self.scale,
+            bias=self.selection_bias,
+        )
+
+    @property
+    def _is_counting(self) -> bool:
+        """True if this forward pass needs the counts of all ranks. The same on every rank."""
+        return self.training and torch.is_grad_enabled() and self.counts_all
+
+    def _tally(self, flat: Tensor, valid: Tensor | int) -> tuple[list[list[int]], list[int]]:
+        """Count the rows per expert: for each rank of the group, and in total with the tokens.
+
+        The host waits for the device only here. Collective if there are other ranks.
+        """
+        number = len(self.experts)
+        if isinstance(flat, FakeTensor):
+            # `shardwise plan` runs without values: assume that all experts get equal numbers.
+            each = [
+                flat.numel() * (i + 1) // number - flat.numel() * i // number for i in range(number)
+            ]
+            return [each], [*each, flat.numel() // self.top_k]
+        counts = count_rows(flat, number)
+        row = torch.cat([counts, torch.as_tensor(valid, device=flat.device).reshape(1)])
+        run = self._ranks
+        if run is None:
+            rows = group_rows = once(row.cpu).view(1, -1)
+        else:
+            if run.is_split:
+                run.feed.check_even("A forward pass of sw.MoE with --expert")
+            # A recomputation must not communicate: its counts are the same.
+            rows = once(partial(run.gather_counts, row, of_all=self._is_counting))
+            group_rows = run.of_group(rows)
+        self.counts = rows[:, :-1].sum(0)
+        return group_rows[:, :-1].tolist(), rows.sum(0).tolist()
+
+    def _through_experts(
+        self, rows: Tensor, table: list[list[int]], tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the experts' outputs for `rows`, and the shared expert's output for `tokens`."""
+        run = self._ranks
+        if run is None or not run.is_split:
+            shared = None if self.shared is None else self.shared(tokens)
+            return self._run_experts(rows, 0, table[0]), shared
+        exchange = Exchange(table, self._spans, run.group)
+        pending: list[Handle] = []
+        received = exchange.to_experts(rows, pending)
+        # The shared expert needs no other rank, so it computes while the rows are sent.
+        shared = None if self.shared is None else self.shared(tokens)
+        for handle in pending:
+            handle.wait()
+        first, _ = self._spans[run.group.rank]
+        outputs = self._run_experts(exchange.by_expert(received), first, exchange.sizes)
+        return exchange.back(outputs), shared
+
+    def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
+        """Run experts on `rows` (n, D), sorted by expert. Expert `first` + i gets `sizes[i]`."""
+        parts = torch.split(rows, sizes)
+        # Also without rows: every rank then has the same graph, whose backward pass is collective.
+        return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
+
+    def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
+        """Return the weighted sum of `outputs` (T, k, D_out) as (T, D_out)."""
+        weighted = outputs * gates.unsqueeze(-1)
+        total = weighted[:, 0]
+        # A loop fixes the order, which `sum` may choose by shape.
+        for slot in range(1, self.top_k):
+            total = total + weighted[:, slot]
+        return total.to(outputs.dtype)
+
+    def _with_losses(
+        self, result: Tensor, routing: Routing, everyone: list[int], valid: Tensor | None
+    ) -> Tensor:
+        if self._is_counting:
+            counts = torch.tensor(everyone[:-1])
+            loss = router_loss(
+                routing, counts, everyone[-1], valid, balance=self.balance, z_loss=self.z_loss
+            )
+            done = partial(self._count, counts)
+            return attach(result, loss, self._run, self.router_loss_seed, done)
+        if self._ranks is not None and self._ranks.is_split and torch.is_grad_enabled():
+            # Without losses, the backward pass still drops gradients of weight 0. A layer may be
+            # fine-tuned in evaluation mode.
+            return attach(result, result.new_zeros(()), self._run, 0.0, lambda: None)
+        return result
+
+    def _count(self, counts: Tensor) -> None:
+        # Count in the backward pass: an evaluation has none, and recomputation makes no second one.
+        self._step_counts = self._step_counts + counts
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Update the selection bias from the counts since the last update.
+
+        Engines call it in each step. Without an engine, call it after `optimizer.step()`.
+        """
+        if self.selection_bias is not None:
+            counts = self._step_counts.to(torch.float64)
+            change = self.bias_rate * torch.sign(counts.mean() - counts)
+            self.selection_bias += change.to(self.selection_bias)
+        self.forget_counts()
+
+    def forget_counts(self) -> None:
+        """Discard the counts since the last update, because their step was skipped."""
+        self._step_counts = torch.zeros_like(self._step_counts)
+
+    def join_run(self, run: RoutingRun | None) -> None:
+        """Connect the layer with an engine's run, or disconnect it. Engines call it."""
+        self._run = run
+
+    def extra_repr(self) -> str:
+        """Return the settings that differ from a plain mixture of experts."""
+        return f"top_k={self.top_k}, scores={self.scores}, balance={self.balance}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy belongs to no engine.
+        state: dict[str, Any] = dict(self.__dict__)
+        state["_run"], state["_spans"] = None, [(0, len(self.experts))]
+        state["holds_all"] = True
+        return state

@@ -1,0 +1,112 @@
+"""Computes the router's losses over the whole batch, and adds their gradients inside the graph.
+
+The load-balancing loss (Fedus et al., arXiv:2101.03961, in the form of the global batch of
+arXiv:2501.11873) is, with T tokens, E experts and k experts per token,
+
+    balance x E x sum_i f_i P_i      f_i = counts_i / (k T), without a gradient
+                                     P_i = mean probability of expert i
+
+It is not a mean over tokens, because f_i is a property of all tokens. But it is linear in P_i. So
+each rank uses the counts of all ranks, and adds the part for its tokens:
+
+    balance x E x sum_i f_i (sum over own tokens of p_i) / T
+
+The sum of these parts over all ranks is the loss of one process with the same micro-batch. The same
+holds for the z-loss (Zoph et al., arXiv:2202.08906), z_loss x mean(logsumexp(logits)^2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.expert.routing import Routing
+from shardwise.parallel.expert.routing_run import RoutingRun
+
+
+def router_loss(
+    routing: Routing,
+    counts: Tensor,
+    tokens: int,
+    valid: Tensor | None,
+    *,
+    balance: float,
+    z_loss: float,
+) -> Tensor:
+    """Return this rank's part of the router losses, a scalar in the dtype of the logits.
+
+    Args:
+        routing: The routing of this rank's tokens.
+        counts: (E,) int64, the number of token copies per expert on all ranks.
+        tokens: The number of valid tokens on all ranks.
+        valid: (T,) bool, which of this rank's tokens count; None for all.
+        balance: Factor of the load-balancing loss.
+        z_loss: Factor of the z-loss.
+    """
+    probabilities, logits = routing.probabilities, routing.logits
+    share = 1.0 / max(tokens, 1)
+    total = logits.new_zeros(())
+    if balance:
+        kept = probabilities if valid is None else probabilities * valid.unsqueeze(-1)
+        copies = max(tokens * routing.experts.shape[1], 1)
+        frequency = counts.to(device=logits.device, dtype=logits.dtype) / copies
+        total = total + balance * logits.shape[1] * share * (frequency * kept.sum(0)).sum()
+    if z_loss:
+        squares = logits.logsumexp(-1).square()
+        kept = squares if valid is None else squares * valid
+        total = total + z_loss * share * kept.sum()
+    return total
+
+
+class _Attach(torch.autograd.Function):
+    """Returns `output` unchanged. Its backward pass adds the gradient of `loss`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: Tensor,
+        loss: Tensor,
+        run: RoutingRun | None,
+        seed: float,
+        done: Callable[[], None],
+    ) -> Tensor:
+        ctx.args = run, seed, done
+        ctx.save_for_backward(loss)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        run, seed, done = ctx.args
+        (loss,) = ctx.saved_tensors
+        done()
+        if run is not None:
+            seed = run.loss_seed
+            # The experts of other ranks must not receive the gradient of a loss with weight 0,
+            # which may be NaN. `where`, because 0 x NaN is NaN.
+            if isinstance(run.drops, Tensor):
+                grad = torch.where(run.drops, torch.zeros_like(grad), grad)
+            elif run.drops:
+                grad = torch.zeros_like(grad)
+        return grad, torch.ones_like(loss) * seed, None, None, None
+
+
+def attach(
+    output: Tensor,
+    loss: Tensor,
+    run: RoutingRun | None,
+    seed: float,
+    done: Callable[[], None],
+) -> Tensor:
+    """Return `output`, whose backward pass also computes the gradient of `loss`.
+
+    Args:
+        output: The layer's output.
+        loss: This rank's part of the router losses, a scalar.
+        run: The engine's run, which sets the gradient of the loss; None without an engine.
+        seed: The gradient of the loss without an engine.
+        done: Called by each backward pass that reaches the output.
+    """
+    return _Attach.apply(output, loss, run, seed, done)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,0 +1,131 @@
+"""Connects an engine with the mixture-of-experts layers of its models.
+
+A layer reads two things from its `RoutingRun`: the ranks for its exchanges of tokens and counts,
+and whether the current batch is a stand-in. The engine sets two values before each backward pass:
+
+    loss_seed   gradient of the router losses, because they reach autograd inside the graph
+    drops       true if this rank's loss has weight 0, so that its gradients (possibly NaN) must not
+                reach the experts of other ranks
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives
+from shardwise.world.current_batch import CurrentBatch
+
+
+class RoutedLayer(Protocol):
+    """A mixture-of-experts layer, as its run sees it."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if the layer has router losses in training."""
+
+    @property
+    def counts_all(self) -> bool:
+        """True if the layer counts the tokens of all ranks in training."""
+
+    @property
+    def step_counts(self) -> list[int]:
+        """Number of token copies per expert since the last update."""
+
+    def update_bias(self) -> None:
+        """Update the selection bias from the counts since the last update."""
+
+    def forget_counts(self) -> None:
+        """Discard the counts since the last update."""
+
+
+@dataclass(eq=False)
+class RoutingRun:
+    """The groups of ranks and the state of a backward pass, shared by the layers of an engine.
+
+    Args:
+        group: The ranks that together hold every expert once.
+        everyone: All ranks that compute parts of the same batch, on separate channels.
+        feed: The current batch.
+    """
+
+    group: Collectives
+    everyone: Collectives
+    feed: CurrentBatch
+    loss_seed: float | Tensor = 0.0
+    drops: bool | Tensor = False
+    has_tokens: bool = False
+    """True if a forward pass since the last backward pass routed tokens of this rank."""
+    divisor: float = 0.0
+    """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
+    layers: dict[str, RoutedLayer] = field(default_factory=dict)
+    """The layers of the engine's models, by name."""
+
+    @property
+    def has_losses(self) -> bool:
+        """True if any layer has router losses."""
+        return any(layer.has_losses for layer in self.layers.values())
+
+    @property
+    def crosses(self) -> bool:
+        """True if seeds must carry the full weights of losses.
+
+        This is the case if gradients of different ranks meet inside the graph, and for router
+        losses, whose weight differs from that of the rank's loss.
+        """
+        return self.is_split or self.has_losses
+
+    def stepped(self, *, skipped: bool) -> dict[str, list[int]]:
+        """Update the selection biases after a step, unless it was skipped.
+
+        Returns the number of token copies per expert in the step, for the layers that count them.
+        """
+        self.has_tokens = False
+        counts = {n: layer.step_counts for n, layer in self.layers.items() if layer.counts_all}
+        for layer in self.layers.values():
+            if skipped:
+                layer.forget_counts()
+            else:
+                layer.update_bias()
+        return counts
+
+    def abandon(self) -> None:
+        """Discard the counts of a failed step."""
+        self.stepped(skipped=True)
+
+    @property
+    def is_split(self) -> bool:
+        """True if other ranks hold some of the experts."""
+        return self.group.size > 1
+
+    def is_stand_in(self) -> bool:
+        """Return whether the running forward pass is a stand-in's, whose tokens do not count."""
+        batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
+        return batch is not None and batch.samples == 0
+
+    def note_tokens(self) -> None:
+        """Record that a forward pass has tokens that may count in the router losses."""
+        self.has_tokens = True
+
+    def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
+        """Gather each rank's `row` of counts, (n,), as (ranks, n) int64 on the CPU. Blocks.
+
+        Args:
+            row: int64 counts of this rank.
+            of_all: True to gather from every rank of the batch, False from the ranks of `group`.
+        """
+        group = self.everyone if of_all else self.group
+        # Send counts as fp64, which holds integers up to 2**53 exactly.
+        sent = row.to(device=group.small_device, dtype=torch.float64)
+        return group.read(group.gather_rows(sent)).to(torch.int64)
+
+    def of_group(self, rows: Tensor) -> Tensor:
+        """Return the rows of the ranks of `group`, given the rows of `everyone`."""
+        if rows.shape[0] == self.group.size:
+            return rows
+        # The ranks of a group have consecutive places among all ranks of the batch.
+        first = self.everyone.rank - self.group.rank
+        return rows[first : first + self.group.size]

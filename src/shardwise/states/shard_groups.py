@@ -1,0 +1,29 @@
+"""Names the ranks that share each bucket. Most buckets belong to all data-parallel ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.comm import Collectives
+from shardwise.layout.bucket_layout import DATA, Bucket
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The groups across which buckets are reduced, sharded and gathered.
+
+    Args:
+        data: All ranks that shard the states.
+        expert_copies: With `--expert`, the ranks that hold the same experts as this one. None if
+            no bucket holds experts.
+    """
+
+    data: Collectives
+    expert_copies: Collectives | None = None
+
+    def of(self, bucket: Bucket) -> Collectives:
+        """Return the group that shares `bucket`."""
+        if bucket.axis == DATA:
+            return self.data
+        assert self.expert_copies is not None
+        return self.expert_copies

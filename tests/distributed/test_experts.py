@@ -1,0 +1,345 @@
+"""`--expert`: training equals that of one process, in every row, on every number of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, ModelError
+from tests.distributed.experts import Problem, compare, named_values, plain, train_step, trained
+from tests.random_experts import check
+from tests.unit.experts.naive import moe
+
+UNEVEN = ((3, 2), (5, 1), (4, 4))
+"""Two micro-batches per step, some with fewer rows than there are ranks."""
+
+FAST = {(0, "sgd"), (1, "adamw"), (2, "sgd"), (3, "adamw")}
+
+
+@pytest.mark.parametrize(
+    ("zero", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
+        for case in [(zero, name) for zero in range(4) for name in ("sgd", "adamw")]
+    ],
+)
+def test_equals_one_process(group, zero, optimizer):
+    problem = Problem(optimizer=optimizer, settings={"zero": zero})
+    expected = plain(problem)
+    for ours in group(2, expert=2)(trained, problem):
+        compare(ours, expected)
+        assert (
+            ours["held"]
+            == sum(v.numel() for n, v in expected["values"].items() if ".experts." in n) / 2
+        )
+
+
+CASES = {
+    "copies": (4, 2, Problem(rows=UNEVEN, steps=3, settings={"zero": 3})),
+    "lone": (4, 4, Problem(optimizer="sgd", rows=UNEVEN, steps=3, lone=True, settings={"zero": 2})),
+    "few labels": (2, 2, Problem(optimizer="sgd", few_labels=True, settings={"zero": 1})),
+    "whole": (2, 1, Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"zero": 2})),
+    "recomputed": (
+        2,
+        2,
+        Problem(optimizer="sgd", settings={"zero": 3, "activations": "recomputed"}),
+    ),
+    "averages": (2, 2, Problem(settings={"zero": 2, "ema_decay": 0.9})),
+    "whole tensors": (2, 2, Problem(optimizer="adafactor", settings={"zero": 2})),
+    "sigmoid": (2, 2, Problem(options={"scores": "sigmoid", "scale": 1.5}, settings={"zero": 1})),
+}
+
+
+SLOW = {"averages", "sigmoid", "recomputed", "whole"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in SLOW else ()) for name in CASES],
+)
+def test_equals_one_process_also_with(group, name):
+    size, expert, problem = CASES[name]
+    expected = plain(problem)
+    for ours in group(size, expert=expert)(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", pytest.param("bf16", marks=pytest.mark.full)])
+def test_narrow_training_is_near_that_of_one_rank(group, precision):
+    problem = Problem(options={"bias_rate": 0.0}, settings={"zero": 2, "precision": precision})
+    (alone,) = group(1)(trained, problem)
+    for ours in group(2, expert=2)(trained, problem):
+        for key in ("losses", "norms"):
+            assert ours[key] == pytest.approx(alone[key], rel=0.03)
+
+
+@pytest.mark.full
+def test_layers_run_inside_tensor_parallel_replicas(group):
+    problem = Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"zero": 1})
+    expected = plain(problem)
+    for ours in group(4, tensor=2)(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_equals_one_process_over_gloo(group, zero):
+    problem = Problem(rows=UNEVEN, steps=3, settings={"zero": zero})
+    expected = plain(problem)
+    for ours in group(4, expert=2, transport="gloo")(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("expert", [1, 2, 4])
+def test_equals_one_process_on_four_ranks(group, expert, zero, optimizer):
+    problem = Problem(optimizer=optimizer, rows=UNEVEN, steps=20, settings={"zero": zero})
+    expected = plain(problem)
+    for ours in group(4, expert=expert)(trained, problem):
+        compare(ours, expected)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [10, 3, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(11, 36))],
+)
+def test_random_program_equals_one_process(group, seed):
+    check(group, seed)
+
+
+# -- the faults that other libraries had ---------------------------------------------------
+
+
+def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Plant a fault that other libraries have had."""
+    from shardwise.engine.gradient_weighting import GradientWeighting
+    from shardwise.parallel.expert import dispatch, moe
+    from shardwise.states.gradients.bucket import GradientBucket
+
+    if fault == "expert gradients divided by the ranks":
+        plain_start = dispatch._start
+
+        def divided(rows: torch.Tensor, counts: Any, group: Any) -> Any:
+            # Backward passes call it with gradients on contiguous rows, in grad mode off.
+            return plain_start(rows / group.size if rows.grad_fn is None else rows, counts, group)
+
+        patch.setattr(dispatch, "_start", divided)
+    elif fault == "no gradient through the gates":
+        combine = moe.MoE._combine
+        patch.setattr(moe.MoE, "_combine", lambda s, rows, gates: combine(s, rows, gates.detach()))
+    elif fault == "norm without experts":
+        square = GradientBucket.square
+        patch.setattr(GradientBucket, "square", lambda s: square(s) * (s.layout.axis == "data"))
+    elif fault == "router losses divided by the ranks":
+        seed_of = GradientWeighting.seed_of
+        patch.setattr(GradientWeighting, "seed_of", lambda s, *a, **k: seed_of(s, *a, **k) / 2)
+    else:
+        assert fault == "counts of one rank only"
+        gather = moe.RoutingRun.gather_counts
+
+        def local(run: Any, row: torch.Tensor, *, of_all: bool) -> torch.Tensor:
+            rows = gather(run, row, of_all=of_all)
+            own = torch.zeros_like(rows)
+            own[run.everyone.rank] = rows[run.everyone.rank]
+            return own if of_all and run.group.size == 1 else rows
+
+        patch.setattr(moe.RoutingRun, "gather_counts", local)
+
+
+def faulty(world: sw.World, problem: Problem, fault: str) -> Any:
+    """Train with a planted fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, fault)
+        return trained(world, problem)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "expert"),
+    [
+        ("expert gradients divided by the ranks", 2),
+        ("no gradient through the gates", 2),
+        ("norm without experts", 2),
+        ("router losses divided by the ranks", 2),
+        ("counts of one rank only", 1),
+    ],
+)
+def test_comparison_finds_planted_faults(group, fault, expert):
+    problem = Problem(optimizer="sgd", settings={"zero": 2})
+    expected = plain(problem)
+    compare(group(2, expert=expert)(trained, problem)[0], expected)
+    # The last fault fails on the ranks already, where the counts are compared.
+    with pytest.raises(AssertionError, match=r"not close|sum\(counts\)"):
+        compare(group(2, expert=expert)(faulty, problem, fault)[0], expected)
+
+
+# -- checkpoints ------------------------------------------------------------------------------
+
+
+def continued(world: sw.World, problem: Problem, folder: str, first: int, end: int) -> Any:
+    """Resume from `folder` if there is a checkpoint, train steps [first, end) and save."""
+    model = problem.model()
+    optimizer = problem.optimizer_of(model)
+    engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+    engine.resume(folder)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step in range(first, end):
+        train_step(world, engine, problem, step, losses, norms)
+    engine.save(folder)
+    with engine.full_parameters():
+        values = {n: v.detach().clone() for n, v in named_values(model).items()}
+    state = engine.optimizer_state_dict()
+    engine.close()
+    moments = {k: list(v) for k, v in optimizer.state_dict()["state"].items()}
+    return {"losses": losses, "norms": norms, "values": values, "state": state, "kept": moments}
+
+
+@pytest.mark.parametrize("zeros", [(2, 0), pytest.param((0, 3), marks=pytest.mark.full)])
+def test_checkpoint_loads_at_any_expert_size(group, tmp_path, zeros):
+    folder = str(tmp_path / "checkpoints")
+    problem = Problem(settings={"zero": zeros[0]})
+    expected = plain(Problem(steps=6))
+    group(2, expert=2)(continued, problem, folder, 0, 2)
+    other = Problem(settings={"zero": zeros[1]})
+    (alone,) = group(1)(continued, other, folder, 2, 4)
+    compare(
+        {**alone, **{k: expected[k][2:4] for k in ("losses", "norms")}},
+        {**plain(Problem(steps=4)), **{k: expected[k][2:4] for k in ("losses", "norms")}},
+    )
+    names = set(alone["values"])
+    for ours in group(4, expert=4)(continued, problem, folder, 4, 6):
+        part = {**expected, "losses": expected["losses"][4:], "norms": expected["norms"][4:]}
+        compare(ours, part)
+        assert set(ours["values"]) == names
+        # After `close` every rank has all experts and their moments, as in one process.
+        assert len(ours["kept"]) == len(list(problem.model().parameters()))
+    weights = next(Path(folder).glob("**/*.safetensors"), None)
+    assert weights is not None
+
+
+# -- the user's view --------------------------------------------------------------------------
+
+
+def written(world: sw.World) -> Any:
+    """Write a parameter of each expert, and run the whole model on one rank."""
+    problem = Problem(settings={"zero": 2})
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+    layer = model.blocks[0].moe
+    held = [index for index, e in enumerate(layer.experts) if e[0].weight.numel()]
+    with engine.full_parameters(write=True):
+        for index, each in enumerate(layer.experts):
+            each[0].bias.fill_(float(index))
+    inside = None
+    with engine.full_parameters():
+        values = [float(each[0].bias[0]) for each in layer.experts]
+        ids, mask, _ = problem.batches(0)[0]
+        if world.rank == 0:
+            inside = model.eval()(ids, mask)
+    plain_state = engine.model_state_dict()
+    engine.close()
+    model.eval()
+    outside = model(ids, mask)
+    if world.rank == 0:
+        assert torch.equal(inside, outside)
+        assert plain_state["blocks.0.moe.experts.7.0.weight"].shape == (5, 6)
+    return held, values, [each[0].bias[0].item() for each in layer.experts]
+
+
+def test_full_parameters_hold_all_experts(group):
+    first, second = group(2, expert=2)(written)
+    assert (first[0], second[0]) == ([0, 1, 2, 3], [4, 5, 6, 7])
+    expected = [float(index) for index in range(8)]
+    assert first[1:] == second[1:] == (expected, expected)
+
+
+class Bad:
+    """Models that cannot be divided."""
+
+    @staticmethod
+    def none() -> nn.Module:
+        """Return a model without experts."""
+        return nn.Linear(3, 3)
+
+    @staticmethod
+    def few() -> nn.Module:
+        """Return a layer with fewer experts than ranks."""
+        return moe(experts=1, top_k=1)
+
+    @staticmethod
+    def tied() -> nn.Module:
+        """Return experts that share a weight."""
+        layer = moe()
+        layer.experts[5][0].weight = layer.experts[0][0].weight
+        return layer
+
+    @staticmethod
+    def outside() -> nn.Module:
+        """Return an expert's weight that is also another module's."""
+        layer = moe()
+        layer.shared[0].weight = layer.experts[3][0].weight
+        return layer
+
+    @staticmethod
+    def buffers() -> nn.Module:
+        """Return experts with running statistics."""
+        layer = moe()
+        layer.experts[1].append(nn.BatchNorm1d(6))
+        return layer.double()
+
+
+REFUSED = {
+    "none": (ModelError, "--expert 2 found no mixture-of-experts layer to split in Linear"),
+    "few": (ModelError, "has only 1 expert(s)"),
+    "tied": (ModelError, "experts.5.0.weight is also a parameter of another expert"),
+    "outside": (ModelError, "is a parameter of an expert, and of another module too"),
+    "buffers": (ModelError, "experts.1 has a buffer, 3.running_mean"),
+}
+
+
+def refused(world: sw.World) -> dict[str, tuple[str, str]]:
+    """Return the error of each bad model or setting."""
+    found = {}
+    for name in REFUSED:
+        model = getattr(Bad, name)()
+        before = [p.shape for p in model.parameters()]
+        try:
+            sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+        except (ModelError, ConfigError) as error:
+            found[name] = type(error).__name__, str(error)
+        assert [p.shape for p in model.parameters()] == before
+    for name, settings in {
+        "compile": {"compile": True},
+        "host": {"shard_within": "host", "zero": 2},
+    }.items():
+        model = moe()
+        try:
+            sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True, **settings)
+        except (ModelError, ConfigError) as error:
+            found[name] = type(error).__name__, str(error)
+    model = moe(experts=4)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    engine.backward(model(torch.randn(4, 6, dtype=torch.float64)).mean())
+    try:
+        with engine.full_gradients():
+            pass
+    except sw.errors.UsageError as error:
+        found["gradients"] = type(error).__name__, str(error)
+    engine.step()
+    engine.close()
+    return found
+
+
+def test_refuses_what_it_cannot_split(group):
+    for found in group(2, expert=2)(refused):
+        for name, (kind, words) in REFUSED.items():
+            assert found[name][0] == kind.__name__, name
+            assert words in found[name][1]
+        assert "--expert 2 cannot be combined with --compile" in found["compile"][1]
+        assert "--shard-within host" in found["host"][1]
+        assert "with --expert 2: no worker has the whole gradient" in found["gradients"][1]
