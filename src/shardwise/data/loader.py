@@ -477,4 +477,7 @@ def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:
     """Return the shape of a pass, for the messages at the start of a run."""
     size = arguments.batch_size
     count = arguments.cut.count(size) if size else 1
-    return StreamShape(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)
+    tokens = None if arguments.budget is None else arguments.budget.tokens
+    return StreamShape(
+        batch_size=size, micro_batches=count, steps_per_epoch=reader.steps, tokens=tokens
+    )
