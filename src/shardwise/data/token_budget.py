@@ -187,7 +187,7 @@ def balance(works: Sequence[float], bins: int) -> list[list[int]]:
 def split_share(items: Sequence[int], lengths: Sequence[int], most: int | None) -> list[list[int]]:
     """Split the share of a rank into micro-batches of at most `most` padded tokens.
 
-    `lengths` are those of all items of the step. Padding makes every row as long as the longest, so
+    `lengths` covers all items of the step. Padding makes every row as long as the longest, so
     the items are split from the longest to the shortest.
     """
     if most is None or not items:
@@ -288,7 +288,7 @@ def _lengths_of(
     dataset: Any, part: range, length: Callable[[Any], int], world: World
 ) -> Iterator[Any]:
     reported = time.monotonic()
-    # The dataset may draw random numbers, which must not change those of the training loop.
+    # The dataset may draw random numbers, which must not affect the training loop.
     with preserved():
         for index in part:
             if time.monotonic() - reported > REPORT_SECONDS:
