@@ -70,10 +70,11 @@ class TokenBudget:
                 # The other ranks wait in the gather, so send them the error instead of raising.
                 mine = DataError(f"length(sample) failed on the samples {part}: {error!r}")
             parts = [mine] if world.size == 1 else group.gather_objects(mine)
+            lengths: list[Any] = []
             for answer in parts:
                 if isinstance(answer, DataError):
                     raise answer
-            lengths = [each for answer in parts for each in answer]
+                lengths += answer
         else:
             lengths = [_as_int(value) for value in self.length]
             if len(lengths) != len(dataset):
