@@ -57,7 +57,7 @@ class InOrder(BatchSchedule):
         # Check here and not in __init__, because creating a Loader is not collective and a script
         # may do it on some ranks only. Iterating over a Loader is collective anyway.
         if not self._checked:
-            _check_same_dataset(self._world, self._dataset)
+            check_same_dataset(self._world, self._dataset)
             self._checked = True
         whole = order.epoch_order(self._seed, epoch, self._length, shuffle=self._shuffle)
         assert self.epoch_length is not None
@@ -159,7 +159,7 @@ def _draw_blocks(
             return
 
 
-def _check_same_dataset(world: World, dataset: Any) -> None:
+def check_same_dataset(world: World, dataset: Any) -> None:
     """Raise DataError on every rank if the ranks hold different datasets. Collective.
 
     Compares the type, the length, the indices of a Subset and some tensor values. The usual cause
@@ -170,7 +170,7 @@ def _check_same_dataset(world: World, dataset: Any) -> None:
         return
     contents = repr(list(_contents(dataset)))
     digest = hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()
-    gathered = _comparison_group(world).gather_objects(
+    gathered = comparison_group(world).gather_objects(
         (type(dataset).__name__, len(dataset), digest)
     )
     for rank, theirs in enumerate(gathered):
@@ -210,7 +210,7 @@ def _check_blocks(
 
 def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) -> None:
     digest = hashlib.blake2b(repr(drawn).encode(), digest_size=16).hexdigest()
-    digests = _comparison_group(world).gather_objects(digest)
+    digests = comparison_group(world).gather_objects(digest)
     others = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
     if others:
         listed = ", ".join(map(str, others))
@@ -222,7 +222,7 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
         )
 
 
-def _comparison_group(world: World) -> Collectives:
+def comparison_group(world: World) -> Collectives:
     """Return the group of ranks that compare their data.
 
     These are all ranks or, with elastic islands, the ranks of this island.

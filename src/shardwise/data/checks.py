@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardwise.data.batch_cuts import BatchCut, MicroShardCut, ShareCut
+from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError
 from shardwise.layout.sum_tree import MicroShards
 
@@ -39,6 +40,7 @@ class LoaderArguments:
     collate_fn: Callable[[list[Any]], Any] | None
     size: int
     rank: int
+    budget: TokenBudget | None = None
 
     @property
     def cut(self) -> BatchCut:
@@ -54,7 +56,9 @@ class LoaderArguments:
 
     def check(self) -> None:
         """Raise DataError for arguments that are invalid or incompatible with each other."""
-        if self.batch_sampler is None:
+        if self.budget is not None:
+            self._check_budget(self.budget)
+        elif self.batch_sampler is None:
             self._check_batch_size()
         else:
             self._check_batch_sampler()
@@ -71,7 +75,8 @@ class LoaderArguments:
         size = self.batch_size
         if size is None:
             raise DataError(
-                "A Loader needs batch_size, the TOTAL batch of all workers, or a batch_sampler."
+                "A Loader needs batch_size, the TOTAL batch of all workers, or a batch_sampler, or "
+                "tokens and length."
             )
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise DataError(f"batch_size must be an integer of 1 or more, not {size!r}.")
@@ -85,6 +90,47 @@ class LoaderArguments:
                 f"batch_size={size} cannot be cut into the {self.shards.count} micro-shards of "
                 f"--exact {self.shards.count}. Make it {self.shards.count} or more, or use a "
                 "smaller --exact."
+            )
+
+    def _check_budget(self, budget: TokenBudget) -> None:
+        others = {
+            "batch_size": self.batch_size is not None,
+            "sampler": self.sampler is not None,
+            "batch_sampler": self.batch_sampler is not None,
+            "drop_last": self.drop_last,
+        }
+        if clash := [name for name, is_given in others.items() if is_given]:
+            raise DataError(
+                f"tokens decides the batches, so {' and '.join(clash)} cannot be combined with it: "
+                "leave one of them out."
+            )
+        for name, value in (
+            ("tokens", budget.tokens),
+            ("micro_batch_tokens", budget.micro_batch_tokens),
+        ):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise DataError(f"{name} must be a whole number of 1 or more, not {value!r}.")
+        if not callable(budget.length) and not hasattr(budget.length, "__len__"):
+            raise DataError(
+                f"length must be a function of a sample or one length per sample, not "
+                f"{budget.length!r}: write length=lambda sample: len(sample['input_ids'])."
+            )
+        if self.stream:
+            raise DataError(
+                f"tokens needs a map-style dataset, but {type(self.dataset).__name__} is iterable, "
+                "and its lengths are unknown before it is read: pass batch_size."
+            )
+        if self.micro_batch_size is not None:
+            raise DataError(
+                f"micro_batch_size={self.micro_batch_size} counts rows, but tokens closes steps by "
+                "their tokens: leave it out and write micro_batch_tokens=M in the Loader."
+            )
+        if self.shards is not None and budget.micro_batch_tokens is not None:
+            raise DataError(
+                f"micro_batch_tokens cannot be combined with --exact {self.shards.count}, whose "
+                "micro-shards are the micro-batches: leave it out, or pass --exact a larger number."
             )
 
     def _check_batch_sampler(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import multiprocessing.util
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from shardwise.data.position import Position, restored
 from shardwise.data.readers import Reader, choose_part_order, reader
 from shardwise.data.source import Item
 from shardwise.data.steps import LoaderPass, LoaderStep
+from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError, UsageError
 from shardwise.layout.sum_tree import MicroShards
 from shardwise.messages.other_libraries import HintsAtAttributes
@@ -72,6 +73,18 @@ class Loader(HintsAtAttributes):
             exhausted. An epoch that is resumed with a different world size or batch_size keeps the
             order of its parts until it ends. "auto" is "dataset" if the dataset has a method
             `shard` and enough shards, else "slice".
+        tokens: Largest number of tokens in a total batch, in place of batch_size. Samples are taken
+            in order, and a step ends before the sample that would exceed it. The steps depend only
+            on (seed, epoch, lengths). The samples of a step are shared so that all ranks have
+            about the same work, so shares are not contiguous rows.
+        length: With tokens: a function that returns the number of tokens of a sample, or one length
+            per sample. Each rank calls the function for a part of the dataset, before the first
+            epoch.
+        micro_batch_tokens: With tokens: largest number of tokens in a micro-batch, counted after
+            padding all its rows to the longest. Loop over `loader.steps()` then.
+        cost: With tokens: a function that returns the work of a sample of L tokens, to balance
+            ranks. Default: L. With layers of width d, attention makes it about `L + L * L / (6 *
+            d)`.
         micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
         num_workers: Passed to torch's DataLoader, which reads the data, as are the next six.
         collate_fn: See `torch.utils.data.DataLoader`.
@@ -112,6 +125,10 @@ class Loader(HintsAtAttributes):
         sampler: Iterable[Any] | None = None,
         batch_sampler: Iterable[Iterable[Any]] | None = None,
         sharding: str = "auto",
+        tokens: int | None = None,
+        length: Callable[[Any], int] | Sequence[int] | None = None,
+        micro_batch_tokens: int | None = None,
+        cost: Callable[[int], float] | None = None,
         micro_batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -128,6 +145,7 @@ class Loader(HintsAtAttributes):
         if micro_batch_size is not None:  # a value in the script becomes the run's setting
             settings = self._world.settle(micro_batch_size=micro_batch_size)
         requested_size = batch_size
+        budget = _budget(tokens, length, micro_batch_tokens, cost, self._world)
         batch_size = _total(batch_size, batch_sampler, self._world)
         arguments = LoaderArguments(
             dataset=dataset,
@@ -143,6 +161,7 @@ class Loader(HintsAtAttributes):
             collate_fn=collate_fn,
             size=self._world.data_size,
             rank=self._world.data_rank,
+            budget=budget,
         )
         arguments.check()
         self.name = name or f"Loader({type(dataset).__name__})"
@@ -201,8 +220,8 @@ class Loader(HintsAtAttributes):
         if steps is None:
             raise UnknownLength(
                 f"{self.name} does not know how many steps an epoch has: its dataset or sampler "
-                "has no length, or each rank reads its own part of a stream. Count the steps in "
-                "the loop instead of calling len."
+                "has no length, each rank reads its own part of a stream, or tokens closes the "
+                "steps. Count the steps in the loop instead of calling len."
             )
         return steps
 
@@ -439,6 +458,35 @@ def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | No
     return batch_size * world.data_size if whole and batch_size is not None else batch_size
 
 
+def _budget(
+    tokens: int | None,
+    length: Callable[[Any], int] | Sequence[int] | None,
+    micro_batch_tokens: int | None,
+    cost: Callable[[int], float] | None,
+    world: World,
+) -> TokenBudget | None:
+    """Return the budget of the steps, or None if `tokens` was not passed."""
+    others = {"length": length, "micro_batch_tokens": micro_batch_tokens, "cost": cost}
+    if tokens is None:
+        if extra := [name for name, value in others.items() if value is not None]:
+            raise DataError(
+                f"{' and '.join(extra)} applies only to a Loader with tokens=, the budget of a "
+                "step: pass tokens too, or leave it out."
+            )
+        return None
+    if length is None:
+        raise DataError(
+            "tokens needs the length of each sample: write length=lambda sample: "
+            "len(sample['input_ids'])."
+        )
+    if world.settings.batch == "worker" and world.data_size > 1:
+        raise DataError(
+            "tokens is the budget of a total batch, which --batch worker cannot make larger. "
+            "Leave --batch out."
+        )
+    return TokenBudget(tokens, length, micro_batch_tokens, cost)
+
+
 def _shards(exact: int, world: World) -> MicroShards:
     return MicroShards(exact, world.size, world.rank)
 
@@ -447,4 +495,7 @@ def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:
     """Return the shape of a pass, for the messages at the start of a run."""
     size = arguments.batch_size
     count = arguments.cut.count(size) if size else 1
-    return StreamShape(batch_size=size, micro_batches=count, steps_per_epoch=reader.steps)
+    tokens = None if arguments.budget is None else arguments.budget.tokens
+    return StreamShape(
+        batch_size=size, micro_batches=count, steps_per_epoch=reader.steps, tokens=tokens
+    )

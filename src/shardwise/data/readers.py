@@ -26,6 +26,7 @@ from shardwise.data.checks import LoaderArguments
 from shardwise.data.joined_parts import JoinedParts, part_of
 from shardwise.data.position import PartOrder, Position
 from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
+from shardwise.data.token_budget import BudgetCut, ByTokens
 from shardwise.errors import DataError
 from shardwise.world.world import World
 
@@ -116,11 +117,17 @@ class MapReader(Reader):
             may_draw=draws or arguments.collate_fn is not None,
         )
         self._cut = arguments.cut
+        self._budget_cut: BudgetCut | None = None
+        if (budget := arguments.budget) is not None:
+            self._budget_cut = BudgetCut(budget, arguments.size, arguments.rank, arguments.shards)
         self._schedule = _schedule(arguments, world)
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
     def requests_for(self, run: int, at: Position) -> Iterator[MicroBatch]:
-        return cut_batches(self._schedule.batches(at.epoch, at.offset), at.epoch, self._cut)
+        batches = self._schedule.batches(at.epoch, at.offset)
+        if self._budget_cut is not None:
+            return self._budget_cut.micro_batches(batches, at.epoch)
+        return cut_batches(batches, at.epoch, self._cut)
 
 
 class SliceReader(Reader):
@@ -257,6 +264,8 @@ def _check_parts(rows: list[int]) -> None:
 def _schedule(arguments: LoaderArguments, world: World) -> BatchSchedule:
     if arguments.batch_sampler is not None:
         return FromBatchSampler(arguments.batch_sampler, world=world)
+    if arguments.budget is not None:
+        return ByTokens(arguments.dataset, arguments.budget, world=world, shuffle=arguments.shuffle)
     size, drop_last = arguments.batch_size, arguments.drop_last
     assert size is not None
     if arguments.sampler is not None:

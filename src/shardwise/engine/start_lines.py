@@ -276,6 +276,9 @@ def _batch_line(world: World, *, averaged: bool) -> str:
         return "  batch: each worker's own, from the script; losses are averaged over workers"
     streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
+    if plan is not None and plan.tokens is not None:
+        replicas = many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
+        return f"  batch: up to {plan.tokens:,} tokens per step, on {replicas} together"
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
     each = math.ceil(plan.batch_size / (world.data_size * plan.micro_batches))

@@ -25,7 +25,9 @@ from shardwise.world.step_log import StepLog
 
 T = TypeVar("T")
 
-_OWN_PARTS = "each worker has its own part of the data"
+_OWN_PARTS = (
+    "each worker has its own part of the data, or rows that are not contiguous (Loader(tokens=...))"
+)
 
 _STREAMS_DIFFER = (
     "shardwise: before training some workers drew random numbers that others did not, or ran a "

@@ -43,6 +43,8 @@ class StreamShape:
     batch_size: int | None
     micro_batches: int
     steps_per_epoch: int | None
+    tokens: int | None = None
+    """Budget of tokens of a step, if it decides the batches."""
 
 
 @dataclass(eq=False)

@@ -1,0 +1,307 @@
+"""Closes steps by a budget of tokens, and balances the samples of a step over the ranks.
+
+    lengths, in the epoch's order    5 3 9 2 4 8 1
+    steps of at most 17 tokens       5 3 9 | 2 4 8 1       a function of (seed, epoch, lengths)
+    shares of 2 ranks                9 , 5 3 | 8 , 4 2 1   longest first, to the least loaded rank
+    micro-batches of at most 9       9 ; . , 5 ; 3 | ...   padded; the same number on every rank
+
+Only shares and micro-batches depend on the number of ranks, so a run at any world size has the same
+steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.data import order
+from shardwise.data.batch_schedule import BatchSchedule, check_same_dataset, comparison_group
+from shardwise.data.source import MicroBatch
+from shardwise.errors import DataError
+from shardwise.layout.bucket_layout import even_cuts
+from shardwise.layout.sum_tree import MicroShards
+from shardwise.world.randomness import preserved
+from shardwise.world.world import World
+
+REPORT_SECONDS = 5.0
+"""Seconds between two reports of the number of lengths that have been read."""
+
+
+@dataclass
+class TokenBudget:
+    """The budget of a step, and the lengths of the samples once they have been read.
+
+    The Loader keeps this object when it rebuilds its reader, so that lengths are read once.
+    """
+
+    tokens: int
+    length: Callable[[Any], int] | Sequence[int]
+    micro_batch_tokens: int | None = None
+    cost: Callable[[int], float] | None = None
+    """Returns the work of a sample of a given length. Default: the length itself."""
+    lengths: list[int] | None = field(default=None, repr=False)
+
+    @property
+    def most(self) -> int:
+        """Largest number of tokens that one sample may have."""
+        return min(self.tokens, self.micro_batch_tokens or self.tokens)
+
+    def read(self, dataset: Any, world: World) -> list[int]:
+        """Return the length of every sample. Collective on the first call.
+
+        Raises:
+            DataError: On all ranks, if a length is invalid or above the budget.
+        """
+        if self.lengths is not None:
+            return self.lengths
+        check_same_dataset(world, dataset)
+        if callable(self.length):
+            # Each rank reads a part of the dataset, because reading may include tokenization.
+            group = comparison_group(world)
+            cuts = even_cuts(len(dataset), group.size)
+            part = range(cuts[group.rank], cuts[group.rank + 1])
+            mine: list[Any] | DataError
+            try:
+                mine = list(_lengths_of(dataset, part, self.length, world))
+            except Exception as error:
+                # The other ranks wait in the gather, so send them the error instead of raising.
+                mine = DataError(f"length(sample) failed on the samples {part}: {error!r}")
+            parts = [mine] if world.size == 1 else group.gather_objects(mine)
+            lengths: list[Any] = []
+            for answer in parts:
+                if isinstance(answer, DataError):
+                    raise answer
+                lengths += answer
+        else:
+            lengths = [_as_int(value) for value in self.length]
+            if len(lengths) != len(dataset):
+                raise DataError(
+                    f"length= holds {len(lengths)} lengths, but the dataset has {len(dataset)} "
+                    "samples: pass one length per sample, in the order of the dataset."
+                )
+        self._check_agreement(lengths, world)
+        self._check(lengths)
+        self.lengths = lengths
+        return lengths
+
+    def _check_agreement(self, lengths: Sequence[Any], world: World) -> None:
+        """Raise DataError on all ranks if their steps would differ. Collective."""
+        if world.size == 1:
+            return
+        digest = hashlib.blake2b(repr(lengths).encode(), digest_size=16).hexdigest()
+        answers = comparison_group(world).gather_objects(
+            (self.tokens, self.micro_batch_tokens, digest)
+        )
+        for rank, theirs in enumerate(answers):
+            if theirs != answers[0]:
+                raise DataError(
+                    f"Rank 0 has tokens={answers[0][0]} and micro_batch_tokens={answers[0][1]}, "
+                    f"rank {rank} has {theirs[0]} and {theirs[1]}"
+                    f"{', and other lengths' if theirs[2] != answers[0][2] else ''}. Pass the same "
+                    "budget and the same lengths on every rank."
+                )
+
+    def _check(self, lengths: Sequence[Any]) -> None:
+        for index, length in enumerate(lengths):
+            if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+                raise DataError(
+                    f"The length of sample {index} is {length!r}. A length is a whole number of 1 "
+                    "or more: remove empty samples from the dataset."
+                )
+            if length > self.most:
+                name, value = "tokens", self.tokens
+                if self.most < self.tokens:
+                    name, value = "micro_batch_tokens", self.most
+                raise DataError(
+                    f"Sample {index} has {length} tokens, which is more than {name}={value}: "
+                    f"shorten the sample in the dataset, or pass {name}={length} or more."
+                )
+        for length in set(lengths) if self.cost is not None else ():
+            if not self.work(length) > 0:
+                raise DataError(
+                    f"cost({length}) is {self.work(length)!r}: return a number above 0 for every "
+                    "length."
+                )
+
+    def work(self, length: int) -> float:
+        """Return the work of a sample of `length` tokens."""
+        return float(length) if self.cost is None else self.cost(length)
+
+
+class ByTokens(BatchSchedule):
+    """Steps that are closed before their samples exceed a budget of tokens.
+
+    `epoch_length` remains None, so that positions store the number of steps too, which cannot be
+    computed from the number of samples.
+    """
+
+    def __init__(self, dataset: Any, budget: TokenBudget, *, world: World, shuffle: bool) -> None:
+        self._dataset, self._budget, self._world = dataset, budget, world
+        self._seed, self._shuffle = world.seed, shuffle
+
+    def batches(self, epoch: int, offset: int) -> Iterator[Sequence[int]]:
+        lengths = self._budget.read(self._dataset, self._world)
+        whole = order.epoch_order(self._seed, epoch, len(lengths), shuffle=self._shuffle)
+        # A step starts with an empty budget, so the steps after `offset` do not depend on earlier
+        # ones, and a resumed epoch has the same steps.
+        rest = order.indices(whole, (offset, len(lengths)))
+        return close_steps(rest, lengths, self._budget.tokens)
+
+
+def close_steps(
+    indices: Iterable[int], lengths: Sequence[int], tokens: int
+) -> Iterator[Sequence[int]]:
+    """Yield the steps: consecutive `indices` whose lengths sum to at most `tokens`."""
+    step: list[int] = []
+    used = 0
+    for index in indices:
+        if step and used + lengths[index] > tokens:
+            yield step
+            step, used = [], 0
+        step.append(index)
+        used += lengths[index]
+    if step:
+        yield step
+
+
+def balance(works: Sequence[float], bins: int) -> list[list[int]]:
+    """Distribute items over `bins` so that the largest sum of work is small.
+
+    Takes the largest item first, and adds it to the bin with the least work so far (LPT, Graham
+    1969: at most 4/3 of the optimum). Ties go to the earlier item and to the lower bin.
+
+    Returns:
+        The numbers of the items in each bin, in increasing order.
+    """
+    loads = [0.0] * bins
+    members: list[list[int]] = [[] for _ in range(bins)]
+    for item in sorted(range(len(works)), key=lambda item: (-works[item], item)):
+        least = loads.index(min(loads))
+        loads[least] += works[item]
+        members[least].append(item)
+    return [sorted(items) for items in members]
+
+
+def split_share(items: Sequence[int], lengths: Sequence[int], most: int | None) -> list[list[int]]:
+    """Split the share of a rank into micro-batches of at most `most` padded tokens.
+
+    `lengths` covers all items of the step. Padding makes every row as long as the longest, so
+    the items are split from the longest to the shortest.
+    """
+    if most is None or not items:
+        return [list(items)]
+    micros: list[list[int]] = []
+    for item in sorted(items, key=lambda item: (-lengths[item], item)):
+        # The first item of a micro-batch is its longest.
+        if not micros or (len(micros[-1]) + 1) * lengths[micros[-1][0]] > most:
+            micros.append([])
+        micros[-1].append(item)
+    return micros
+
+
+def extend_share(micros: list[list[int]], count: int) -> list[list[int]]:
+    """Split micro-batches in two until there are `count`. Add empty ones if none can be split."""
+    micros = [list(micro) for micro in micros]
+    while len(micros) < count:
+        largest = max(range(len(micros)), key=lambda number: len(micros[number]))
+        items = micros[largest]
+        if len(items) < 2:
+            micros += [[] for _ in range(count - len(micros))]
+            break
+        # Both halves remain next to each other, so that all ranks run long micro-batches first.
+        half = -(-len(items) // 2)
+        micros[largest : largest + 1] = [items[:half], items[half:]]
+    return micros
+
+
+@dataclass(frozen=True)
+class BudgetCut:
+    """Splits the steps for one rank: balanced shares, or balanced micro-shards of `--exact`."""
+
+    budget: TokenBudget
+    size: int
+    rank: int
+    shards: MicroShards | None
+
+    def turns(self, step: Sequence[int]) -> list[list[list[int]]]:
+        """Return the dataset indices in each micro-batch of each rank.
+
+        Args:
+            step: The dataset indices of a step.
+
+        Returns:
+            Nested lists: turns, in each turn the ranks, and of each rank the indices.
+        """
+        assert self.budget.lengths is not None
+        lengths = [self.budget.lengths[index] for index in step]
+        works = [self.budget.work(length) for length in lengths]
+        if self.shards is not None:
+            # Micro-shards depend on their number and never on the world size: the leaves of the
+            # sum tree must be the same at every world size.
+            leaves = balance(works, self.shards.count)
+            width = self.shards.workers
+            turns = [leaves[first : first + width] for first in range(0, len(leaves), width)]
+        else:
+            most = self.budget.micro_batch_tokens
+            shares = [split_share(items, lengths, most) for items in balance(works, self.size)]
+            # All ranks reduce gradients in each micro-batch, so all run the same number.
+            count = max(map(len, shares))
+            shares = [extend_share(share, count) for share in shares]
+            turns = [[share[turn] for share in shares] for turn in range(count)]
+        return [[[step[item] for item in sorted(items)] for items in turn] for turn in turns]
+
+    def micro_batches(self, steps: Iterable[Sequence[int]], epoch: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of `steps`.
+
+        The shortest sample of a step is the stand-in of a rank without samples.
+        """
+        own = self.rank if self.shards is None else self.shards.rank
+        for step in steps:
+            turns = self.turns(step)
+            for part, ranks in enumerate(turns):
+                mine = ranks[own]
+                yield MicroBatch(
+                    epoch=epoch,
+                    part=part,
+                    parts=len(turns),
+                    total=len(step),
+                    samples=len(mine),
+                    whole=sum(map(len, ranks)),
+                    # Shares are not contiguous, so this rank has no range of rows.
+                    place=None,
+                    indices=tuple(mine or self._stand_in(step)),
+                    all_have=all(ranks),
+                )
+
+    def _stand_in(self, step: Sequence[int]) -> list[int]:
+        lengths = self.budget.lengths
+        assert lengths is not None
+        shortest = min(step, key=lambda index: lengths[index])
+        # Two rows for BatchNorm, like any other stand-in, if the budget allows them.
+        most = self.budget.micro_batch_tokens
+        return [shortest] * (1 if most is not None and 2 * lengths[shortest] > most else 2)
+
+
+def _lengths_of(
+    dataset: Any, part: range, length: Callable[[Any], int], world: World
+) -> Iterator[Any]:
+    reported = time.monotonic()
+    # The dataset may draw random numbers, which must not affect the training loop.
+    with preserved():
+        for index in part:
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                world.print(
+                    f"shardwise: reading lengths: {index - part.start:,} of {len(part):,} samples "
+                    "on worker 0"
+                )
+            yield _as_int(length(dataset[index]))
+
+
+def _as_int(value: Any) -> Any:
+    """Return `value` as an int if it is a NumPy integer or a tensor of one, else unchanged."""
+    is_index = hasattr(value, "__index__") and not isinstance(value, bool)
+    return value.__index__() if is_index else value
