@@ -17,6 +17,13 @@ from typing import NamedTuple
 SOURCES = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 PASSED_ON = {
+    ("checkpoint/formats/exporting.py", "damage"): "the damage that a check of the source found",
+    ("checkpoint/formats/importing.py", "damage"): "the damage that a check of the source found",
+    (
+        "checkpoint/formats/importing.py",
+        "draft.describe_error(error)",
+    ): "why a file was not written",
+    ("checkpoint/source.py", "damage"): "the damage that a check of the source found",
     ("checkpoint/saver.py", "save_plan.failure"): "why the save could not be planned",
     ("checkpoint/saver.py", "job.failure"): "why the background save failed",
     ("horovod/background.py", "self._failure"): "why the background thread stopped",

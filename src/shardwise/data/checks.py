@@ -111,7 +111,7 @@ class LoaderArguments:
             if value is not None and (
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
-                raise DataError(f"{name} must be a whole number of 1 or more, not {value!r}.")
+                raise DataError(f"{name} must be an integer of 1 or more, not {value!r}.")
         if not callable(budget.length) and not hasattr(budget.length, "__len__"):
             raise DataError(
                 f"length must be a function of a sample or one length per sample, not "
