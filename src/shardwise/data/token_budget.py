@@ -108,7 +108,7 @@ class TokenBudget:
         for index, length in enumerate(lengths):
             if not isinstance(length, int) or isinstance(length, bool) or length < 1:
                 raise DataError(
-                    f"The length of sample {index} is {length!r}. A length is a whole number of 1 "
+                    f"The length of sample {index} is {length!r}. A length is an integer of 1 "
                     "or more: remove empty samples from the dataset."
                 )
             if length > self.most:
