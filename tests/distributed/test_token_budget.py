@@ -227,6 +227,7 @@ def raised(world, kind):
         "few": ({"length": lengths[1:]}, f"holds {len(texts) - 1} lengths"),
         "fails": ({"length": lambda sample: sample.missing}, "failed on the samples"),
         "differs": ({"length": [2 + world.rank, *lengths[1:]]}, "and other lengths"),
+        "costs": ({"cost": lambda tokens: tokens ** (1 + world.rank)}, "and other costs"),
         "rows": ({"batch_size": 8}, "tokens decides the batches"),
         "stream": ({"length": None}, "length=lambda"),
         "alone": ({"tokens": None, "batch_size": 8}, "applies only"),
@@ -237,7 +238,8 @@ def raised(world, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["long", "micro", "empty", "few", "fails", "differs", "rows", "stream", "alone"]
+    "kind",
+    ["long", "micro", "empty", "few", "fails", "differs", "costs", "rows", "stream", "alone"],
 )
 def test_rejects_bad_arguments_on_all_ranks(group, kind):
     assert group(2)(raised, kind) == [True, True]

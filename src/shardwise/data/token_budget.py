@@ -12,6 +12,7 @@ steps.
 from __future__ import annotations
 
 import hashlib
+import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -91,18 +92,29 @@ class TokenBudget:
         """Raise DataError on all ranks if their steps would differ. Collective."""
         if world.size == 1:
             return
-        digest = hashlib.blake2b(repr(lengths).encode(), digest_size=16).hexdigest()
+        digests = [
+            hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest()
+            for values in (lengths, self._works_of(lengths))
+        ]
         answers = comparison_group(world).gather_objects(
-            (self.tokens, self.micro_batch_tokens, digest)
+            (self.tokens, self.micro_batch_tokens, *digests)
         )
         for rank, theirs in enumerate(answers):
             if theirs != answers[0]:
                 raise DataError(
                     f"Rank 0 has tokens={answers[0][0]} and micro_batch_tokens={answers[0][1]}, "
                     f"rank {rank} has {theirs[0]} and {theirs[1]}"
-                    f"{', and other lengths' if theirs[2] != answers[0][2] else ''}. Pass the same "
-                    "budget and the same lengths on every rank."
+                    f"{', and other lengths' if theirs[2] != answers[0][2] else ''}"
+                    f"{', and other costs' if theirs[3] != answers[0][3] else ''}. Pass the same "
+                    "budget, lengths and cost on every rank."
                 )
+
+    def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
+        """Return the work of each distinct length, or the error that computing it raised."""
+        try:
+            return [self.work(length) for length in sorted(set(lengths))]
+        except Exception as error:  # `_check` reports it, after the ranks have compared theirs
+            return [repr(error)]
 
     def _check(self, lengths: Sequence[Any]) -> None:
         for index, length in enumerate(lengths):
@@ -176,11 +188,11 @@ def balance(works: Sequence[float], bins: int) -> list[list[int]]:
     Returns:
         The numbers of the items in each bin, in increasing order.
     """
-    loads = [0.0] * bins
+    loads = [(0.0, number) for number in range(bins)]  # a heap
     members: list[list[int]] = [[] for _ in range(bins)]
     for item in sorted(range(len(works)), key=lambda item: (-works[item], item)):
-        least = loads.index(min(loads))
-        loads[least] += works[item]
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + works[item], least))
         members[least].append(item)
     return [sorted(items) for items in members]
 
