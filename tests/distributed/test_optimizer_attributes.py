@@ -233,6 +233,31 @@ class Renamed:
     steps = 0
 
 
+def island_case(world, folder):
+    """Save with islands whose optimizers averaged different gradients."""
+    said = []
+    world.say_once = said.append
+    try:
+        x, model, optimizer = made(Wide)
+        engine = sw.Engine(model, optimizer, zero=0, equal_every=4)
+        for step in range(HALF):
+            rows = x[step:] * (1 + world.rank)
+            engine.backward(model(rows).square().mean())
+            engine.step()
+        engine.save(folder)
+        engine.close()
+    finally:
+        del world.say_once
+    return said
+
+
+def test_unequal_attributes_of_islands_are_reported(group, tmp_path):
+    said, _ = group(2, islands=2)(island_case, tmp_path)
+    (line,) = [each for each in said if "islands have different values" in each]
+    assert "average" in line
+    assert "of Wide. A checkpoint contains those of island 0" in line
+
+
 def named_case(world, folder):
     said = []
     world.say_once = said.append

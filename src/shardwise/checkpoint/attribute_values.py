@@ -18,6 +18,7 @@ tensors.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import types
 import weakref
@@ -90,6 +91,17 @@ class AttributeValues:
     tensors: dict[str, Tensor]
     unsaved: dict[str, list[str]]
     marks: dict[str, list[Any]]
+
+    def digests(self) -> dict[str, str]:
+        """Return a hash of each attribute and of the tensors that are stored for it."""
+        digests = {}
+        for name, value in self.fields.items():
+            content = hashlib.blake2b(repr(value).encode(), digest_size=16)
+            for stored in _stored_names(value):
+                data = self.tensors[stored].detach().cpu().contiguous()
+                content.update(data.flatten().view(torch.uint8).numpy().tobytes())
+            digests[name] = content.hexdigest()
+        return digests
 
     def changed_since(self, initial: AttributeValues) -> AttributeValues:
         """Return a snapshot with only the attributes that differ from those in `initial`."""

@@ -32,10 +32,12 @@ from shardwise.checkpoint import (
 )
 from shardwise.checkpoint.agreement import agree
 from shardwise.checkpoint.atomic_folders import Draft
+from shardwise.checkpoint.attribute_values import AttributeValues
 from shardwise.checkpoint.background import BackgroundSave, Copies, reserve
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.checkpoint.folder_lock import FolderClaim, take
 from shardwise.checkpoint.save_tensors import SavePlan, Sums
+from shardwise.checkpoint.tensor_names import listed
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.checkpoint.tracking import Tracking
 from shardwise.checkpoint.writer import Writer, create
@@ -104,6 +106,8 @@ class CheckpointSaver:
         # no parameter back to the user's optimizer, from which it is saved.
         self._objects.states.optimizer.return_common_state()
         attributes = [self._objects.attributes.changed(optimizer) for optimizer in spec.optimizers]
+        if spec.peers.size > 1:
+            self._report_unequal_attributes(attributes)
         tensors = EngineTensors(spec, self._objects.states, state.extra_sets, attributes)
         scaling = engine_fields.SCALING.value(state)
         save_plan = save_tensors.plan(tensors, state.extra_sets, scaling, split)
@@ -132,6 +136,25 @@ class CheckpointSaver:
                 draft.discard()  # a partial checkpoint is useless
             raise
         return draft.final
+
+    def _report_unequal_attributes(self, attributes: Sequence[AttributeValues | None]) -> None:
+        """Report attributes that differ between groups of ranks with separate optimizers.
+
+        A checkpoint contains those of rank 0, with which all groups would continue. Collective.
+        """
+        own = [{} if values is None else values.digests() for values in attributes]
+        groups = self._spec.peers.gather_objects(own)
+        for optimizer, digests in zip(
+            self._spec.optimizers, zip(*groups, strict=True), strict=True
+        ):
+            names = {name for each in digests for name in each}
+            unequal = sorted(n for n in names if len({each.get(n) for each in digests}) > 1)
+            if unequal:
+                self._world.say_once(
+                    f"the islands have different values in the attributes {listed(unequal)} of "
+                    f"{type(optimizer).__name__}. A checkpoint contains those of island 0, so all "
+                    "islands continue with them after a resume."
+                )
 
     def _fields(
         self, tensors: EngineTensors, save_plan: SavePlan
