@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.config import Settings
+from shardwise.config.effect import OF_AN_ENGINE
 from shardwise.errors import ConfigError, GuardError
+from shardwise.guard.engine_guard import check
 from shardwise.guard.memory import pieces_of
 
 EVERY = 4
@@ -186,20 +189,29 @@ def test_guard_leaves_no_trace(group, zero):
     assert group(2)(clean, zero, True) == group(2)(clean, zero, False)
 
 
-@pytest.mark.parametrize("setting", ["exact"])
-def test_refuses_what_it_cannot_compare(solo, setting):
+@pytest.mark.parametrize("setting", ["exact", "pipeline", "tensor", "islands"])
+def test_refuses_what_it_cannot_compare(setting):
     with pytest.raises(ConfigError, match="--guard 4 cannot be combined with"):
-        from shardwise.config import Settings
-        from shardwise.guard.engine_guard import check
-
         check(Settings(guard=4, **{setting: 2}))
 
 
-def test_action_without_guard_is_refused():
-    from shardwise.config import Settings
-    from shardwise.config.effect import OF_AN_ENGINE
+@pytest.mark.parametrize("name", ["guard_action", "guard_memory"])
+def test_option_without_guard_has_no_effect(name):
+    (need,) = (need for need in OF_AN_ENGINE if need.name == name)
+    assert not need.holds(Settings())
+    assert need.holds(Settings(guard=5))
 
-    needs = {need.name: need for need in OF_AN_ENGINE}
-    for name in ("guard_action", "guard_memory"):
-        assert not needs[name].holds(Settings())
-        assert needs[name].holds(Settings(guard=5))
+
+def nan_case(world, action):
+    model, engine = started(world, 0, guard_action=action)
+    before = [p.detach().clone() for p in model.parameters()]
+    x = torch.ones(4, 6) * (float("nan") if world.rank == 1 else 1.0)
+    engine.backward(model(x).square().mean())
+    skipped = engine.step().skipped
+    same = all(map(torch.equal, before, model.parameters()))
+    engine.close()
+    return skipped, same
+
+
+def test_restore_skips_a_step_that_is_not_finite(group):
+    assert group(2)(nan_case, "restore") == [(True, True)] * 2

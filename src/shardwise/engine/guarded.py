@@ -23,7 +23,6 @@ from shardwise.guard.engine_guard import EngineGuard, check
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.step_totals import StepStats, StepTotals
 
-
 __all__ = ["GuardedBackward", "GuardedSteps", "attach", "check"]
 
 
@@ -61,12 +60,12 @@ class GuardedSteps(StepRunner):
 
     def _check_finite(self, totals: StepTotals) -> None:
         # A loss scale makes gradients overflow on purpose.
-        if totals.weight and not self._state.scale.active:
-            if not math.isfinite(totals.squared_norm):
-                with self._abandoning_if_found():
-                    self.guard.explain_nonfinite()
-                if self.guard.skips:
-                    return
+        scaled = self._state.scale.active
+        if totals.weight and not scaled and not math.isfinite(totals.squared_norm):
+            with self._abandoning_if_found():
+                self.guard.explain_nonfinite()
+            if self.guard.skips:
+                return
         super()._check_finite(totals)
 
     def _reduced(self, call: str) -> StepTotals:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from shardwise.comm import Collectives
 from shardwise.guard.findings import Finding
 from shardwise.guard.memory import Piece
 from shardwise.layout import fingerprints
@@ -79,15 +78,3 @@ def differences(
         Finding(step, kind, tuple(names), rank, evidence)
         for (kind, rank, evidence), names in found.items()
     ]
-
-
-def copy_from(group: Collectives, source: int, pieces: Sequence[Piece]) -> None:
-    """Give every rank of `group` the values of rank `source`. Collective.
-
-    `pieces` has the same shapes on all ranks.
-    """
-    for piece in pieces:
-        # A transport needs contiguous memory, and some pieces are copies of it.
-        sent = piece.flat.clone()
-        group.broadcast(sent, source).wait()
-        piece.flat.copy_(sent)

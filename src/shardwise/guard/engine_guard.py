@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from shardwise.checkpoint.spec_view import SpecView, StatesView
 from shardwise.comm import Collectives
 from shardwise.config import Settings
-from shardwise.errors import ConfigError, GuardError
-from shardwise.guard import copies
-from shardwise.guard.findings import GRADIENT, OUTPUT, PARAMETER, Finding
+from shardwise.errors import ConfigError
+from shardwise.guard.checks import Checks
+from shardwise.guard.findings import BUFFER, Finding
 from shardwise.guard.memory import MemorySeals, Piece, other_pieces, pieces_of
 from shardwise.guard.second_run import SecondRun
 from shardwise.states.parameters.parameters import Parameters
@@ -86,11 +87,9 @@ class EngineGuard:
         assert settings.guard is not None
         self._engine = engine
         self._group = group
-        self._shard_group = shard_group
         self._residency = residency
         self._set_suspects_aside = set_suspects_aside
         self._every = settings.guard
-        self._action = settings.guard_action
         self._seals = MemorySeals() if settings.guard_memory else None
         models = [
             (prefix or type(model).__name__, model)
@@ -98,12 +97,14 @@ class EngineGuard:
         ]
         self.second_run = SecondRun(models, engine.world.device, self._apart)
         self._sealed: tuple[Parameters, int] | None = None
-        self._found: list[Finding] = []
-        self._clean = engine.steps
-        """The last step after which all checks passed."""
-        self._said: set[tuple[object, ...]] = set()
-        self._unstable: set[tuple[str, str]] = set()
-        """Kind and name of results that differ between two runs on all ranks."""
+        self._checks = Checks(
+            group,
+            float(shard_group.rank),
+            settings.guard_action,
+            engine.world.print,
+            engine.world.say_once,
+            engine.steps,
+        )
         self._arm_if_due()
 
     @property
@@ -114,7 +115,7 @@ class EngineGuard:
     @property
     def skips(self) -> bool:
         """True if a step that must not be applied is skipped, and training continues."""
-        return self._action == "restore"
+        return self._checks.action == "restore"
 
     def _arm_if_due(self) -> None:
         self.second_run.disarm()
@@ -153,7 +154,7 @@ class EngineGuard:
             return
         self._look_at_memory()
         group = self._group
-        flag = torch.tensor([float(bool(self._found))], device=group.small_device)
+        flag = torch.tensor([float(bool(self._checks.found))], device=group.small_device)
         # One more small collective per step. Otherwise a rank could raise while others wait for it.
         if group.read(group.gather_rows(flag)).any():
             self._check(self._engine.steps + 1)
@@ -167,7 +168,7 @@ class EngineGuard:
         parameters = engine.states.parameters
         if self._sealed == (parameters, parameters.changes) and not parameters.written():
             pieces = pieces_of(engine.spec, engine.states)
-            self._found += self._seals.check(engine.steps + 1, self._group.rank, pieces)
+            self._checks.found += self._seals.check(engine.steps + 1, self._group.rank, pieces)
         self._seals.open()
 
     # -- after a step -------------------------------------------------------------------------
@@ -196,139 +197,49 @@ class EngineGuard:
         self._check(self._engine.steps + 1)
 
     def _check(self, step: int) -> None:
-        engine = self._engine
-        self._found += self.second_run.findings(step, self._group.rank)
+        engine, checks = self._engine, self._checks
+        checks.found += self.second_run.findings(step, self._group.rank)
         pieces = pieces_of(engine.spec, engine.states)
-        copied = [*pieces, *other_pieces(engine.spec, engine.states)]
-        found = self._exchange(step, copied)
-        self._report_incomparable()
-        if found:
-            self._act(step, found, copied)
-        else:
-            self._clean = step
-
-    def _exchange(self, step: int, pieces: Sequence[Piece]) -> list[Finding]:
-        """Return the findings of all ranks. Collective."""
-        group = self._group
-        digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]
-        values = [*digests, float(self._shard_group.rank), float(bool(self._found))]
-        # Keep digests on the device: one copy to the host, with those of all ranks.
-        row = torch.stack(
-            [torch.as_tensor(v, dtype=torch.float64, device=group.small_device) for v in values]
-        )
-        rows = group.read(group.gather_rows(row)).tolist()
-        own, self._found = self._found, []
-        found: list[Finding] = []
-        # The rows are the same on all ranks, so all of them take part in the next collectives.
-        if any(flag for *_, flag in rows):
-            gathered = group.gather_plain([each.plain() for each in own])
-            found = [Finding.of_plain(each) for mine in gathered for each in mine]
-            found = self._without_unstable(found)
-        suspects = [each.rank for each in found if each.rank is not None]
-        if len({whole for whole, *_ in rows}) > 1:
-            sums = group.gather_plain(copies.checksums(pieces, is_shard=False))
-            found += copies.differences(step, dict(enumerate(sums)), suspects)
-        by_shard: dict[float, list[float]] = {}
-        for _, shard, place, _ in rows:
-            by_shard.setdefault(place, []).append(shard)
-        if any(len(set(digests_of_shard)) > 1 for digests_of_shard in by_shard.values()):
-            sums = group.gather_plain(copies.checksums(pieces, is_shard=True))
-            for place in by_shard:
-                ranks = [rank for rank, row_of_rank in enumerate(rows) if row_of_rank[2] == place]
-                found += copies.differences(step, {r: sums[r] for r in ranks}, suspects)
-        return found
-
-    def _without_unstable(self, found: Sequence[Finding]) -> list[Finding]:
-        """Leave out results that differ between two runs on every rank.
-
-        A defect of one device does not show on all ranks in the same step. An operation that is not
-        deterministic does.
-        """
-        computed = [each for each in found if each.kind in (GRADIENT, OUTPUT)]
-        by_name: dict[tuple[str, str], set[int | None]] = {}
-        for each in computed:
-            for name in each.names:
-                by_name.setdefault((each.kind, name), set()).add(each.rank)
-        size = self._group.size
-        new = {key for key, ranks in by_name.items() if size > 1 and len(ranks) == size}
-        if new - self._unstable:
-            names = ", ".join(sorted(name for _, name in new - self._unstable)[:4])
-            self._engine.world.say_once(
-                f"guard: {names} differ between two runs on all ranks, so an operation is not "
-                "deterministic. They are not compared: not proved. To compare them: "
-                "torch.use_deterministic_algorithms(True)"
-            )
-            self._unstable |= new
-        kept = [each for each in found if each.kind not in (GRADIENT, OUTPUT)]
-        for each in computed:
-            names_left = tuple(n for n in each.names if (each.kind, n) not in self._unstable)
-            if names_left:
-                kept.append(Finding(each.step, each.kind, names_left, each.rank, each.evidence))
-        return kept
-
-    def _report_incomparable(self) -> None:
+        pieces += other_pieces(engine.spec, engine.states)
+        found = checks.exchange(step, pieces)
         if self.second_run.reason is not None:
-            self._engine.world.say_once(
+            engine.world.say_once(
                 f"guard: steps are not computed twice, because {self.second_run.reason}: not proved"
             )
+        if found:
+            checks.act(found, partial(self._repair, found, pieces), self._advice)
 
     # -- actions ------------------------------------------------------------------------------
 
-    def _act(self, step: int, found: Sequence[Finding], pieces: Sequence[Piece]) -> None:
-        """Warn, repair or stop. Collective."""
-        engine = self._engine
-        new = [each for each in found if (each.kind, each.names, each.rank) not in self._said]
-        self._said |= {(each.kind, each.names, each.rank) for each in found}
-        lines = [f"guard: {each}" for each in new]
-        if self._action == "warn":
-            for line in lines:
-                engine.world.print(f"shardwise: {line}")
-            return
-        if self._action == "restore" and self._repair(found, pieces):
-            for each in found:
-                engine.world.print(f"shardwise: guard: {each}. Copied from an intact rank")
-            return
-        advice = (
-            f"The last check without an error was after step {self._clean}: checkpoints of later "
-            "steps may contain the error."
-        )
-        if self._action == "restore":
-            aside = self._set_suspects_aside(self._clean) if engine.world.is_main else []
-            moved = f" Renamed {', '.join(aside)}." if aside else ""
-            advice = (
-                "No rank has an intact copy, so the run must continue from a checkpoint: start it "
-                "with --restarts N and engine.resume(folder). The last check without an error was "
-                f"after step {self._clean}.{moved}"
-            )
-        ranks = sorted({each.rank for each in found if each.rank is not None})
-        shown = "; ".join(str(each) for each in found)
-        raise GuardError(f"The guard found an error. {shown}. {advice}").blaming(ranks)
-
-    def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece]) -> bool:
-        """Copy wrong states from a rank that has the right ones. Collective.
-
-        Returns False if a wrong state has no intact copy, or the wrong rank is unknown.
-        """
-        bad = {each.rank for each in found}
+    def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
+        """Copy wrong states from rank `source`. Collective. Returns False if it has no copy."""
         names = {name for each in found for name in each.names}
-        kinds = {each.kind for each in found}
-        # A wrong computation has already entered the sum of all ranks' gradients.
-        if None in bad or kinds & {GRADIENT, OUTPUT}:
+        wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
+        placement = self._engine.spec.placement
+        # With sharded optimizer state, the owner of a parameter sends its value to all ranks in
+        # each update, so their copies are not independent.
+        if placement.is_sharded("optimizer") and any(each.kind != BUFFER for each in found):
             return False
-        intact = [rank for rank in range(self._group.size) if rank not in bad]
-        wanted = [p for p in pieces if any(name in names for name, *_ in p.names)]
-        if not intact or any(piece.is_shard for piece in wanted):
-            return False
-        # With sharded optimizer state, the owner of a parameter has already sent its wrong value
-        # to all ranks in the update.
-        if any(PARAMETER in each.kind and "differs" not in each.evidence for each in found) and (
-            self._engine.spec.placement.is_sharded("optimizer")
-        ):
-            return False
-        copies.copy_from(self._group, intact[0], wanted)
+        for piece in wanted:
+            # A transport needs contiguous memory, and some pieces are copies of it.
+            sent = piece.flat.clone()
+            self._group.broadcast(sent, source).wait()
+            piece.flat.copy_(sent)
         self._engine.states.parameters.settle()
-        self._said.clear()
         return True
+
+    def _advice(self) -> str:
+        """Return what to do after an error without an intact copy."""
+        clean = self._checks.clean
+        last = f"The last check without an error was after step {clean}"
+        if self._checks.action != "restore":
+            return f"{last}: checkpoints of later steps may contain the error."
+        aside = self._set_suspects_aside(clean) if self._engine.world.is_main else []
+        moved = f" Renamed to suspect-*: {', '.join(aside)}." if aside else ""
+        return (
+            "No rank has an intact copy, so the run must continue from a checkpoint: start it with "
+            f"--restarts N, and write engine.resume(folder). {last}.{moved}"
+        )
 
     def describe(self) -> str:
         """Return the start line."""
@@ -343,5 +254,5 @@ class EngineGuard:
         copies_of = f"compares {compared} across ranks" if self._group.size > 1 else "has no copies"
         return (
             f"guard every {self._every} steps: {copies_of}{memory}; one step in {self._every} is "
-            f"computed twice (about {share:.2g} % of the time); on an error: {self._action}"
+            f"computed twice (about {share:.2g} % of the time); on an error: {self._checks.action}"
         )

@@ -1,4 +1,4 @@
-"""What the guard can find, in words."""
+"""Describes an error that the guard has found."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from shardwise.layout.bucket_layout import ALIGNMENT, Slot
 from shardwise.layout.fingerprints import can_be_taken
 
 BLOCK = 4096
-"""Number of words in a block of a large tensor. The sums need 1/4096 of the tensor's memory."""
+"""Number of elements in a block of a large tensor. The sums of fp32 need 1/2048 of its memory."""
 
 LARGE = 1 << 18
-"""Number of bytes from which a tensor has blocks of BLOCK words. Smaller ones have blocks of
-ALIGNMENT elements, which never span two parameters."""
+"""Tensors of at least this many bytes have blocks of BLOCK elements. Smaller ones have blocks of
+ALIGNMENT elements, and no such block spans two parameters."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

@@ -1,13 +1,13 @@
 """Computes training forward and backward passes twice, and compares the results in bits.
 
 A correct device gives the same bits for the same operations on the same values. The second run
-therefore finds a device that computes wrongly from time to time, on each rank alone, also where no
-other rank has the same values. It does not find an error that repeats exactly.
+therefore finds a device that computes wrongly from time to time. It needs no other rank. It does
+not find an error that repeats exactly.
 
     forward       the model runs     ── again, with the same inputs, buffers and random state
     backward      gradients, dropped ── again, by the training itself
 
-Neither run leaves a trace beyond that of a single one. Buffers, attributes and generators get
+The two runs together leave the trace of a single one. Buffers, attributes and generators get
 their values back. Hooks of users that return nothing are not called a second time.
 """
 
