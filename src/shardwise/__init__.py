@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
     from shardwise.engine import Engine, Engines
+    from shardwise.guard.stock import Guard
     from shardwise.launch.function import launch
     from shardwise.metrics import Metrics
     from shardwise.model.meta import on_meta
@@ -30,6 +31,7 @@ __all__ = [
     "Attention",
     "Engine",
     "Engines",
+    "Guard",
     "Loader",
     "Metrics",
     "MoE",
@@ -54,6 +56,7 @@ _HOMES = {
     "cross_entropy": "shardwise.parallel.tensor.cross_entropy",
     "Engine": "shardwise.engine",
     "Engines": "shardwise.engine",
+    "Guard": "shardwise.guard.stock",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "MoE": "shardwise.parallel.expert.moe",

@@ -26,6 +26,7 @@
     │   └── CheckpointMismatch  belongs to a different model or optimizer
     ├── TierError            a folder or disk cannot hold a state, or failed while it did
     ├── NonFiniteError       a gradient or loss became NaN or infinite
+    ├── GuardError           --guard found a corrupted state or a wrong computation
     └── CollectiveError      a collective failed; the cause is usually on another rank
         ├── PeerLost         another rank exited
         └── HorovodInternalError  an operation of shardwise.horovod failed
@@ -172,6 +173,13 @@ class TierError(ShardwiseError):
 
 class NonFiniteError(ShardwiseError):
     """Raised if a loss or gradient is NaN or infinite. Names the parameter, rank and samples."""
+
+
+class GuardError(ShardwiseError):
+    """Raised by `--guard` for a corrupted state or a wrong computation.
+
+    The message names the step, the tensor, and the rank if it is known.
+    """
 
 
 class CollectiveError(ShardwiseError):

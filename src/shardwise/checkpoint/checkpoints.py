@@ -64,6 +64,11 @@ class Checkpoints:
         self._trial_paths: frozenset[Path] = frozenset()  # paths of saves skipped in a trial
         self._returns = returns_of(self)
 
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the final save, or None before the first save or resume."""
+        return self._folder
+
     def track(self, objects: Mapping[str, Any]) -> None:
         """See Engine.track."""
         self._tracked.add(objects)

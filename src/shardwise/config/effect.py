@@ -40,6 +40,11 @@ def _has_islands(settings: Settings) -> bool:
     return settings.islands != 1
 
 
+def _has_guard(settings: Settings) -> bool:
+    return settings.guard is not None
+
+
+_GUARD = ("without --guard K, the number of steps between two checks", "--guard K")
 _ISLANDS = ("without --islands N, the number of groups that step on their own", "--islands N")
 _PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
@@ -57,6 +62,8 @@ _ALL = (
     Need("wire", _has_islands, ("islands",), *_ISLANDS),
     Need("late", _has_islands, ("islands",), *_ISLANDS),
     Need("behind", _has_islands, ("islands",), *_ISLANDS),
+    Need("guard_action", _has_guard, ("guard",), *_GUARD),
+    Need("guard_memory", _has_guard, ("guard",), *_GUARD),
     Need(
         "shard_within",
         lambda settings: settings.placement.level > 0,

@@ -294,6 +294,21 @@ class Settings:
         "D",
         rare=True,
     )
+    guard: int | None = _setting(
+        "watch",
+        "every K steps, compare copies of states, and compute a step twice",
+        values.whole(1),
+        "K",
+    )
+    guard_action: str = _choice(
+        "watch",
+        "on an error found by the guard: stop, warn, or copy intact states",
+        ("stop", "warn", "restore"),
+        rare=True,
+    )
+    guard_memory: bool = _switch(
+        "watch", "with --guard: check the memory of all states in each step", rare=True
+    )
     timeline: Path | None = _setting(
         "watch", "write a timeline of the run, as Chrome trace JSON", values.file, "FILE"
     )

@@ -8,6 +8,7 @@ backward.py            weights losses, runs autograd, collects and accumulates g
 step.py                reduces, exchanges, clips, updates, clears
 state_access.py        full parameters, EMA averages, plain optimizer state
 random_state.py        seeds a rank's random generators
+guarded.py             calls the guard around backward and step (--guard)
 engines.py             saves and resumes several engines together
 
 Creating an engine:

@@ -311,11 +311,15 @@ class BackwardRunner:
             counts = expert_parallel.begin_backward(
                 run, self._weighting, loss, counts, share, is_sole=is_sole
             )
+        self._before_autograd(loss, seed)
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
         if not reached and not isinstance(factor, Tensor) and factor > 0:
             usage_checks.check_reachable(loss, several=len(living) > 1)
+
+    def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:
+        """Run before autograd, which starts from `loss` with `seed`. Overridden by the guard."""
 
     def _one_by_one(
         self,

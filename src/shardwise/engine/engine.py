@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -95,6 +96,13 @@ class Engine(HintsAtAttributes):
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
+        backward_kind, step_kind = BackwardRunner, StepRunner
+        guarded: Any = None
+        if self.settings.guard is not None:
+            # Imported here, so that a run without a guard does not load it.
+            guarded = import_module("shardwise.engine.guarded")
+            guarded.check(self.settings)
+            backward_kind, step_kind = guarded.GuardedBackward, guarded.GuardedSteps
         # The number is part of seeds and records, which is why all ranks must create engines in the
         # same order.
         number, world.engines = world.engines, world.engines + 1
@@ -107,18 +115,23 @@ class Engine(HintsAtAttributes):
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
-        self._backward = BackwardRunner(state, self._randoms, self._timing)
+        self._backward = backward_kind(state, self._randoms, self._timing)
         self._recording = recording_of(state)
         # The saver's failed background saves are reported in the step's exchange.
         saver = self._checkpoints.saver
-        self._stepper = StepRunner(
+        self._stepper = step_kind(
             state, self._backward, self._randoms, saver, self._timing, self._recording
         )
+        line = None
+        if guarded is not None:
+            line = guarded.attach(state, self._backward, self._stepper, self._checkpoints)
         # Register the engine last: other engines must not see one whose constructor raised.
         living.add(state.objects)
         _engines.add(self)
         start_lines.announce_engine(world, self._spec, self._states)
         start_lines.announce_activations(world, self._spec, state.objects.activations)
+        if line is not None and not self.settings.quiet:
+            world.print(f"  {line}")
 
     @property
     def steps(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.comm import Handle, share_again
 from shardwise.errors import BrokenView
-from shardwise.layout.bucket_layout import Bucket, Span
+from shardwise.layout.bucket_layout import Bucket, Slot, Span
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.shard_groups import ShardGroups
@@ -31,6 +31,8 @@ class Parameters(ABC):
     def __init__(self, named: Sequence[NamedParameter], buckets: Sequence[Bucket]) -> None:
         self.named = named
         self.buckets = buckets
+        self.changes = 0
+        """Number of times that the engine has changed values, or taken over writes of users."""
         self.wide: dict[int, Tensor] = {}
         """Bucket index -> initial values of this rank's interval in a wider dtype, for master
         weights."""
@@ -48,6 +50,13 @@ class Parameters(ABC):
     @abstractmethod
     def part(self, index: int, own: Span) -> Storage:
         """Return the elements `own` of bucket `index`, which this rank stores between steps."""
+
+    @abstractmethod
+    def kept(self) -> list[tuple[list[NamedParameter], Sequence[Slot], Span, Storage]]:
+        """Return all elements that this rank stores between steps, bucket by bucket.
+
+        Each entry has the parameter of each slot, the slots, the stored span, and its storage.
+        """
 
     @abstractmethod
     def publish(self, index: int) -> Handle:
@@ -71,6 +80,7 @@ class Parameters(ABC):
 
     def remember(self) -> None:
         """Record the current versions, for `written` to compare with."""
+        self.changes += 1
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
@@ -157,6 +167,17 @@ class ReplicatedParameters(Parameters):
     def part(self, index: int, own: Span) -> Storage:
         """Return a part of the flat buffer of bucket `index`."""
         return MemoryStorage(self._flats[index][own[0] : own[1]])
+
+    def kept(self) -> list[tuple[list[NamedParameter], Sequence[Slot], Span, Storage]]:
+        return [
+            (
+                [self.named[slot.parameter] for slot in bucket.slots],
+                bucket.slots,
+                (0, bucket.numel),
+                MemoryStorage(flat),
+            )
+            for bucket, flat in zip(self.buckets, self._flats, strict=True)
+        ]
 
     def begin_update(self) -> None:
         if self._published:

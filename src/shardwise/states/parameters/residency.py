@@ -101,6 +101,15 @@ class Residency:
         self._over = over
         return self._gathers.collective
 
+    @contextmanager
+    def unpaced(self) -> Iterator[None]:
+        """Don't report the last gather of a unit inside the block, whose gradients are dropped."""
+        over, self._over = self._over, None
+        try:
+            yield
+        finally:
+            self._over = over
+
     # -- forward --------------------------------------------------------------------------
 
     def enter(self, number: int, hook: int, module: nn.Module) -> None:

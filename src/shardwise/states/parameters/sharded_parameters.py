@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.errors import BrokenView
-from shardwise.layout.bucket_layout import Bucket, Span
+from shardwise.layout.bucket_layout import Bucket, Slot, Span
 from shardwise.model.meta import make_real
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import ParameterPlaces, Parameters, check_place
@@ -165,6 +165,12 @@ class ShardedParameters(Parameters):
         """Return this rank's interval of bucket `index`."""
         assert own == self.sharded_buckets[index].own
         return self.sharded_buckets[index].storage
+
+    def kept(self) -> list[tuple[list[NamedParameter], Sequence[Slot], Span, Storage]]:
+        return [
+            (list(bucket.named), bucket.layout.slots, bucket.own, bucket.storage)
+            for bucket in self.sharded_buckets
+        ]
 
     def unshard(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
         """Set the parameters' values: `views` holds the values of each slot, at `addresses`."""

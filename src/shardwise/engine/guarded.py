@@ -1,0 +1,116 @@
+"""The backward and step runners of an engine with `--guard`.
+
+They call the guard around the code of their base classes, so an engine without a guard has nothing
+to call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint.atomic_folders import complete
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.step import StepRunner
+from shardwise.errors import GuardError
+from shardwise.guard.engine_guard import EngineGuard, check
+from shardwise.states.parameters.residency import Residency
+from shardwise.states.step_totals import StepStats, StepTotals
+
+__all__ = ["GuardedBackward", "GuardedSteps", "attach", "check"]
+
+
+class GuardedBackward(BackwardRunner):
+    """Computes each backward pass of a checked step twice."""
+
+    guard: EngineGuard
+
+    def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:
+        self.guard.before_backward(loss, seed, self._dropped_pass)
+
+    @contextmanager
+    def _dropped_pass(self) -> Iterator[None]:
+        """Context manager for a backward pass whose gradients are dropped."""
+        shown = self._objects.states.shown
+        if shown is None:
+            yield
+            return
+        # The training's own pass through the same graph follows, so its units must stay known, and
+        # no bucket may be launched.
+        with shown.residency.unpaced(), self._units(keep_graph=True):
+            yield
+
+    def _seed_autograd(self, *arguments: Any, **options: Any) -> None:
+        try:
+            super()._seed_autograd(*arguments, **options)
+        finally:
+            self.guard.second_run.after_backward()
+
+
+class GuardedSteps(StepRunner):
+    """Checks the memory of the states before each step, and the results after it."""
+
+    guard: EngineGuard
+
+    def _check_finite(self, totals: StepTotals) -> None:
+        # A loss scale makes gradients overflow on purpose.
+        scaled = self._state.scale.active
+        if totals.weight and not scaled and not math.isfinite(totals.squared_norm):
+            with self._abandoning_if_found():
+                self.guard.explain_nonfinite()
+            if self.guard.skips:
+                return
+        super()._check_finite(totals)
+
+    def _reduced(self, call: str) -> StepTotals:
+        if self._state.totals is None and self._accumulation.backwards:
+            with self._abandoning_if_found():
+                self.guard.check_memory()
+        return super()._reduced(call)
+
+    @contextmanager
+    def _abandoning_if_found(self) -> Iterator[None]:
+        """Discard the step if the guard raises."""
+        try:
+            yield
+        except GuardError:
+            self._backward.abandon()
+            raise
+
+    def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
+        stats = super()._finish(totals, stats)
+        self.guard.after_step()
+        return stats
+
+
+def attach(
+    state: EngineState, backward: GuardedBackward, steps: GuardedSteps, checkpoints: Checkpoints
+) -> str:
+    """Create the guard of an engine, and give it to the engine's runners.
+
+    Returns the guard's start line.
+    """
+
+    def residency() -> Residency | None:
+        shown = state.states.shown
+        return None if shown is None else shown.residency
+
+    def set_aside(step: int) -> list[str]:
+        """Rename the checkpoints after `step`, so that a resume does not load them."""
+        place, renamed = checkpoints.folder, []
+        for found in complete(place) if place is not None else ():
+            if found.step > step:
+                found.path.rename(found.path.with_name(f"suspect-{found.path.name}"))
+                renamed.append(str(found.path))
+        return renamed
+
+    spec = state.spec
+    guard = EngineGuard(state, spec.data_group, spec.shard_group, residency, set_aside)
+    backward.guard = steps.guard = guard
+    return guard.describe()

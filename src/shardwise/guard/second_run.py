@@ -1,0 +1,354 @@
+"""Computes training forward and backward passes twice, and compares the results in bits.
+
+A correct device gives the same bits for the same operations on the same values. The second run
+therefore finds a device that computes wrongly from time to time. It needs no other rank. It does
+not find an error that repeats exactly.
+
+    forward       the model runs     ── again, with the same inputs, buffers and random state
+    backward      gradients, dropped ── again, by the training itself
+
+The two runs together leave the trace of a single one. Buffers, attributes and generators get
+their values back. Hooks of users that return nothing are not called a second time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import ModelError
+from shardwise.guard.findings import GRADIENT, OUTPUT, Finding
+from shardwise.guard.memory import block_sums, flat_view
+from shardwise.layout.fingerprints import can_be_taken
+from shardwise.model import recomputation, unit_attributes
+from shardwise.model.buffers import version_of
+from shardwise.model.module_hooks import Hooked, attach
+from shardwise.world.randomness import GeneratorStates
+
+_OBSERVING = (
+    "shardwise.guard.",
+    "shardwise.model.module_records",
+    "shardwise.model.forward_events",
+    "shardwise.parallel.pipeline.layer_times",
+    "shardwise.world.",
+)
+"""Modules whose hooks only observe a forward pass, so the second run must not call them."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+def bits(value: Tensor) -> Tensor | None:
+    """Return the sum of the words of a tensor, a 0-dim int64, or None for a sparse tensor.
+
+    A single changed bit always changes the sum.
+    """
+    if not can_be_taken(value) or not value.numel():
+        return None
+    return block_sums(flat_view(value)).sum()
+
+
+@dataclass(eq=False)
+class _Observed:
+    """A user's hook during a first run. It records whether the hook changes anything."""
+
+    hook: Callable[..., Any]
+    alters: bool = False
+
+    def __call__(self, *arguments: Any) -> Any:
+        tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        before = [version_of(tensor) for tensor in tensors]
+        result = self.hook(*arguments)
+        changed = [version_of(tensor) for tensor in tensors] != before
+        self.alters = self.alters or changed or result is not None
+        return result
+
+
+@dataclass(eq=False)
+class _Before:
+    """The state of a model before a training forward pass."""
+
+    generators: GeneratorStates
+    buffers: list[tuple[nn.Module, str, Tensor]]
+    attributes: Any
+    versions: list[int]
+    observed: list[tuple[OrderedDict[int, Any], int, _Observed]] = field(default_factory=list)
+
+
+class SecondRun:
+    """Runs the passes of models twice between `arm` and `findings`.
+
+    Args:
+        models: The models, each with the name to report.
+        device: Device of this rank.
+        apart: Returns a context manager for a forward pass that no backward pass follows.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[tuple[str, nn.Module]],
+        device: torch.device,
+        apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._models = models
+        self._device = device
+        self._apart = apart
+        self._hooks: list[Hooked] = []
+        self._before: _Before | None = None
+        self._is_second = False
+        self._is_armed = False
+        self._wrong: list[tuple[str, str, Tensor]] = []
+        """Kind, name, and a 0-dim bool tensor that is true if the two runs differ."""
+        self._swapped: list[tuple[Tensor, Any]] = []
+        self._first: dict[str, list[Tensor]] = {}
+        self._second: dict[str, list[Tensor]] = {}
+        self.compared = 0
+        """Number of forward outputs and gradients that have been compared since `arm`."""
+        self.reason: str | None = None
+        """Why a pass could not be compared, or None."""
+
+    # -- the step that is computed twice ------------------------------------------------------
+
+    def arm(self) -> None:
+        """Compute the passes of the next step twice."""
+        self._is_armed = True
+        for _, model in self._models:
+            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
+                self.reason = "torch.compile has compiled the model"
+                continue
+            before, after = model.register_forward_pre_hook, model.register_forward_hook
+            self._hooks += [
+                attach(before, self._enter, with_kwargs=True, prepend=True),
+                attach(after, self._leave, with_kwargs=True),
+            ]
+
+    def findings(self, step: int, rank: int) -> list[Finding]:
+        """Return what differed between the two runs. Waits for the device once."""
+        self.disarm()
+        wrong, self._wrong = self._wrong, []
+        flags = torch.stack([flag.cpu() for *_, flag in wrong]).tolist() if wrong else []
+        bad: dict[str, list[str]] = {}
+        for (kind, name, _), is_bad in zip(wrong, flags, strict=True):
+            if is_bad and name not in bad.setdefault(kind, []):
+                bad[kind].append(name)
+        evidence = "the same computation gave other bits when it was repeated"
+        return [Finding(step, kind, tuple(names), rank, evidence) for kind, names in bad.items()]
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        self._is_armed = False
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _compare(self, kind: str, name: str, one: Tensor | None, two: Tensor | None) -> None:
+        if one is not None and two is not None:
+            self.compared += 1
+            self._wrong.append((kind, name, one != two))
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A forward pass inside a backward pass is a recomputation.
+        again = torch._C._current_graph_task_id() != -1
+        if self._is_second or self._before is not None or again or not torch.is_grad_enabled():
+            return
+        self._before = _Before(
+            GeneratorStates.now(self._device),
+            [
+                (each, key, buffer.detach().clone())
+                for each in module.modules()
+                for key, buffer in each._buffers.items()
+                if buffer is not None
+            ],
+            unit_attributes.look(module),
+            _versions((args, kwargs)),
+        )
+        for each in module.modules():
+            for name in _HOOKS:
+                hooks = getattr(each, name)
+                for key, hook in hooks.items():
+                    if _is_users(hook):
+                        observed = _Observed(hook)
+                        hooks[key] = observed
+                        self._before.observed.append((hooks, key, observed))
+
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        before = self._before
+        if self._is_second or before is None:
+            return
+        self._before = None
+        for hooks, key, observed in before.observed:
+            # A hook may have removed itself, or have been replaced.
+            if hooks.get(key) is observed:
+                hooks[key] = observed.hook
+        if _versions((args, kwargs)) != before.versions:
+            self.reason = f"{type(module).__name__} changes its input in place"
+            return
+        try:
+            attributes = unit_attributes.changed(before.attributes)
+        except ModelError:
+            self.reason = f"{type(module).__name__} changes a tensor attribute in place"
+            return
+        first = [bits(each) for each in _tensors(output)]
+        now = GeneratorStates.now(self._device)
+        with ExitStack() as stack:
+            stack.callback(now.restore, self._device)
+            stack.enter_context(self._apart())
+            stack.enter_context(recomputation.stand_ins(before.buffers))
+            stack.enter_context(unit_attributes.stand_ins(attributes))
+            stack.enter_context(_without_observers(module, before.observed))
+            # Autograd records as in the first run, so that torch chooses the same kernels, but it
+            # keeps nothing: this graph has no backward pass.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _refuse))
+            before.generators.restore(self._device)
+            self._is_second = True
+            try:
+                second = [bits(each) for each in _tensors(module(*args, **kwargs))]
+            finally:
+                self._is_second = False
+        name = next((name for name, model in self._models if model is module), "")
+        for one, two in zip(first, second, strict=True):
+            self._compare(OUTPUT, name or type(module).__name__, one, two)
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def before_backward(
+        self,
+        loss: Tensor,
+        seed: Tensor | None,
+        named: NamedTensors,
+        passes: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Compute all gradients of `loss` and drop them, before the training computes them.
+
+        Args:
+            loss: The loss, with one element.
+            seed: Its gradient, in the shape of the loss; None for 1.
+            named: The parameters, each with its name.
+            passes: Returns a context manager for a backward pass.
+        """
+        if not self._is_armed:
+            return
+        for _, model in self._models:
+            for each in model.modules():
+                if each._backward_hooks or each._backward_pre_hooks:
+                    self.reason = f"{type(each).__name__} has a backward hook"
+                    return
+        wanted = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+        self._first, self._second = {}, {}
+        now = GeneratorStates.now(self._device)
+        self._listen(wanted, self._first, drops=True)
+        try:
+            with passes():
+                torch.autograd.grad(
+                    loss,
+                    [tensor for _, tensor in wanted],
+                    seed,
+                    retain_graph=True,
+                    allow_unused=True,
+                )
+        except RuntimeError as error:
+            if "Checkpointing is not compatible" not in str(error):
+                raise
+            self.reason = "torch.utils.checkpoint with use_reentrant=True runs only once"
+            self._first = {}
+        finally:
+            self._stop_listening()
+            now.restore(self._device)
+        self._listen(wanted, self._second, drops=False)
+
+    def after_backward(self) -> None:
+        """Compare the gradients that the training has computed."""
+        self._stop_listening()
+        first, self._first = self._first, {}
+        for name, sums in first.items():
+            for one, two in zip(sums, self._second.get(name, []), strict=False):
+                self._compare(GRADIENT, name, one, two)
+
+    def _listen(self, named: NamedTensors, into: dict[str, list[Tensor]], *, drops: bool) -> None:
+        """Take the bits of each parameter's gradient before hooks of users see it.
+
+        If `drops` is true, hooks of users are not called, and the gradient needs no memory.
+        """
+        for name, tensor in named:
+            hooks = tensor._backward_hooks
+            self._swapped.append((tensor, hooks))
+
+            def listen(grad: Tensor, name: str = name) -> Tensor | None:
+                found = bits(grad)
+                if found is not None:
+                    into.setdefault(name, []).append(found)
+                return grad.new_zeros(()).expand(grad.shape) if drops else None
+
+            # Autograd calls a tensor's hooks in the order of this dict.
+            kept = {} if drops or hooks is None else hooks
+            tensor._backward_hooks = OrderedDict({-1: listen, **kept})
+
+    def _stop_listening(self) -> None:
+        while self._swapped:
+            tensor, hooks = self._swapped.pop()
+            tensor._backward_hooks = hooks
+
+
+def _versions(values: Any) -> list[int]:
+    return [version_of(each) for each in _tensors(values)]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether neither Shardwise nor torch has registered `hook`."""
+    home = _home_of(hook)
+    return not home.startswith(("torch.", "shardwise."))
+
+
+def _home_of(hook: Any) -> str:
+    function = getattr(hook, "func", hook)  # of a functools.partial
+    return str(getattr(function, "__module__", None) or type(hook).__module__)
+
+
+@contextmanager
+def _without_observers(
+    module: nn.Module, observed: Sequence[tuple[OrderedDict[int, Any], int, _Observed]]
+) -> Iterator[None]:
+    """Don't call hooks that only observe, inside the block."""
+    silent = [(hooks, key, each.hook) for hooks, key, each in observed if not each.alters]
+    for each in module.modules():
+        for name in _HOOKS:
+            hooks = getattr(each, name)
+            silent += [
+                (hooks, key, hook)
+                for key, hook in hooks.items()
+                if _home_of(hook).startswith(_OBSERVING)
+            ]
+    for hooks, key, _ in silent:
+        if key in hooks:
+            hooks[key] = _ignore
+    try:
+        yield
+    finally:
+        for hooks, key, hook in silent:
+            if hooks.get(key) is _ignore:
+                hooks[key] = hook
+
+
+def _ignore(*_: Any) -> None:
+    """Do nothing, in place of a hook."""
+
+
+def _drop(tensor: Tensor) -> None:
+    del tensor
+
+
+def _refuse(saved: None) -> Tensor:
+    raise AssertionError("the graph of a second run has no backward pass")

@@ -1,0 +1,251 @@
+"""`sw.Guard`: the guard of a training loop with DistributedDataParallel or FSDP2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from shardwise.comm.stock_group import StockGroup
+from shardwise.errors import UsageError
+from shardwise.guard.checks import Checks
+from shardwise.guard.findings import BUFFER, OPTIMIZER, PARAMETER, Finding
+from shardwise.guard.memory import MemorySeals, Piece, flat_view
+from shardwise.guard.second_run import SecondRun
+from shardwise.layout.fingerprints import can_be_taken
+from shardwise.model.buffers import version_of
+
+_ACTIONS = ("stop", "warn", "restore")
+
+
+class Guard:
+    """Finds corrupted states and wrong computations in a loop with DDP or FSDP2.
+
+    Every `every` steps, ranks compare the tensors that must be equal on all of them, and one step
+    is computed twice and compared in bits. Create it after the optimizer, on every rank.
+
+    Args:
+        model: The model: plain, in DistributedDataParallel, or after `fully_shard`.
+        optimizer: Its optimizer.
+        every: Number of steps between two checks. Default: 100.
+        action: On an error: `"stop"` (default) raises, `"warn"` prints, `"restore"` copies the
+            tensor from an intact rank, or raises if no rank has an intact copy.
+        memory: Also check the memory of all states at each backward pass, which finds flipped bits
+            in tensors that no other rank holds. It reads all states twice per step. Default: False.
+        group: The process group of the replicas. Default: the default group.
+
+    Raises:
+        UsageError: An argument is not valid.
+
+    Example:
+        guard = sw.Guard(model, optimizer, every=100)
+        for x, y in loader:
+            optimizer.zero_grad()
+            guard.backward(loss_fn(model(x), y))  # in place of loss.backward()
+            optimizer.step()
+            guard.step()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        *,
+        every: int = 100,
+        action: str = "stop",
+        memory: bool = False,
+        group: Any = None,
+    ) -> None:
+        if not isinstance(model, nn.Module) or not isinstance(optimizer, optim.Optimizer):
+            raise UsageError("sw.Guard(model, optimizer) takes a module and a torch optimizer.")
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"sw.Guard(every={every!r}): pass a number of steps from 1 on.")
+        if action not in _ACTIONS:
+            raise UsageError(f"sw.Guard(action={action!r}): pass one of {', '.join(_ACTIONS)}.")
+        # DDP's own forward prepares its reducer, so the second run calls the module inside it.
+        self._model: nn.Module = model
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            self._model = model.module
+        _refuse_other_wrappers(self._model)
+        self._optimizer = optimizer
+        self._every = every
+        self.steps = 0
+        """Number of completed steps."""
+        self._device = next((_local(p).device for p in model.parameters()), torch.device("cpu"))
+        self._group = StockGroup(group, self._device)
+        self._printed: set[str] = set()
+        self._checks = Checks(self._group, self._place(), action, self._say, self._say_once)
+        self._second_run = SecondRun([("the model", self._model)], self._device)
+        self._seals = MemorySeals() if memory else None
+        self._marks = self._buffer_marks()
+        self._arm_if_due()
+
+    def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
+        """Run `loss.backward(gradient, **options)`, and in one step of `every` compute it twice.
+
+        Args:
+            loss: The loss, of one element, or any tensor if `gradient` is given.
+            gradient: As in `torch.Tensor.backward`.
+            options: As in `torch.Tensor.backward`.
+        """
+        if self._computes_backward_twice:
+            named = list(self._model.named_parameters())
+            self._second_run.before_backward(loss, gradient, named)
+        try:
+            torch.autograd.backward(loss, gradient, **options)
+        finally:
+            self._second_run.after_backward()
+        # Before the optimizer changes the states.
+        if self._seals is not None:
+            pieces = list(self._pieces())
+            rank = self._group.rank
+            self._checks.found += self._seals.check(self.steps + 1, rank, pieces)
+
+    def step(self) -> None:
+        """Check the step that `optimizer.step()` has just completed.
+
+        Collective in one step of `every`.
+
+        Raises:
+            GuardError: Something is wrong, and the action is not `"warn"`.
+        """
+        self.steps += 1
+        if self.steps % self._every == 0:
+            self._checks.found += self._second_run.findings(self.steps, self._group.rank)
+            pieces = [*self._pieces(), *self._still_buffers()]
+            found = self._checks.exchange(self.steps, pieces)
+            if self._second_run.reason is not None:
+                reason = self._second_run.reason
+                self._say_once(f"guard: steps are not computed twice, because {reason}: not proved")
+            if found:
+                self._checks.act(found, partial(self._repair, found, pieces), self._advice)
+        if self._seals is not None:
+            self._seals.seal(list(self._pieces()))
+        self._arm_if_due()
+
+    def close(self) -> None:
+        """Remove all hooks from the model."""
+        self._second_run.disarm()
+
+    # -- the second run -----------------------------------------------------------------------
+
+    @property
+    def _computes_backward_twice(self) -> bool:
+        # FSDP2 computes with other tensors than its parameters, and reduces their gradients inside
+        # the backward pass, so only its forward pass is computed twice.
+        return not any(_is_dtensor(p) for p in self._model.parameters())
+
+    def _arm_if_due(self) -> None:
+        self._second_run.disarm()
+        if (self.steps + 1) % self._every == 0:
+            self._second_run.arm()
+
+    # -- states -------------------------------------------------------------------------------
+
+    def _place(self) -> float:
+        """Return the number of this rank's shard: its index among the ranks that shard a tensor."""
+        for parameter in self._model.parameters():
+            if _is_dtensor(parameter):
+                shard: Any = parameter
+                mesh, place = shard.device_mesh, 0
+                for axis, placement in enumerate(shard.placements):
+                    if not placement.is_replicate():
+                        place = place * mesh.size(axis) + mesh.get_local_rank(axis)
+                return float(place)
+        return 0.0
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield this rank's part of the parameters and of their optimizer state."""
+        names = {}
+        for name, parameter in self._model.named_parameters():
+            names[parameter] = name
+            yield from _piece(PARAMETER, name, parameter)
+        for number, options in enumerate(self._optimizer.param_groups):
+            for index, parameter in enumerate(options["params"]):
+                name = names.get(parameter, f"param_groups[{number}][{index}]")
+                for key, value in sorted(self._optimizer.state.get(parameter, {}).items()):
+                    if isinstance(value, Tensor):
+                        yield from _piece(OPTIMIZER, f"{name}.{key}", value)
+
+    def _buffer_marks(self) -> dict[nn.Module, list[tuple[int, int]]]:
+        return {
+            module: [(id(b), version_of(b)) for b in module._buffers.values() if b is not None]
+            for module in self._model.modules()
+            if module._buffers
+        }
+
+    def _still_buffers(self) -> Iterator[Piece]:
+        """Yield the buffers of modules that have not changed any since the last check.
+
+        Running statistics differ between ranks until DDP's next forward pass.
+        """
+        before, self._marks = self._marks, self._buffer_marks()
+        names = {module: path for path, module in self._model.named_modules()}
+        for module, marks in self._marks.items():
+            if before.get(module) == marks:
+                for key, value in module._buffers.items():
+                    if value is not None:
+                        name = f"{names[module]}.{key}" if names[module] else key
+                        yield from _piece(BUFFER, name, value)
+
+    def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
+        """Copy wrong states from rank `source`. Collective. Returns False if it has no copy."""
+        names = {name for each in found for name in each.names}
+        wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
+        if any(piece.is_shard for piece in wanted):
+            return False
+        for piece in wanted:
+            self._group.copy_from(source, piece.flat)
+        return True
+
+    def _advice(self) -> str:
+        return (
+            f"The last check without an error was after step {self._checks.clean}: continue from a "
+            "checkpoint of that step or an earlier one."
+        )
+
+    # -- messages -----------------------------------------------------------------------------
+
+    def _say(self, line: str) -> None:
+        if self._group.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._printed:
+            self._printed.add(line)
+            self._say(f"shardwise: {line}")
+
+
+def _is_dtensor(value: Tensor) -> bool:
+    return hasattr(value, "_local_tensor")
+
+
+def _local(value: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor, or the tensor itself."""
+    local: Tensor = getattr(value, "_local_tensor", value)
+    return local
+
+
+def _piece(kind: str, name: str, value: Tensor) -> Iterator[Piece]:
+    local = _local(value).detach()
+    if not local.numel() or not can_be_taken(local):
+        return
+    placements: Sequence[Any] = getattr(value, "placements", ())
+    is_shard = any(not placement.is_replicate() for placement in placements)
+    flat = flat_view(local)
+    yield Piece(kind, flat, [(name, 0, flat.numel())], is_shard)
+
+
+def _refuse_other_wrappers(model: nn.Module) -> None:
+    """Raise UsageError for models whose states the guard cannot read."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UsageError(
+            "sw.Guard does not read the flat parameters of FullyShardedDataParallel (FSDP1). Use "
+            "fully_shard (FSDP2), DistributedDataParallel, or shardwise run --guard K."
+        )

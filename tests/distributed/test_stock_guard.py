@@ -1,0 +1,140 @@
+"""`sw.Guard` in a loop with DistributedDataParallel and with FSDP2."""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shardwise as sw
+from shardwise.errors import GuardError, UsageError
+from tests.distributed.test_guard import EVERY, Model
+
+
+@contextmanager
+def joined(world, path):
+    """Join a default process group, as a stock script does, unless the test's ranks have one."""
+    if dist.is_initialized():
+        assert dist.get_world_size() == world.size
+        yield
+        return
+    store = dist.FileStore(path, world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def prepared(kind, **options):
+    torch.manual_seed(0)
+    inner = Model()
+    if kind == "fsdp2":
+        fully_shard(inner, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        model = inner
+    else:
+        model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    guard = sw.Guard(model, optimizer, every=EVERY, **options)
+    return inner, model, optimizer, guard
+
+
+def train(world, model, optimizer, guard, steps, before=None):
+    for number in range(1, steps + 1):
+        if before is not None:
+            before(number)
+        torch.manual_seed(number * 7 + world.rank)
+        optimizer.zero_grad()
+        guard.backward(model(torch.randn(4, 6)).square().mean())
+        optimizer.step()
+        guard.step()
+
+
+def flip(tensor):
+    local = getattr(tensor, "_local_tensor", tensor).detach()
+    local.view(-1).numpy().view(np.uint32)[0] ^= np.uint32(1 << 20)
+
+
+def flipped_case(world, path, kind, state, memory):
+    with joined(world, path):
+        _, model, optimizer, guard = prepared(kind, memory=memory)
+
+        def before(number):
+            if number == EVERY + 2 and world.rank == 1:
+                weight = optimizer.param_groups[0]["params"][0]
+                flip(weight if state == "parameter" else optimizer.state[weight]["exp_avg"])
+
+        with pytest.raises(GuardError) as error:
+            train(world, model, optimizer, guard, 2 * EVERY, before)
+        guard.close()
+        return str(error.value), error.value.at_fault, guard.steps
+
+
+@pytest.mark.parametrize("state", ["parameter", "optimizer state"])
+@pytest.mark.parametrize(("kind", "size", "memory"), [("ddp", 3, False), ("fsdp2", 2, True)])
+def test_names_the_flipped_tensor_and_rank(group, tmp_path, kind, size, memory, state):
+    path = str(tmp_path / "store")
+    for message, at_fault, steps in group(size)(flipped_case, path, kind, state, memory):
+        assert at_fault == (1,)
+        assert steps == 2 * EVERY
+        assert f"{state} first.weight" in message
+
+
+def computed_case(world, path, kind, way):
+    with joined(world, path):
+        inner, model, optimizer, guard = prepared(kind)
+
+        def before(number):
+            if number == EVERY and world.rank == 1:
+                getattr(inner.faults.faults, way).append(True)
+
+        with pytest.raises(GuardError) as error:
+            train(world, model, optimizer, guard, EVERY, before)
+        guard.close()
+        return str(error.value), error.value.at_fault
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "word"),
+    [
+        ("ddp", "forward", "forward pass"),
+        ("ddp", "backward", "gradient"),
+        ("fsdp2", "forward", "forward pass"),
+    ],
+)
+def test_second_run_names_the_rank(group, tmp_path, kind, way, word):
+    for message, at_fault in group(2)(computed_case, str(tmp_path / "store"), kind, way):
+        assert at_fault == (1,)
+        assert word in message
+
+
+def clean_case(world, path, kind, guarded):
+    with joined(world, path):
+        _, model, optimizer, guard = prepared(kind, memory=guarded)
+        if not guarded:
+            guard.close()
+            guard._every = 10**9
+        train(world, model, optimizer, guard, 2 * EVERY + 1)
+        guard.close()
+        drawn = torch.rand(1).item()
+        return [getattr(p, "_local_tensor", p).tolist() for p in model.parameters()], drawn
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_leaves_no_trace(group, tmp_path, kind):
+    """The guard reports nothing in correct training, and changes no weight."""
+    with_guard = group(2)(clean_case, str(tmp_path / "one"), kind, True)
+    assert with_guard == group(2)(clean_case, str(tmp_path / "two"), kind, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"every": 0}, "every=0"), ({"action": "halt"}, "stop, warn, restore")]
+)
+def test_refuses_bad_arguments(options, message):
+    model = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=message):
+        sw.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
