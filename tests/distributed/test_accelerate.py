@@ -472,7 +472,7 @@ def refusals_case(world):
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     with accelerator.accumulate(model):
         accelerator.backward((model(x) - y).square().mean())
-        with pytest.raises(UsageError, match=r"if accelerator\.sync_gradients:"):
+        with pytest.raises(UsageError, match=r"only if accelerator\.sync_gradients\."):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(UsageError, match=r"save_state\(\) between .*accelerator\.sync_gradients:"):
         accelerator.save_state("nowhere")

@@ -55,7 +55,7 @@ def again_case(world):
     x, y = data().tensors
     accelerator.backward((model(x) - y).square().mean())
     optimizer.step()
-    with pytest.raises(UsageError, match=r"SGD.step\(\) again without a backward"):
+    with pytest.raises(UsageError, match=r"SGD.step\(\) was called again without a backward"):
         optimizer.step()
     with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) again without a backward"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)

@@ -185,7 +185,7 @@ def split_case(world):
 
 
 def test_refuses_parts_by_name(group):
-    with pytest.raises(RankFailed, match="with --tensor or --pipeline, which split"):
+    with pytest.raises(RankFailed, match="with --tensor, --pipeline or --expert, which"):
         group(2, tensor=2)(split_case)
 
 

@@ -135,7 +135,10 @@ class TestARankThatNeverJoins:
         ran = shardwise.run(*words)
         assert time.monotonic() - began < 120  # and not the 300 s of --timeout
         assert ran.code == 1
-        assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
+        assert (
+            f"LaunchError: Rank {rank} of 2 ended with exit code 0 before calling sw.init"
+            in ran.err
+        )
 
 
 @WARM

@@ -357,7 +357,10 @@ class TestFailing:
         ran = shardwise.run("run", "-n", "2", script("leaves"), str(rank), "joins")
         assert time.monotonic() - began < 120  # and not the 300 s of --timeout
         assert ran.code == 1
-        assert f"LaunchError: Rank {rank} of 2 ended with exit code 0 before sw.init" in ran.err
+        assert (
+            f"LaunchError: Rank {rank} of 2 ended with exit code 0 before calling sw.init"
+            in ran.err
+        )
         assert f"shardwise: rank {rank} of 2 ended (exit code 0)" in ran.err
 
     def test_rank_may_end_if_none_joins(self, shardwise: Launcher) -> None:

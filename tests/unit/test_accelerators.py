@@ -29,6 +29,9 @@ CUDA_ALONE = {
     "messages/other_libraries.py": "quotes a setting of ours",
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
     "tools/plan/calibration_worker.py": "the memory of a GPU that ranks are put on",
+    "tools/verify/stock/batches.py": "moves a batch from a rank's GPU to that of the process",
+    "tools/verify/stock/draws.py": "the name of a generator",
+    "tools/verify/stock/readers.py": "reads the generator that stock scripts draw from",
     "states/optimizer/optimizer_kind.py": "fused kernels whose arithmetic is known to be the same",
     "tiers/copy_stream.py": "events that a thread can wait for without spinning are CUDA's",
 }

@@ -130,7 +130,7 @@ class Settings:
     )
     expert: int = _setting(
         "spread",
-        "expert parallel: spread the experts of each layer over E workers",
+        "expert parallel: spread experts over E workers",
         values.whole(1, values.MOST_RANKS),
         "E",
         default=1,
@@ -240,7 +240,7 @@ class Settings:
         "spread", "recomputed: rerun each unit during backward", ("kept", "recomputed")
     )
     offload_activations: Tier = _tier(
-        "spread", "move saved activations to CPU memory or disk", default=DEVICE
+        "spread", "move saved activations to CPU memory or disk", default=DEVICE, rare=True
     )
     sync_batch_norm: bool = _switch("spread", "compute BatchNorm statistics over all workers")
     precision: str = _choice(
@@ -299,6 +299,7 @@ class Settings:
         "every K steps, compare copies of states, and compute a step twice",
         values.whole(1),
         "K",
+        rare=True,
     )
     guard_action: str = _choice(
         "watch",
