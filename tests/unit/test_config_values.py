@@ -144,7 +144,8 @@ class TestWithoutEffect:
             *("sequence_parallel", "schedule", "stages"),
             *("equal_every", "outer", "wire", "late", "behind"),
         }
-        assert {need.name for need in config.OF_AN_ENGINE} == {"shard_within"}
+        of_an_engine = {need.name for need in config.OF_AN_ENGINE}
+        assert of_an_engine == {"shard_within", "guard_action", "guard_memory"}
         with pytest.raises(ConfigError, match="pipeline is not a setting of the engine"):
             config.refuse_elsewhere({"pipeline": 2}, "engine")
 
