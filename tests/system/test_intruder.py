@@ -16,7 +16,7 @@ from tests.system.launcher import Launcher, script
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
 )
-LIMIT = 180.0
+LIMIT = 90.0
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def listeners(pids: list[int]) -> set[str]:
 def test_another_user_neither_joins_nor_disturbs(shardwise: Launcher, meeting_place: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = ("run", "-n", "2", "--port", str(port), "--timeout", "120")
+    words = ("run", "-n", "2", "--port", str(port), "--timeout", "60")
     run = shardwise.start(*words, script("guarded"), str(meeting_place))
     environ = {name: v for name, v in os.environ.items() if not name.startswith("SHARDWISE_")}
     intruder = subprocess.Popen(
