@@ -19,12 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm import Collectives
 from shardwise.errors import UsageError
+from shardwise.parallel.tensor.cross_entropy import combine_classes
 from shardwise.parallel.tensor.parallel_layers import (
     ColwiseParallel,
     check_in_range,
     on_local_tensors,
 )
-from shardwise.parallel.tensor.region_collectives import all_gather_tensors
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class _Loss:
     z_loss: float
     softcap: float | None
     chunk: int
+    classes: int
+    """Number of classes over all ranks."""
     first: int = 0
     """The first class whose scores this rank computes."""
     group: Collectives | None = None
@@ -134,6 +136,7 @@ def chunked_cross_entropy(
         z_loss=z_loss,
         softcap=softcap,
         chunk=chunk or max(256, tokens * hidden.shape[-1] // classes),
+        classes=classes,
     )
     flat = target.flatten()
     is_counted = flat != ignore_index
@@ -302,17 +305,11 @@ def _losses_and_gradients(
     highest = scores.amax(-1)
     powers = scores.sub_(highest.unsqueeze(-1)).exp_()
     sums, top = powers.sum(-1), highest
-    classes = scores.shape[-1]
+    classes = loss.classes
     if loss.group is not None:
-        own = torch.stack([highest, sums, target_scores, spread_scores.expand_as(sums)])
-        # (ranks, 4, tokens), and each rank's number of classes.
-        size = loss.group.size
-        gathered = torch.stack(all_gather_tensors(own, loss.group, [own.shape] * size))
-        top = gathered[:, 0].amax(0)
-        sums = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
-        target_scores, spread_scores = gathered[:, 2].sum(0), gathered[:, 3].sum(0)
-        counts = scores.new_tensor([classes])
-        classes = int(torch.cat(all_gather_tensors(counts, loss.group, [(1,)] * size)).sum())
+        top, sums, target_scores, spread_scores = combine_classes(
+            loss.group, highest, sums, target_scores, spread_scores.expand_as(sums)
+        )
     log_sum = sums.log() + top
     own_weight = 1.0 if weight is None else weight[target]
     losses = (1 - smoothing) * own_weight * (log_sum - target_scores)

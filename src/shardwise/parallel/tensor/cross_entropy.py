@@ -104,6 +104,29 @@ def cross_entropy(
     return losses.sum() / is_counted.sum() if reduction == "mean" else losses.sum()  # type: ignore[no-any-return]
 
 
+def combine_classes(
+    group: Collectives, highest: Tensor, total: Tensor, *sums: Tensor
+) -> tuple[Tensor, ...]:
+    """Combine what the ranks of `group` computed over their own classes. Collective.
+
+    Args:
+        group: The ranks that split the classes.
+        highest: (tokens,) largest score.
+        total: (tokens,) sum of exponentials of the scores minus `highest`.
+        sums: (tokens,) further values to add up.
+
+    Returns:
+        The largest score over all classes, the sum of exponentials of all scores minus it, and the
+        sum over the ranks of each of `sums`.
+    """
+    own = torch.stack([highest, total, *sums])
+    # (ranks, 2 + number of sums, tokens)
+    gathered = torch.stack(all_gather_tensors(own, group, [own.shape] * group.size))
+    top = gathered[:, 0].amax(0)
+    total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
+    return top, total, *(gathered[:, 2 + number].sum(0) for number in range(len(sums)))
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Computes the loss of each token. This rank's scores start at class `first`."""
 
@@ -117,15 +140,11 @@ class _CrossEntropy(torch.autograd.Function):
         highest = scores.amax(-1)
         powers = (scores - highest.unsqueeze(-1)).exp_()
         target_scores = scores.gather(-1, local_target).squeeze(-1).masked_fill(elsewhere, 0.0)
-        own_terms = torch.stack([highest, powers.sum(-1), target_scores])
-        # (ranks, 3, tokens)
-        gathered = torch.stack(all_gather_tensors(own_terms, group, [own_terms.shape] * group.size))
-        top = gathered[:, 0].amax(0)
-        total = (gathered[:, 1] * (gathered[:, 0] - top).exp()).sum(0)
+        top, total, target_scores = combine_classes(group, highest, powers.sum(-1), target_scores)
         # Compute the softmax over the full vocabulary in place, in the memory of `powers`.
         ctx.save_for_backward(powers.mul_(((highest - top).exp() / total).unsqueeze(-1)))
         ctx.local_target, ctx.elsewhere = local_target, elsewhere
-        return total.log() + top - gathered[:, 2].sum(0)
+        return total.log() + top - target_scores
 
     @staticmethod
     @once_differentiable

@@ -281,7 +281,9 @@ class BatchReplay:
             if self._is_tensor_parallel or are_copies(found):
                 found = without_copies(found)
             batch = join(found, facts["batch_size"])
-            self.evaluated = _evaluated(self.evaluated, hashes_of_rows(batch))
+            # Only evaluations count rows, so training need not hash its batches again.
+            rows = [] if torch.is_grad_enabled() else hashes_of_rows(batch)
+            self.evaluated = _evaluated(self.evaluated, rows)
             yield widened(batch) if self._widen else batch
             number += 1
 
