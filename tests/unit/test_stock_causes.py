@@ -19,6 +19,7 @@ RANKS = 2
 Tensors = Mapping[tuple[str, str], Tensor | Mapping[int, Tensor]]
 NO_FACTS: dict[str, Any] = {
     "events": [[]],
+    "dtypes": ["float32"],
     "rates": [[0.1]],
     "seen": [],
     "loaders": {},
@@ -61,9 +62,7 @@ def records(
     ]
     trained = [[name for kind, name in steps[0] if kind == "model"]]
     own = [dict(each) for each in facts] or [{} for _ in range(ranks)]
-    rows = [{"terms": [TERM] * terms, "batches": terms, "dtypes": ["torch.float32"]}] * (
-        len(steps) - 1
-    )
+    rows = [{"terms": [TERM] * terms, "batches": terms}] * (len(steps) - 1)
     return StockRecords(
         RecordedTraining({0: made}, facts={"driver": "plain"}),
         [NO_FACTS | {"trained": trained} | each for each in own],

@@ -10,7 +10,7 @@ ranks, with a suspect taken away        agree: the suspect is the cause
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from shardwise.tools.verify.stock import draws, metrics
 from shardwise.tools.verify.stock.batches import UnjoinableBatches
 from shardwise.tools.verify.stock.findings import Finding, findings, parts_of_ranks, some
 from shardwise.tools.verify.stock.stock_runs import StockRecords, StockRuns
-from shardwise.tools.verify.stock.suspects import StockSuspect, suspects
+from shardwise.tools.verify.stock.suspects import StockSuspect, of_bf16, suspects
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict
 
 METRICS = 1e-4
@@ -150,7 +150,7 @@ def _why_failed(error: RunFailed) -> str:
 
 def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) -> StockResult:
     """Run ranks and reference in fp64, and find the cause of a difference that remains."""
-    why = ""
+    why, rounded = "", None
     for wide in ("default", "promoted"):
         try:
             made = runs.ranks("the ranks in fp64", wide=wide)
@@ -163,14 +163,26 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
             break
         narrow = ", ".join(sorted(dtypes - {WIDE}))
         why = f"gradients are {narrow} also with fp64 as the default."
+        rounded = rounded or (made, reference, wide)
     else:
-        return _unproved(result, f"it differs as it is, and {why}")
+        unproved = _unproved(result, f"it differs as it is, and {why}")
+        if rounded is None or not finds_causes:
+            return unproved
+        # The script insists on narrow numbers, so only their rounding can be tried.
+        made, reference, wide = rounded
+        cause = _confirmed(runs, of_bf16(made), reference, wide)
+        return unproved if cause is None else _caused(result, cause)
     result = replace(result, wide=_compared(reference, made))
     if result.judged.within(TOLERANCE):
         return replace(result, verdict=TrainingVerdict.ROUNDING)
     if noise := _noise(runs, reference, wide):
         return _unproved(result, noise)
-    cause = _cause(runs, reference, made, result.judged, wide) if finds_causes else None
+    tried = suspects(reference, made, result.judged, TOLERANCE) if finds_causes else ()
+    return _caused(result, _confirmed(runs, tried, reference, wide))
+
+
+def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
+    """Return the result of a difference with this cause, which need not be a mistake."""
     if cause is not None and not cause.is_mistake:
         return _unproved(result, cause.words)
     return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
@@ -276,11 +288,11 @@ def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
     return f"the script is not deterministic on one process: two runs differ {place}.{how}{where}"
 
 
-def _cause(
-    runs: StockRuns, reference: StockRecords, made: StockRecords, judged: Comparison, wide: str
+def _confirmed(
+    runs: StockRuns, tried: Iterable[StockSuspect], reference: StockRecords, wide: str
 ) -> StockSuspect | None:
-    """Return the first suspect without which the runs agree."""
-    for suspect in suspects(reference, made, judged, TOLERANCE):
+    """Return the first suspect that is proved, or without which the runs agree."""
+    for suspect in tried:
         if suspect.is_proved:
             return suspect
         words = f"trial: {suspect.name}"

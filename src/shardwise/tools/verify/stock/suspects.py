@@ -53,7 +53,7 @@ def suspects(
         *_of_batch_norm(made),
         *_of_dropout(made),
         *_of_loss_terms(made),
-        *_of_bf16(made),
+        *of_bf16(made),
     ]
 
 
@@ -319,10 +319,10 @@ def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
             )
 
 
-def _of_bf16(made: StockRecords) -> Iterator[StockSuspect]:
+def of_bf16(made: StockRecords) -> Iterator[StockSuspect]:
     """Find gradients in bf16, which autocast with parameters in fp32 does not make."""
     rows = [row for rows in made.steps for row in rows]
-    if not any("torch.bfloat16" in row["dtypes"] for row in rows):
+    if not any("bfloat16" in facts["dtypes"] for facts in made.ranks):
         return
     trial = {"no_bf16": None}
     backwards = max(len(row["terms"]) for row in rows)
