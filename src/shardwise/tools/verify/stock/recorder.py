@@ -573,7 +573,6 @@ class FollowedOptimizer:
             "order": [readers.plain_name(name) for name in self._inputs.order],
             "fed": vars(fed),
             "samples": samples,
-            "dtypes": sorted({str(p.grad.dtype) for p in named if p.grad is not None}),
             "parameters": [[(self.names[p], tuple(p.shape)) for p in named]],
         }
 
