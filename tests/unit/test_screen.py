@@ -130,6 +130,13 @@ def test_tail_is_plain_text_of_last_lines() -> None:
             b"x\n",
             b"Traceback (most recent call last):\n  File\nOSError: full\n",
         ),
+        # The rank was ended while it printed.
+        ([b"x\nTraceback (most recent call last):\n", b"  File, in <module>\n"], b"x\n", b""),
+        (
+            [b"Traceback (most recent call last):\n  File\nOSError: full\n  of what\n"],
+            b"",
+            b"Traceback (most recent call last):\n  File\nOSError: full\n  of what\n",
+        ),
     ],
 )
 def test_interrupt_filter_hides_only_keyboard_interrupt(

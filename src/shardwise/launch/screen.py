@@ -166,9 +166,14 @@ class InterruptFilter:
         return data[:start]
 
     def close(self) -> bytes:
-        """Return the output that was held back, unless it ends with a KeyboardInterrupt."""
-        last = self._held.rstrip().rpartition(b"\n")[2]
-        return b"" if last.startswith(b"KeyboardInterrupt") else self._held
+        """Return the output that was held back, unless it ends with a KeyboardInterrupt.
+
+        A traceback without the line of its exception is hidden too: a rank that took long to print
+        it was ended before that line.
+        """
+        lines = self._held.rstrip().split(b"\n")
+        is_cut = all(line.startswith(b" ") or _TRACEBACKS.match(line) for line in lines)
+        return b"" if is_cut or lines[-1].startswith(b"KeyboardInterrupt") else self._held
 
 
 class Tail:
