@@ -20,7 +20,7 @@ from shardwise.tools.verify.stock.recorder import CONTRIBUTIONS
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
-"""Relative difference up to which a ratio of gradients is taken for a whole number."""
+"""Largest relative difference between a ratio of gradients and the integer it counts as."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _same(wholes: Sequence[WholeTensor | None]) -> bool:
 
 
 def _is_constant(values: Fingerprint) -> bool:
-    """Return whether all elements may have the same magnitude, as those of new norms have."""
+    """Return whether all elements may have the same magnitude, like a new norm's weights."""
     # The norm is an estimate, within a few percent.
     return abs(values.norm**2 - values.largest**2 * values.numel) <= 0.2 * values.norm**2
 

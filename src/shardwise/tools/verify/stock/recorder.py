@@ -43,13 +43,13 @@ records or None), wide (None, "default" or "promoted", see precision.py), draws 
 random operations, see draws.py), alter (see alterations.py)."""
 
 CONTRIBUTIONS = ("contributions", "first contribution", "last contribution")
-"""Kinds of tensors: what all backwards of a step added to a gradient, the first one, the last."""
+"""Kinds of tensors: the sum of the gradients of a step's backwards, the first one, the last one."""
 
 CLAIM = "claimed"
 """File of a rank's folder with the pid of the process that records it."""
 
 STACK = "stack.txt"
-"""File of a rank's folder to which SIGUSR2 writes the rank's stack."""
+"""File of a rank's folder. SIGUSR2 writes the rank's stack into it."""
 
 LAST_WAIT = 20.0
 """Seconds to wait for the records of other ranks after the last step."""
@@ -174,7 +174,7 @@ class StockRecorder:
         register_optimizer_step_post_hook(self._after_step)
         atexit.register(self._leave)
 
-    # -- what is noted ----------------------------------------------------------------------
+    # -- notes ----------------------------------------------------------------------
 
     def _follow_losses(self) -> None:
         """Note the value and the terms of everything that backward is called on."""
@@ -454,7 +454,7 @@ def _described(loss: Tensor) -> dict[str, Any]:
     return {
         "value": math.nan if value is None else value / scale,
         "source": None if main is None else main.source,
-        # A sum divided by a number may be divided by that of all ranks, or by a constant.
+        # A sum may be divided by the number of items of all ranks, or by a constant.
         "items": None if main is None or terms.guessed else readers.number(main.items),
         "factor": _root_factor(loss) / scale,
         "words": terms.describe(),
@@ -533,7 +533,7 @@ class FollowedOptimizer:
         return set(map(id, self._parameters))
 
     def follow_contributions(self) -> None:
-        """Keep what each backward adds to a gradient. Ranks reduce it, so for one process only."""
+        """Keep the gradient of each backward. Ranks reduce it, so do this in one process only."""
         for parameter in self._parameters:
             is_new = parameter not in self._followed and parameter in self.names
             if is_new and parameter.requires_grad and parameter.is_leaf:
@@ -547,8 +547,10 @@ class FollowedOptimizer:
         self._contributions[parameter] = [total, first, values]
 
     def take_contributions(self, rank: int) -> list[Part]:
-        """Return the sum of what the backwards since the last step added, the first and the last of
-        it, if there were several."""
+        """Return the gradients of the backwards since the last step, if there were several.
+
+        They are three: the sum, the first one and the last one.
+        """
         taken, self._contributions = self._contributions, {}
         return [
             readers.part(kind, self.names[parameter], each, rank)
@@ -558,7 +560,7 @@ class FollowedOptimizer:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """Return what a step's file has next to tensors."""
+        """Return the figures of a step, which its file holds next to tensors."""
         assert self._inputs is not None
         fed, samples = self._inputs.taken() if self.steps else (FeedTotals(), [])
         named = [p for p in self._parameters if p in self.names]

@@ -26,7 +26,7 @@ from shardwise.tools.verify.verdicts import TrainingVerdict
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeResult(StockResult):
-    """What was found about a script that was stopped and started again."""
+    """The result for a script that was stopped and started again."""
 
     stopped_at: int
     resumed_from: int | None = None
@@ -130,7 +130,7 @@ def _same_copies(one: WholeTensor | None, two: WholeTensor | None) -> bool:
 
 
 def _start(whole: StockRecords, resumed: StockRecords) -> int | None:
-    """Return the step of the whole run after which the parameters are those of the resumed one."""
+    """Return the step of the whole run that ended with the resumed run's parameters."""
     first = resumed.training.engines[0][0]
     same = [step.number for step in whole.training.engines[0] if _same_parameters(step, first)]
     # Parameters may be equal after several steps, such as with a learning rate of 0 at first.
@@ -178,7 +178,7 @@ def _shifted(training: RecordedTraining, start: int) -> RecordedTraining:
 def _findings(
     whole: StockRecords, resumed: StockRecords, compared: Comparison, start: int
 ) -> Iterator[Finding]:
-    """Yield what the script does not restore, in the order in which a step uses it."""
+    """Yield the parts that the script does not restore, in the order that a step uses them."""
     named = False
     if _inputs(whole, start) != _inputs(resumed, 0):
         named = True
