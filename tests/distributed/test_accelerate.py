@@ -474,7 +474,7 @@ def refusals_case(world):
         accelerator.backward((model(x) - y).square().mean())
         with pytest.raises(UsageError, match=r"only if accelerator\.sync_gradients\."):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    with pytest.raises(UsageError, match=r"save_state\(\) between .*accelerator\.sync_gradients:"):
+    with pytest.raises(UsageError, match=r"save_state\(\) between .*accelerator\.sync_gradients\."):
         accelerator.save_state("nowhere")
     with (
         pytest.raises(UsageError, match="even_batches on"),
