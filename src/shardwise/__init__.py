@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
+    from shardwise.data.packing.packing import Packing
     from shardwise.engine import Engine, Engines
     from shardwise.launch.function import launch
     from shardwise.metrics import Metrics
@@ -33,6 +34,7 @@ __all__ = [
     "Loader",
     "Metrics",
     "MoE",
+    "Packing",
     "World",
     "__version__",
     "chunked_cross_entropy",
@@ -57,6 +59,7 @@ _HOMES = {
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "MoE": "shardwise.parallel.expert.moe",
+    "Packing": "shardwise.data.packing.packing",
     "World": "shardwise.world.world",
     "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",
