@@ -308,11 +308,11 @@ class Unaware(nn.Sequential):
     ("kind", "words"),
     [
         (WithoutMask, "Packing changes the result of WithoutMask"),
-        (OwnPositions, r"places \(Embedding\)"),
+        (OwnPositions, "Packing changes the result of OwnPositions"),
         (Recurrent, r"rnn \(GRU\)"),
         (Normalised, r"norm \(BatchNorm1d\)"),
         (Pooled, "no scores per token"),
-        (Unaware, "does not accept position_ids and attention_mask"),
+        (Unaware, "does not accept input_ids"),
     ],
 )
 def test_trial_names_the_module_that_packing_changes(solo, kind, words):
@@ -349,6 +349,8 @@ def test_trial_of_transformers_finds_windows_caches_and_eager_attention(solo):
     )
     with pytest.raises(DataError, match="sdpa"):  # it adds the mask to the scores
         sw.Packing(eager, row=ROW)
+    eager.config.use_cache = False
+    sw.Packing(eager, row=ROW, attention="positions")
 
 
 @pytest.mark.parametrize(
