@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
+    from shardwise.data.mixture import Mixture
     from shardwise.data.packing.packing import Packing
     from shardwise.engine import Engine, Engines
     from shardwise.launch.function import launch
@@ -33,6 +34,7 @@ __all__ = [
     "Engines",
     "Loader",
     "Metrics",
+    "Mixture",
     "MoE",
     "Packing",
     "World",
@@ -58,6 +60,7 @@ _HOMES = {
     "Engines": "shardwise.engine",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
+    "Mixture": "shardwise.data.mixture",
     "MoE": "shardwise.parallel.expert.moe",
     "Packing": "shardwise.data.packing.packing",
     "World": "shardwise.world.world",

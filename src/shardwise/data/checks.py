@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardwise.data.batch_cuts import BatchCut, MicroShardCut, ShareCut
+from shardwise.data.batch_schedule import samples_per_epoch
 from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError
 from shardwise.layout.sum_tree import MicroShards
@@ -228,6 +229,7 @@ class LoaderArguments:
                     "already does that. Write Loader(dataset, batch_size=TOTAL, shuffle=True) "
                     "without it. set_epoch is not needed."
                 )
+        length = samples_per_epoch(self.dataset)
         if self.drop_last and self.sampler is None and length < (self.batch_size or 0):
             raise DataError(
                 f"drop_last with batch_size={self.batch_size} drops all {length} samples of "

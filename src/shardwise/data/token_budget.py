@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwise.data import order
-from shardwise.data.batch_schedule import BatchSchedule, check_same_dataset, comparison_group
+from shardwise.data.batch_schedule import (
+    BatchSchedule,
+    check_same_dataset,
+    comparison_group,
+    epoch_order,
+)
 from shardwise.data.length_cache import LengthCache
 from shardwise.data.packing.packing import Packing
 from shardwise.data.packing.rows import close_steps as close_packed_steps
@@ -227,11 +232,11 @@ class ByTokens(BatchSchedule):
         self._seed, self._shuffle = world.seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[int]]:
-        lengths = self._budget.read(self._dataset, self._world)
-        whole = order.epoch_order(self._seed, epoch, len(lengths), shuffle=self._shuffle)
+        self._budget.read(self._dataset, self._world)
+        whole = epoch_order(self._dataset, self._seed, epoch, shuffle=self._shuffle)
         # A step starts with an empty budget, so the steps after `offset` do not depend on earlier
         # ones, and a resumed epoch has the same steps.
-        rest = order.indices(whole, (offset, len(lengths)))
+        rest = order.indices(whole, (offset, len(whole)))
         return self._budget.close(rest)
 
 

@@ -2,9 +2,9 @@
 
 A copy of the model runs on the CPU, with fixed random parameters and without dropout, on a few
 short documents: packed, and one by one without masks and position ids. Its outputs and the
-gradients of all parameters must be equal. Attention to other documents, positions that do not restart, sliding
-windows that the mask replaces, state that runs along the sequence, BatchNorm and pooling all fail
-this test.
+gradients of all parameters must be equal. Attention to other documents, positions that do not
+restart, sliding windows that the mask replaces, state that runs along the sequence, BatchNorm and
+pooling all fail this test.
 """
 
 from __future__ import annotations
