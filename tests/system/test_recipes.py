@@ -70,7 +70,7 @@ def test_stream_recipe_resumes_in_mid_epoch(shardwise: Launcher) -> None:
 
 
 def test_every_recipe_has_a_page() -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "docs" / "recipes").glob("*.md"))
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     shown = set(re.findall(r"<!-- include (\S+) -->", pages))
     assert shown == {str(path.relative_to(ROOT)) for path in RECIPES.glob("*.py")}
 

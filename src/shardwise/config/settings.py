@@ -215,7 +215,7 @@ class Settings:
     )
     micro_batch_tokens: int | None = _setting(
         "spread",
-        "tokens per worker and backward, with padding, of a Loader with tokens=",
+        "padded tokens per worker and backward, with sw.Loader(tokens=)",
         values.whole(1),
         "M",
         rare=True,

@@ -19,7 +19,7 @@ class Mixture(ConcatDataset[Any]):
 
     Pass it to `sw.Loader` as the dataset. The number of samples that an epoch draws from each
     dataset is fixed: its weight times `samples`, rounded so that the sum is `samples`. A dataset is
-    drawn without replacement: its samples come again only after all of them have been used, in the
+    drawn without replacement: a sample is used again only after all others have been used, in the
     same epoch or in a later one. So small datasets are repeated, and large ones are continued in
     the next epoch.
 
@@ -83,8 +83,8 @@ class Mixture(ConcatDataset[Any]):
         for name, count in zip(self.names, self.counts, strict=True):
             if count == 0:
                 raise DataError(
-                    f"The weight of {name} is so small that an epoch of {samples} samples has none "
-                    "of it: write a larger samples=, or leave the dataset out."
+                    f"The weight of {name} is so small that an epoch of {samples} samples has no "
+                    "sample of it: write a larger samples=, or leave the dataset out."
                 )
 
     def order(self, seed: int, epoch: int, *, shuffle: bool) -> Tensor:

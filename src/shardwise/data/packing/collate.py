@@ -43,8 +43,8 @@ class PackedCollate:
         batch: dict[str, Any] = {
             key: torch.stack([self._join(row, key) for row in documents]) for key in keys
         }
-        # Free positions at the end of a row are a document of their own, because a row of the mask
-        # without any True makes softmax return NaN.
+        # Free positions at the end of a row count as one more document. If the mask hid all tokens
+        # from them, softmax would return NaN.
         sizes = [[len(document["input_ids"]) for document in row] for row in documents]
         for lengths in sizes:
             if free := self.row - sum(lengths):

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 class RowPacker:
     """Packs items into at most `count` rows of `row` tokens, one item after the other.
 
-    A new item goes into the fullest row with enough space (best fit). If there is none, all items
-    are assigned again from the longest to the shortest, which needs at most 11/9 of the optimal
+    A new item goes into the fullest row with enough space (best fit). If no row has enough, all
+    items are assigned again from the longest to the shortest, which needs at most 11/9 of the optimal
     number of rows (Johnson 1974).
     """
 

@@ -194,7 +194,7 @@ def _first_difference(
                     return True
         return False
 
-    # Modules are in the order in which they return.
+    # The modules are sorted by the time at which they return.
     for name in together.outputs:
         if name and differs(name, "outputs"):
             # If the inputs differ too, code of the enclosing module has computed them.
@@ -261,7 +261,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Remove all hooks inside the block, because those of an engine must not be copied."""
+    """Remove all hooks inside the block, because an engine's hooks must not be copied."""
     kept = []
     for module in model.modules():
         for name in _HOOKS:
