@@ -361,6 +361,30 @@ def test_trial_of_transformers_finds_windows_caches_and_eager_attention(solo):
     sw.Packing(eager, row=ROW, attention="positions")
 
 
+def passes_after_the_engine(world):
+    """Return whether the trial accepts a model whose parameters an engine has sharded."""
+    model = Causal()
+    engine = sw.Engine(model, optimizer_of(model, "adamw"), zero=3)
+    sw.Packing(model, row=ROW)
+    texts = documents()
+    loader = sw.Loader(texts, tokens=80, length=length, pack=sw.Packing(model, row=ROW))
+    for batch in loader:
+        labels = batch.pop("labels")
+        engine.backward(loss_of(model(**batch), labels, "mean"))
+        engine.step()
+    engine.close()
+    model = WithoutMask()
+    engine = sw.Engine(model, optimizer_of(model, "adamw"), zero=3)
+    with pytest.raises(DataError, match="Packing changes the result of WithoutMask"):
+        sw.Packing(model, row=ROW)
+    engine.close()
+    return True
+
+
+def test_trial_works_on_sharded_parameters(group):
+    assert group(2)(passes_after_the_engine) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -16,19 +16,19 @@ ATTENTION = ("mask", "positions", "cu_seqlens")
 class Packing:
     """Puts documents end to end into rows of a fixed length. Pass it to `sw.Loader` as `pack`.
 
-    The model is tested once, with a copy in fp64 on the CPU: its outputs and gradients must be the same
-    for packed documents as for the documents one by one. If packing changes the result, an error
-    names the first module that differs.
+    The model is tested once, with a copy in fp64 on the CPU: its outputs and gradients must be the
+    same for packed documents as for the documents one by one. If packing changes the result, an
+    error names the first module that differs. Hooks do not run in the test.
 
     A batch is a dict of tensors:
 
     - input_ids, int64 of shape (rows, row). Free positions at the end of a row are 0.
     - labels, int64 of shape (rows, row): the sample's labels, or its input_ids. They are -100 at
-      free positions and at the first token of each document, because no token of its document predicts it. Models
-      that shift labels themselves, like those of Transformers, use them unchanged.
+      free positions and at the first token of each document, because no token of its document
+      predicts it. Models that shift labels themselves, as in Transformers, use them unchanged.
     - position_ids, int64 of shape (rows, row): they start at 0 in each document.
-    - With attention="mask": attention_mask, bool of shape (rows, 1, row, row). It is True if a
-      token attends to the other: to itself and to earlier tokens of the same document.
+    - With attention="mask": attention_mask, bool of shape (rows, 1, row, row). Each token
+      attends to itself and to the earlier tokens of its document.
     - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,), the start of each
       document in the flattened rows, and their end. Free positions are documents too. max_seqlen is
       the length of the longest, an int.

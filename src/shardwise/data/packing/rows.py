@@ -17,8 +17,8 @@ class RowPacker:
     """Packs items into at most `count` rows of `row` tokens, one item after the other.
 
     A new item goes into the fullest row with enough space (best fit). If no row has enough, all
-    items are assigned again from the longest to the shortest, which needs at most 11/9 of the optimal
-    number of rows (Johnson 1974).
+    items are assigned again from the longest to the shortest, which needs at most about 11/9 of the
+    optimal number of rows (Johnson 1974).
     """
 
     def __init__(self, row: int, count: int) -> None:
