@@ -85,6 +85,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--late": ("steps", "--late 5"),
     "--behind": ("steps", "--behind 1"),
     "--micro-batch-size": ("samples", "--micro-batch-size 8"),
+    "--micro-batch-tokens": ("tokens", "--micro-batch-tokens 8192"),
     "--batch": ("", "--batch worker"),
     "--exact": ("micro-shards", "--exact 4"),
     "--bucket-mb": ("MB", "--bucket-mb 50"),

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise import errors, lr
     from shardwise.data.loader import Loader
+    from shardwise.data.mixture import Mixture
+    from shardwise.data.packing.packing import Packing
     from shardwise.engine import Engine, Engines
     from shardwise.guard.stock import Guard
     from shardwise.launch.function import launch
@@ -34,7 +36,9 @@ __all__ = [
     "Guard",
     "Loader",
     "Metrics",
+    "Mixture",
     "MoE",
+    "Packing",
     "World",
     "__version__",
     "chunked_cross_entropy",
@@ -59,7 +63,9 @@ _HOMES = {
     "Guard": "shardwise.guard.stock",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
+    "Mixture": "shardwise.data.mixture",
     "MoE": "shardwise.parallel.expert.moe",
+    "Packing": "shardwise.data.packing.packing",
     "World": "shardwise.world.world",
     "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",

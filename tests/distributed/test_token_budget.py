@@ -243,3 +243,44 @@ def raised(world, kind):
 )
 def test_rejects_bad_arguments_on_all_ranks(group, kind):
     assert group(2)(raised, kind) == [True, True]
+
+
+class Counted:
+    """A dataset that counts how many samples were read."""
+
+    def __init__(self, texts):
+        self.texts, self.reads = texts, 0
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, index):
+        self.reads += 1
+        return self.texts[index]
+
+
+def reads_with_cache(world, folder, change):
+    """Return the number of samples read for the lengths, and the steps."""
+    texts = documents(200)
+    if change:
+        texts[0] = texts[0].repeat(2)[: len(texts[0]) + 1]
+    dataset = Counted(texts)
+    file = folder / "sub" / "lengths.json"
+    loader = sw.Loader(dataset, tokens=90, length=len, length_cache=file, collate_fn=list)
+    requests = [micro.indices for micro in loader.requests()]
+    return dataset.reads, requests
+
+
+def test_lengths_are_read_once_and_kept_in_a_file(group, tmp_path):
+    first = group(2)(reads_with_cache, tmp_path, False)
+    again = group(2)(reads_with_cache, tmp_path, False)
+    # The fingerprint reads a few samples on rank 0.
+    assert [reads for reads, _ in first] == [116, 100]
+    assert [reads for reads, _ in again] == [16, 0]
+    assert [requests for _, requests in again] == [requests for _, requests in first]
+    (file,) = (tmp_path / "sub").iterdir()
+    changed = group(2)(reads_with_cache, tmp_path, True)
+    assert changed[1][0] == 100
+    file.write_text("[]")
+    with pytest.raises(AssertionError, match="not a file of lengths"):
+        group(2)(reads_with_cache, tmp_path, False)

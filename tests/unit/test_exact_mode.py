@@ -20,6 +20,7 @@ from shardwise.layout.sum_tree import MicroShards
     ("settings", "said"),
     [
         ({"micro_batch_size": 2}, "--exact 4 cannot be combined with --micro-batch-size"),
+        ({"micro_batch_tokens": 2}, "--exact 4 cannot be combined with --micro-batch-tokens"),
         ({"sync_batch_norm": True}, "without it each micro-shard has its own"),
         ({"shard_within": "host"}, "Write --shard-within all"),
     ],

@@ -213,6 +213,13 @@ class Settings:
     micro_batch_size: int | None = _setting(
         "spread", "samples per worker and backward; gradients accumulate", values.whole(1), "M"
     )
+    micro_batch_tokens: int | None = _setting(
+        "spread",
+        "padded tokens per worker and backward, with sw.Loader(tokens=)",
+        values.whole(1),
+        "M",
+        rare=True,
+    )
     batch: str = _choice(
         "spread",
         "whether a Loader's batch_size is the total, or per worker",

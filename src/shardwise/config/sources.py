@@ -100,6 +100,7 @@ _ELSEWHERE = {
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",
+    "micro_batch_tokens": "sw.Loader",
     "batch": "sw.init",
     "record": "sw.init",
     "record_tensors": "sw.init",

@@ -13,6 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from shardwise.comm import Collectives
 from shardwise.data import order
+from shardwise.data.mixture import Mixture
 from shardwise.data.source import SavedGenerators
 from shardwise.errors import DataError
 from shardwise.world.randomness import seed_from
@@ -46,12 +47,12 @@ class InOrder(BatchSchedule):
     def __init__(
         self, dataset: Any, batch_size: int, *, world: World, shuffle: bool, drop_last: bool
     ) -> None:
-        length, seed = len(dataset), world.seed
+        length, seed = samples_per_epoch(dataset), world.seed
         self._dataset, self._world, self._checked = dataset, world, False
         self._batch_size = batch_size
         self.epoch_length = order.used_length(length, batch_size, drop_last=drop_last)
         self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
-        self._length, self._seed, self._shuffle = length, seed, shuffle
+        self._seed, self._shuffle = seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
         # Check here and not in __init__, because creating a Loader is not collective and a script
@@ -59,10 +60,22 @@ class InOrder(BatchSchedule):
         if not self._checked:
             check_same_dataset(self._world, self._dataset)
             self._checked = True
-        whole = order.epoch_order(self._seed, epoch, self._length, shuffle=self._shuffle)
+        whole = epoch_order(self._dataset, self._seed, epoch, shuffle=self._shuffle)
         assert self.epoch_length is not None
         for rows in order.steps(self.epoch_length, self._batch_size, offset):
             yield order.indices(whole, rows)
+
+
+def samples_per_epoch(dataset: Any) -> int:
+    """Return the number of samples in an epoch of a map-style dataset."""
+    return dataset.samples if isinstance(dataset, Mixture) else len(dataset)
+
+
+def epoch_order(dataset: Any, seed: int, epoch: int, *, shuffle: bool) -> Tensor | range:
+    """Return the dataset indices of `epoch` for all ranks."""
+    if isinstance(dataset, Mixture):
+        return dataset.order(seed, epoch, shuffle=shuffle)
+    return order.epoch_order(seed, epoch, len(dataset), shuffle=shuffle)
 
 
 class FromSampler(BatchSchedule):
@@ -187,7 +200,11 @@ def check_same_dataset(world: World, dataset: Any) -> None:
 
 def _contents(dataset: Any) -> Iterator[Any]:
     """Yield those values of a dataset that can be read without running user code."""
-    if isinstance(dataset, Subset):
+    if isinstance(dataset, Mixture):
+        yield dataset.names, dataset.weights, dataset.samples, dataset.cumulative_sizes
+        for part in dataset.datasets:
+            yield from _contents(part)
+    elif isinstance(dataset, Subset):
         yield [_as_index(index) for index in dataset.indices]
         yield from _contents(dataset.dataset)
     elif isinstance(dataset, TensorDataset):

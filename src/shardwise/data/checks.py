@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from shardwise.data.batch_cuts import BatchCut, MicroShardCut, ShareCut
+from shardwise.data.batch_schedule import samples_per_epoch
 from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError
 from shardwise.layout.sum_tree import MicroShards
@@ -112,6 +113,8 @@ class LoaderArguments:
                 not isinstance(value, int) or isinstance(value, bool) or value < 1
             ):
                 raise DataError(f"{name} must be an integer of 1 or more, not {value!r}.")
+        if budget.packing is not None:
+            self._check_packing(budget, budget.packing.row)
         if not callable(budget.length) and not hasattr(budget.length, "__len__"):
             raise DataError(
                 f"length must be a function of a sample or one length per sample, not "
@@ -131,6 +134,29 @@ class LoaderArguments:
             raise DataError(
                 f"micro_batch_tokens cannot be combined with --exact {self.shards.count}, whose "
                 "micro-shards are the micro-batches: leave it out, or pass --exact a larger number."
+            )
+
+    def _check_packing(self, budget: TokenBudget, row: int) -> None:
+        if self.collate_fn is not None:
+            raise DataError(
+                "pack builds the batches, so collate_fn cannot be combined with it: leave it out, "
+                "and change samples in the dataset."
+            )
+        if budget.tokens % row:
+            raise DataError(
+                f"tokens={budget.tokens} is not a multiple of row={row}, so a step cannot consist "
+                f"of full rows: write tokens={max(budget.tokens // row, 1) * row}."
+            )
+        if budget.micro_batch_tokens is not None and budget.micro_batch_tokens < row:
+            raise DataError(
+                f"micro_batch_tokens={budget.micro_batch_tokens} is less than a packed row of "
+                f"{row} tokens: write micro_batch_tokens={row} or more."
+            )
+        if self.shards is not None and budget.tokens // row < self.shards.count:
+            raise DataError(
+                f"tokens={budget.tokens} is {budget.tokens // row} rows, which cannot be cut into "
+                f"the {self.shards.count} micro-shards of --exact {self.shards.count}: write "
+                f"tokens={row * self.shards.count} or more, or use a smaller --exact."
             )
 
     def _check_batch_sampler(self) -> None:
@@ -203,6 +229,7 @@ class LoaderArguments:
                     "already does that. Write Loader(dataset, batch_size=TOTAL, shuffle=True) "
                     "without it. set_epoch is not needed."
                 )
+        length = samples_per_epoch(self.dataset)
         if self.drop_last and self.sampler is None and length < (self.batch_size or 0):
             raise DataError(
                 f"drop_last with batch_size={self.batch_size} drops all {length} samples of "

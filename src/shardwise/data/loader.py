@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from shardwise.data import source
 from shardwise.data.checks import LoaderArguments, UnknownLength
+from shardwise.data.packing.packing import Packing
 from shardwise.data.position import Position, restored
 from shardwise.data.readers import Reader, choose_part_order, reader
 from shardwise.data.source import Item
@@ -80,11 +82,17 @@ class Loader(HintsAtAttributes):
         length: With tokens: a function that returns the number of tokens of a sample, or one length
             per sample. Each rank calls the function for a part of the dataset, before the first
             epoch.
+        length_cache: With a function as length: file that keeps the lengths for later runs. They
+            are read again if the dataset or the function has changed. The first rank reads and
+            writes it.
         micro_batch_tokens: With tokens: largest number of tokens in a micro-batch, counted after
-            padding all its rows to the longest. Loop over `loader.steps()` then.
+            padding all its rows to the longest. Overridden by the run's setting. Loop over
+            `loader.steps()` then.
         cost: With tokens: a function that returns the work of a sample of L tokens, to balance
             ranks. Default: L. With layers of width d, attention makes it about `L + L * L / (6 *
             d)`.
+        pack: With tokens: a `Packing`, to put documents end to end into rows of a fixed length
+            instead of padding them. tokens must be a multiple of that length.
         micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
         num_workers: Passed to torch's DataLoader, which reads the data, as are the next six.
         collate_fn: See `torch.utils.data.DataLoader`.
@@ -127,8 +135,10 @@ class Loader(HintsAtAttributes):
         sharding: str = "auto",
         tokens: int | None = None,
         length: Callable[[Any], int] | Sequence[int] | None = None,
+        length_cache: str | Path | None = None,
         micro_batch_tokens: int | None = None,
         cost: Callable[[int], float] | None = None,
+        pack: Packing | None = None,
         micro_batch_size: int | None = None,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -142,10 +152,21 @@ class Loader(HintsAtAttributes):
     ) -> None:
         self._world = current_world()
         settings = self._world.settings
-        if micro_batch_size is not None:  # a value in the script becomes the run's setting
-            settings = self._world.settle(micro_batch_size=micro_batch_size)
+        # Values in the script become the run's settings.
+        micro = {"micro_batch_size": micro_batch_size}
+        if tokens is not None:
+            micro["micro_batch_tokens"] = micro_batch_tokens
+        if keywords := {name: value for name, value in micro.items() if value is not None}:
+            settings = self._world.settle(**keywords)
+        if tokens is not None:
+            micro_batch_tokens = settings.micro_batch_tokens
+        elif settings.micro_batch_tokens is not None:
+            self._world.say_once(
+                f"--micro-batch-tokens {settings.micro_batch_tokens} does not apply to a Loader "
+                "without tokens="
+            )
         requested_size = batch_size
-        budget = _budget(tokens, length, micro_batch_tokens, cost, self._world)
+        budget = _budget(tokens, length, length_cache, micro_batch_tokens, cost, pack, self._world)
         batch_size = _total(batch_size, batch_sampler, self._world)
         arguments = LoaderArguments(
             dataset=dataset,
@@ -258,13 +279,15 @@ class Loader(HintsAtAttributes):
         """
         self._begin()
         run = self._pass_number
-        for step in self._open().steps(self._position.steps):
+        opened = self._open()
+        for step in opened.steps(self._position.steps):
             yield step
             if run != self._pass_number:
                 raise UsageError(
                     f"A newer loop over {self.name} has begun, so this one cannot continue. "
                     "Make a second Loader to run two loops at once."
                 )
+        opened.announce_tokens(self._position.epoch)
         self._position = self._position.next_epoch(self._reader.epoch_length)
 
     def epochs(self, total: int) -> Iterator[int]:
@@ -461,12 +484,24 @@ def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | No
 def _budget(
     tokens: int | None,
     length: Callable[[Any], int] | Sequence[int] | None,
+    length_cache: str | Path | None,
     micro_batch_tokens: int | None,
     cost: Callable[[int], float] | None,
+    pack: Packing | None,
     world: World,
 ) -> TokenBudget | None:
     """Return the budget of the steps, or None if `tokens` was not passed."""
-    others = {"length": length, "micro_batch_tokens": micro_batch_tokens, "cost": cost}
+    if pack is not None and not isinstance(pack, Packing):
+        raise DataError(
+            f"pack={pack!r} does not say how long rows are: write pack=sw.Packing(model, row=2048)."
+        )
+    others = {
+        "length": length,
+        "length_cache": length_cache,
+        "micro_batch_tokens": micro_batch_tokens,
+        "cost": cost,
+        "pack": pack,
+    }
     if tokens is None:
         if extra := [name for name, value in others.items() if value is not None]:
             raise DataError(
@@ -484,7 +519,12 @@ def _budget(
             "tokens is the budget of a total batch, which --batch worker cannot make larger. "
             "Leave --batch out."
         )
-    return TokenBudget(tokens, length, micro_batch_tokens, cost)
+    if length_cache is not None and not callable(length):
+        raise DataError(
+            "length_cache keeps the results of a function, but length is already a list of "
+            "lengths: leave length_cache out."
+        )
+    return TokenBudget(tokens, length, micro_batch_tokens, cost, packing=pack, cache=length_cache)
 
 
 def _shards(exact: int, world: World) -> MicroShards:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -24,6 +24,8 @@ from shardwise.data.batch_schedule import (
 )
 from shardwise.data.checks import LoaderArguments
 from shardwise.data.joined_parts import JoinedParts, part_of
+from shardwise.data.packing.collate import PackedCollate
+from shardwise.data.packing.cut import PackedCut
 from shardwise.data.position import PartOrder, Position
 from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
 from shardwise.data.token_budget import BudgetCut, ByTokens
@@ -111,15 +113,16 @@ class MapReader(Reader):
         draws, seed_samples = may_draw(arguments.dataset), arguments.seed_samples
         self.source = MapSource(
             arguments.dataset,
-            arguments.collate_fn or default_collate,
+            _collate_of(arguments),
             seed=world.seed,
             seed_samples=draws if seed_samples is None else seed_samples,
             may_draw=draws or arguments.collate_fn is not None,
         )
         self._cut = arguments.cut
-        self._budget_cut: BudgetCut | None = None
+        self._budget_cut: BudgetCut | PackedCut | None = None
         if (budget := arguments.budget) is not None:
-            self._budget_cut = BudgetCut(budget, arguments.size, arguments.rank, arguments.shards)
+            kind = BudgetCut if budget.packing is None else PackedCut
+            self._budget_cut = kind(budget, arguments.size, arguments.rank, arguments.shards)
         self._schedule = _schedule(arguments, world)
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
@@ -259,6 +262,13 @@ def _check_parts(rows: list[int]) -> None:
             f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} has no samples. "
             'Give each rank some, write sharding="slice", or start fewer workers.'
         )
+
+
+def _collate_of(arguments: LoaderArguments) -> Callable[[list[Any]], Any]:
+    packing = None if arguments.budget is None else arguments.budget.packing
+    if packing is not None:
+        return PackedCollate(packing.row, packing.attention)
+    return arguments.collate_fn or default_collate
 
 
 def _schedule(arguments: LoaderArguments, world: World) -> BatchSchedule:

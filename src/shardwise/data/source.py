@@ -53,6 +53,12 @@ class MicroBatch:
     """Items of a map-style dataset to read. A stand-in has some too."""
     all_have: bool = True
     """True if every rank has rows in the micro-batch."""
+    packed: tuple[tuple[int, ...], ...] = ()
+    """The lengths of the documents in each packed row, in the order of `indices`."""
+    tokens: int = 0
+    """Number of tokens on all ranks, or 0 if lengths are unknown."""
+    positions: int = 0
+    """Number of positions that all ranks compute for these tokens, including padding."""
 
     @property
     def last(self) -> bool:
@@ -99,6 +105,9 @@ class MapSource:
         # training loop, and its draws must not advance them.
         with _preserve_generators() if self._may_draw else nullcontext():
             rows = self._rows(micro)
+            if micro.packed:
+                samples = iter(rows)
+                rows = [[(next(samples), size) for size in row] for row in micro.packed]
             self._seed_for("collate", micro.epoch, micro.indices[0])
             return micro, self._collate(rows)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -42,6 +43,8 @@ class LoaderPass:
         self.open = True
         self._in_hand = False  # True if the current step has yielded samples to train on
         self._step: object = None
+        self.tokens = self.positions = 0  # of the training batches of all ranks so far
+        self._began = time.perf_counter()
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
         """Yield the steps of this pass, numbered from `first`. Each is finished before the next."""
@@ -56,6 +59,16 @@ class LoaderPass:
                 self._log_step_request(self._world.step_log.asked)
         finally:
             self.close()
+
+    def announce_tokens(self, epoch: int) -> None:
+        """Print the tokens, the share of padding and the speed of a training pass, if known."""
+        if self.tokens:
+            seconds = time.perf_counter() - self._began
+            self._world.print(
+                f"shardwise: epoch {epoch}: {self.tokens:,} tokens, "
+                f"{1 - self.tokens / self.positions:.1%} padding, "
+                f"{self.tokens / seconds:,.0f} tokens/s"
+            )
 
     def close(self) -> None:
         """Close the stream and drop the iterator over the data. Safe to call twice."""
@@ -85,11 +98,15 @@ class LoaderPass:
             rows=micro.place,
             total=micro.total,
             step=self._step,
+            tokens=micro.tokens,
+            positions=micro.positions,
         )
         self._world.current_batch.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
             self._world.step_log.given(micro.samples, micro.epoch)
             self._in_hand = True
+            self.tokens += micro.tokens
+            self.positions += micro.positions
         if micro.last:
             self._stepped(micro.total)
         return data

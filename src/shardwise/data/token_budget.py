@@ -16,16 +16,28 @@ import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from shardwise.data import order
-from shardwise.data.batch_schedule import BatchSchedule, check_same_dataset, comparison_group
+from shardwise.data.batch_schedule import (
+    BatchSchedule,
+    check_same_dataset,
+    comparison_group,
+    epoch_order,
+)
+from shardwise.data.length_cache import LengthCache
+from shardwise.data.packing.packing import Packing
+from shardwise.data.packing.rows import close_steps as close_packed_steps
+from shardwise.data.packing.rows import pack_rows
 from shardwise.data.source import MicroBatch
 from shardwise.errors import DataError
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import MicroShards
 from shardwise.world.randomness import preserved
 from shardwise.world.world import World
+
+T = TypeVar("T")
 
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of lengths that have been read."""
@@ -43,12 +55,30 @@ class TokenBudget:
     micro_batch_tokens: int | None = None
     cost: Callable[[int], float] | None = None
     """Returns the work of a sample of a given length. Default: the length itself."""
+    packing: Packing | None = None
+    """How documents share rows, or None if samples are padded."""
+    cache: str | Path | None = None
+    """File that keeps the lengths for later runs."""
     lengths: list[int] | None = field(default=None, repr=False)
 
     @property
     def most(self) -> int:
         """Largest number of tokens that one sample may have."""
-        return min(self.tokens, self.micro_batch_tokens or self.tokens)
+        row = self.tokens if self.packing is None else self.packing.row
+        return min(self.tokens, self.micro_batch_tokens or self.tokens, row)
+
+    def close(self, indices: Iterable[int]) -> Iterator[Sequence[int]]:
+        """Yield the steps: consecutive `indices` that fit into the budget."""
+        assert self.lengths is not None
+        if self.packing is None:
+            return close_steps(indices, self.lengths, self.tokens)
+        row = self.packing.row
+        return close_packed_steps(indices, self.lengths, row, self.tokens // row)
+
+    def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the items of each packed row of a step whose samples have these `lengths`."""
+        assert self.packing is not None
+        return pack_rows(lengths, self.packing.row, self.tokens // self.packing.row)
 
     def read(self, dataset: Any, world: World) -> list[int]:
         """Return the length of every sample. Collective on the first call.
@@ -59,24 +89,14 @@ class TokenBudget:
         if self.lengths is not None:
             return self.lengths
         check_same_dataset(world, dataset)
+        lengths: list[Any] | None
         if callable(self.length):
-            # Each rank reads a part of the dataset, because reading may include tokenization.
-            group = comparison_group(world)
-            cuts = even_cuts(len(dataset), group.size)
-            part = range(cuts[group.rank], cuts[group.rank + 1])
-            mine: list[Any] | DataError
-            try:
-                mine = list(_lengths_of(dataset, part, self.length, world))
-            except Exception as error:
-                # The other ranks wait in the gather, so send them the error instead of raising.
-                mine = DataError(f"length(sample) failed on the samples {part}: {error!r}")
-            parts = [mine] if world.size == 1 else group.gather_objects(mine)
-            lengths: list[Any] = []
-            for answer in parts:
-                if isinstance(answer, DataError):
-                    raise answer
-                lengths += answer
+            lengths = self._cached(dataset, world)
+            is_new = lengths is None
+            if lengths is None:
+                lengths = self._called(dataset, self.length, world)
         else:
+            is_new = False
             lengths = [_as_int(value) for value in self.length]
             if len(lengths) != len(dataset):
                 raise DataError(
@@ -85,8 +105,62 @@ class TokenBudget:
                 )
         self._check_agreement(lengths, world)
         self._check(lengths)
+        if is_new:
+            self._keep(dataset, lengths, world)
         self.lengths = lengths
         return lengths
+
+    def _called(self, dataset: Any, length: Callable[[Any], int], world: World) -> list[Any]:
+        """Return `length` of every sample. Collective."""
+        # Each rank reads a part of the dataset, because reading may include tokenization.
+        group = comparison_group(world)
+        cuts = even_cuts(len(dataset), group.size)
+        part = range(cuts[group.rank], cuts[group.rank + 1])
+
+        def read() -> list[Any]:
+            return list(_lengths_of(dataset, part, length, world))
+
+        parts = _gathered(read, f"length(sample) failed on the samples {part}", world)
+        return [each for part in parts for each in part]
+
+    def _cached(self, dataset: Any, world: World) -> list[int] | None:
+        """Return the lengths in the file of the first rank, or None. Collective."""
+        cache = self._file_of(dataset)
+        is_first = is_first_rank(world)
+
+        def load() -> tuple[bool, list[int] | None]:
+            # The dataset may draw random numbers, which must not affect the training loop.
+            with preserved():
+                return cache is not None, cache.load() if cache and is_first else None
+
+        answers = _gathered(load, "length(sample) failed", world)
+        if len({has_cache for has_cache, _ in answers}) > 1:
+            raise DataError("Pass the same length_cache on every rank: some ranks have none.")
+        lengths = answers[0][1]
+        if lengths is None and cache is not None and cache.file.exists():
+            world.say_once(
+                f"the lengths in {cache.file} are of another dataset, or length has changed: they "
+                "are read again"
+            )
+        return lengths
+
+    def _file_of(self, dataset: Any) -> LengthCache | None:
+        if self.cache is None or not callable(self.length):
+            return None
+        return LengthCache(self.cache, dataset, self.length)
+
+    def _keep(self, dataset: Any, lengths: list[int], world: World) -> None:
+        """Write the lengths to the file, on the first rank. Collective if there is a cache."""
+        if (cache := self._file_of(dataset)) is None:
+            return
+        is_first = is_first_rank(world)
+
+        def save() -> None:
+            with preserved():
+                if is_first:
+                    cache.save(lengths)
+
+        _gathered(save, "length(sample) failed", world)
 
     def _check_agreement(self, lengths: Sequence[Any], world: World) -> None:
         """Raise DataError on all ranks if their steps would differ. Collective."""
@@ -97,7 +171,7 @@ class TokenBudget:
             for values in (lengths, self._works_of(lengths))
         ]
         answers = comparison_group(world).gather_objects(
-            (self.tokens, self.micro_batch_tokens, *digests)
+            (self.tokens, self.micro_batch_tokens, *digests, self.packing and self.packing.row)
         )
         for rank, theirs in enumerate(answers):
             if theirs != answers[0]:
@@ -105,8 +179,9 @@ class TokenBudget:
                     f"Rank 0 has tokens={answers[0][0]} and micro_batch_tokens={answers[0][1]}, "
                     f"rank {rank} has {theirs[0]} and {theirs[1]}"
                     f"{', and other lengths' if theirs[2] != answers[0][2] else ''}"
-                    f"{', and other costs' if theirs[3] != answers[0][3] else ''}. Pass the same "
-                    "budget, lengths and cost on every rank."
+                    f"{', and other costs' if theirs[3] != answers[0][3] else ''}"
+                    f"{', and rows of another length' if theirs[4] != answers[0][4] else ''}. Pass "
+                    "the same budget, lengths, cost and rows on every rank."
                 )
 
     def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
@@ -124,9 +199,11 @@ class TokenBudget:
                     "or more: remove empty samples from the dataset."
                 )
             if length > self.most:
-                name, value = "tokens", self.tokens
-                if self.most < self.tokens:
-                    name, value = "micro_batch_tokens", self.most
+                name, value = "tokens", self.most
+                if self.packing is not None:
+                    name = "row"
+                elif self.most < self.tokens:
+                    name = "micro_batch_tokens"
                 raise DataError(
                     f"Sample {index} has {length} tokens, which is more than {name}={value}: "
                     f"shorten the sample in the dataset, or pass {name}={length} or more."
@@ -155,12 +232,12 @@ class ByTokens(BatchSchedule):
         self._seed, self._shuffle = world.seed, shuffle
 
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[int]]:
-        lengths = self._budget.read(self._dataset, self._world)
-        whole = order.epoch_order(self._seed, epoch, len(lengths), shuffle=self._shuffle)
+        self._budget.read(self._dataset, self._world)
+        whole = epoch_order(self._dataset, self._seed, epoch, shuffle=self._shuffle)
         # A step starts with an empty budget, so the steps after `offset` do not depend on earlier
         # ones, and a resumed epoch has the same steps.
-        rest = order.indices(whole, (offset, len(lengths)))
-        return close_steps(rest, lengths, self._budget.tokens)
+        rest = order.indices(whole, (offset, len(whole)))
+        return self._budget.close(rest)
 
 
 def close_steps(
@@ -179,21 +256,27 @@ def close_steps(
         yield step
 
 
-def balance(works: Sequence[float], bins: int) -> list[list[int]]:
+def balance(works: Sequence[float], bins: int, *, same_number: bool = False) -> list[list[int]]:
     """Distribute items over `bins` so that the largest sum of work is small.
 
     Takes the largest item first, and adds it to the bin with the least work so far (LPT, Graham
-    1969: at most 4/3 of the optimum). Ties go to the earlier item and to the lower bin.
+    1969: at most 4/3 of the optimum). Ties go to the earlier item and to the lower bin. If
+    `same_number` is true, the numbers of items in two bins differ by at most 1.
 
     Returns:
         The numbers of the items in each bin, in increasing order.
     """
     loads = [(0.0, number) for number in range(bins)]  # a heap
     members: list[list[int]] = [[] for _ in range(bins)]
+    filled: list[tuple[float, int]] = []  # with `same_number`: bins that have an item of this turn
     for item in sorted(range(len(works)), key=lambda item: (-works[item], item)):
-        load, least = loads[0]
-        heapq.heapreplace(loads, (load + works[item], least))
+        load, least = heapq.heappop(loads)
         members[least].append(item)
+        filled.append((load + works[item], least))
+        if not same_number or not loads:
+            for entry in filled:
+                heapq.heappush(loads, entry)
+            filled = []
     return [sorted(items) for items in members]
 
 
@@ -271,10 +354,13 @@ class BudgetCut:
         The shortest sample of a step is the stand-in of a rank without samples.
         """
         own = self.rank if self.shards is None else self.shards.rank
+        lengths = self.budget.lengths
+        assert lengths is not None
         for step in steps:
-            turns = self.turns(step)
+            turns, stand_in = self.turns(step), self._stand_in(step)
             for part, ranks in enumerate(turns):
                 mine = ranks[own]
+                used = mine or stand_in
                 yield MicroBatch(
                     epoch=epoch,
                     part=part,
@@ -284,8 +370,13 @@ class BudgetCut:
                     whole=sum(map(len, ranks)),
                     # Shares are not contiguous, so this rank has no range of rows.
                     place=None,
-                    indices=tuple(mine or self._stand_in(step)),
+                    indices=tuple(used),
                     all_have=all(ranks),
+                    tokens=sum(lengths[index] for indices in ranks for index in indices),
+                    positions=sum(
+                        len(indices) * max(lengths[index] for index in indices)
+                        for indices in (each or stand_in for each in ranks)
+                    ),
                 )
 
     def _stand_in(self, step: Sequence[int]) -> list[int]:
@@ -295,6 +386,32 @@ class BudgetCut:
         # Two rows for BatchNorm, like any other stand-in, if the budget allows them.
         most = self.budget.micro_batch_tokens
         return [shortest] * (1 if most is not None and 2 * lengths[shortest] > most else 2)
+
+
+def is_first_rank(world: World) -> bool:
+    """Return whether this rank is the first of those that compare their data."""
+    return world.size == 1 or comparison_group(world).rank == 0
+
+
+def _gathered(read: Callable[[], T], failure: str, world: World) -> list[T]:
+    """Return the results of `read` on all ranks. Raises DataError on all if one failed."""
+    mine: T | DataError
+    try:
+        mine = read()
+    except DataError as error:
+        mine = error
+    except Exception as error:
+        # The other ranks wait in the gather, so send them the error instead of raising.
+        mine = DataError(f"{failure}: {error!r}")
+    answers: list[T | DataError] = (
+        [mine] if world.size == 1 else comparison_group(world).gather_objects(mine)
+    )
+    results: list[T] = []
+    for answer in answers:
+        if isinstance(answer, DataError):
+            raise answer
+        results.append(answer)
+    return results
 
 
 def _lengths_of(

@@ -16,6 +16,7 @@ from shardwise.world.randomness import seed_from
 
 _WITHOUT = {
     "micro_batch_size": "the micro-shards are the micro-batches",
+    "micro_batch_tokens": "the micro-shards are the micro-batches",
     "sync_batch_norm": "statistics over all workers would depend on their number; without it each "
     "micro-shard has its own statistics",
 }

@@ -91,6 +91,14 @@ class LossAccumulation:
         """Number of backward passes since the last step, without those known to have weight 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Numbers of tokens and of positions of all ranks in the batches of this step."""
+        # Several losses may have the same batch.
+        batches = {id(term.batch): term.batch for term in self._terms if term.batch is not None}
+        known = batches.values()
+        return sum(each.tokens for each in known), sum(each.positions for each in known)
+
     def divisor_from(self, terms: LossTerms) -> float:
         """Return the divisor of a loss, judged by its `terms` alone: 1 for a sum, 0 for a mean."""
         return float(terms.is_sum) if self._is_open else self.divisor

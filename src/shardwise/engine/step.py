@@ -13,6 +13,7 @@ clear       free the gradients, and seed the generators for the next step
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,6 +71,7 @@ class StepRunner:
         self._hooks = state.spec.hooks
         self._options = consistency.OptionChecksum(state.spec.optimizers)
         self._skips = diagnosis.Skips(scaled=state.scale.active)
+        self._ended: float | None = None  # time of the previous step whose tokens are known
 
     # -- called by the engine ---------------------------------------------------------------
 
@@ -388,6 +390,13 @@ class StepRunner:
         # Announce the weight before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
             start_lines.announce_weight(self._world, self._spec, terms, stats.weight)
+        tokens, positions = self._accumulation.tokens
+        if tokens:
+            now = time.perf_counter()
+            rate = tokens / (now - self._ended) if self._ended is not None else 0.0
+            padding = 1 - tokens / positions
+            stats = replace(stats, tokens=tokens, padding=padding, tokens_per_second=rate)
+            self._ended = now
         if self._spec.routing is not None:
             counts = self._spec.routing.stepped(skipped=stats.skipped)
             stats = replace(stats, experts=counts)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of a step across all workers. Identical on every rank, except for `waited`.
+    """Statistics of a step across all workers. Identical on every rank, except for `waited`
+    and `tokens_per_second`.
 
     If groups of ranks step independently (islands), the values describe this rank's group. After a
     step that averages parameters (`--late 0`), `loss` and `weight` cover all groups.
@@ -28,6 +29,11 @@ class StepStats:
         staleness: Number of updates that changed the weights after the applied gradients were
             computed; at most S, and 0 without `--behind`.
         waited: Time in seconds that this rank waited for the gradients of other groups.
+        tokens: Number of tokens of the step's batches on all workers, if a Loader with `tokens`
+            yielded them, else 0. It includes tokens without a label.
+        padding: Share of padding in the positions that all workers computed, between 0 and 1.
+        tokens_per_second: `tokens` divided by the time since the previous step, in 1/s. 0 in the
+            first step. Measured on this rank's host, without waiting for its device.
         experts: Number of token copies per expert in this step, on all workers and in all
             micro-batches, by the name of the `sw.MoE` layer. Only layers with `balance`, `z_loss`
             or `bias_rate` count.
@@ -45,6 +51,10 @@ class StepStats:
     skipped: bool
     staleness: int = 0
     waited: float = 0.0
+    tokens: int = 0
+    padding: float = 0.0
+    # Not compared, because the other values are the same on all ranks.
+    tokens_per_second: float = field(default=0.0, compare=False)
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 

@@ -25,6 +25,8 @@ class Batch:
     indices   dataset indices, for messages, if the dataset is map-style
     rows      range [first, end) within the `total` rows of all ranks' batches, if known
     step      an object shared by all micro-batches of a step
+    tokens    number of tokens of this micro-batch across all ranks; 0 if unknown
+    positions number of positions that all ranks compute for these tokens, including padding
     """
 
     samples: int
@@ -34,6 +36,8 @@ class Batch:
     rows: tuple[int, int] | None = None
     total: int = 0
     step: object = field(default_factory=object)
+    tokens: int = 0
+    positions: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
