@@ -47,6 +47,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(f"  expert parallel over {world.expert_size}: {spec.experts.describe()}")
         for name, reason in spec.experts.reasons_unsplit.items():
             world.print(f"  whole, not split: {name}: {reason}")
+    if spec.context is not None:
+        world.print(f"  context parallel over {world.context_size}: {spec.context.describe()}")
     if spec.pipeline is not None:
         cut = spec.pipeline.partition
         stages = f"{many(cut.stages, 'stage')} ({spec.settings.schedule})"
