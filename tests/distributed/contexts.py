@@ -75,11 +75,12 @@ class Problem:
     """Number of first tokens without labels, so that some ranks have tokens but no loss."""
     own_mean: bool = False
     """True if the script divides the loss by its own number of labels, which may be 0."""
+    seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
-        torch.manual_seed(7)
+        torch.manual_seed(7 + self.seed)
         return Model(self.heads, self.groups).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -90,7 +91,7 @@ class Problem:
 
     def batches(self, step: int) -> list[tuple[Tensor, ...]]:
         """Return ids, positions, mask and labels of the micro-batches of a step."""
-        torch.manual_seed(100 + step)
+        torch.manual_seed(100 + step + 1000 * self.seed)
         found = []
         for rows in self.rows:
             shape = rows, self.length

@@ -40,7 +40,14 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(3)
     config = getattr(transformers, f"{kind}Config")(**CONFIGS[kind])
     classes = {"GPT2": "GPT2LMHeadModel"}
-    return getattr(transformers, classes.get(kind, f"{kind}ForCausalLM"))(config).double().train()
+    model = getattr(transformers, classes.get(kind, f"{kind}ForCausalLM"))(config).train()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            # These norms compute in fp32, whose rounding would hide differences.
+            if type(child).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm"):
+                norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
+                setattr(module, name, norm)
+    return model.double()
 
 
 def batch_of(step: int) -> tuple[torch.Tensor, ...]:
@@ -69,10 +76,8 @@ def trained(world: sw.World, kind: str, zero: int) -> dict[str, Any]:
     return {"losses": losses, "values": values}
 
 
-@pytest.mark.parametrize(
-    ("kind", "zero"),
-    [("Llama", 3), *(pytest.param(k, 1, marks=pytest.mark.full) for k in ("Qwen2", "GPT2"))],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "zero"), [("Llama", 3), ("Qwen2", 1), ("GPT2", 2)])
 def test_equals_one_process(group, kind, zero):
     model = model_of(kind)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []

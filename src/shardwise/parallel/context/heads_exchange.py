@@ -46,7 +46,8 @@ def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives
     )
     received = all_to_all(sent, [[length] * size for length in lengths], group)
     # The sending ranks are in the order of the tokens, so the received rows are sorted.
-    wholes = received.split([rows * heads * features for rows, heads, features in shapes], dim=1)
+    widths = [rows * heads * features for rows, heads, features in shapes]
+    wholes = torch.split(received, widths, dim=1)
     return [
         whole.reshape(total, rows, heads, features).permute(1, 2, 0, 3).contiguous()
         for whole, (rows, heads, features) in zip(wholes, shapes, strict=True)

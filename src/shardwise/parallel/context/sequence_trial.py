@@ -195,7 +195,9 @@ class SequenceTrial:
         flat = torch.cat([grad.reshape(-1) for grad in actual.grads.values()])
         self._run.group.all_reduce(flat).wait()
         sizes = [grad.numel() for grad in actual.grads.values()]
-        for (name, whole), total in zip(expected.grads.items(), flat.split(sizes), strict=True):
+        for (name, whole), total in zip(
+            expected.grads.items(), torch.split(flat, sizes), strict=True
+        ):
             if not _are_close(whole.reshape(-1), total):
                 return f"the gradient of {name} differs from that on whole sequences."
         return None
@@ -267,7 +269,8 @@ class _Place:
             return whole.narrow(dim, self.first, self.own)
         # Rows and tokens in one dimension, as before a loss.
         if sizes == (self.rows * self.total, self.rows * self.own):
-            tokens = whole.unflatten(dim, (self.rows, self.total))
+            before, after = whole.shape[:dim], whole.shape[dim + 1 :]
+            tokens = whole.reshape(*before, self.rows, self.total, *after)
             return tokens.narrow(dim + 1, self.first, self.own).flatten(dim, dim + 1)
         return None
 
