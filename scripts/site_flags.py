@@ -74,6 +74,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--tensor": ("workers", "--tensor 2"),
     "--sequence-parallel": ("", "--sequence-parallel"),
     "--expert": ("workers", "--expert 4"),
+    "--context": ("workers", "--context 2"),
     "--pipeline": ("stages", "--pipeline 4"),
     "--microbatches": ("micro-batches", "--microbatches 8"),
     "--schedule": ("", "--schedule zero-bubble"),

@@ -168,6 +168,12 @@ def _weight(world: World, n: Any) -> Number:
     if batch is not None and batch.samples == 0:
         return 0.0
     if n is None:
+        if world.context_size > 1:
+            raise UsageError(
+                "Metrics.add does not know the number of items of these means, because --context "
+                f"{world.context_size} cuts the sequences: pass this worker's number of tokens, as "
+                "in metrics.add(n=int((labels != -100).sum()), ...)."
+            )
         if batch is None:
             raise UsageError(
                 "Metrics.add does not know the number of items of these means, because no Loader "

@@ -56,6 +56,27 @@ def test_expert_refuses_what_it_cannot_be_combined_with(others):
         mesh_of(settings, 4, others.get("islands", 1))
 
 
+def test_context_ranks_are_consecutive():
+    mesh = Mesh(8, context=4)
+    assert mesh.context_groups == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [mesh.context_of(rank) for rank in (0, 3, 4, 6)] == [0, 3, 0, 2]
+    assert (mesh.data, mesh.replica, mesh.is_flat) == (8, 1, False)
+    assert mesh.in_words() == "2 data x 4 context"
+    with pytest.raises(ConfigError, match=r"--context 3 does not divide 8.*one of 1, 2, 4, 8"):
+        Mesh(8, context=3)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [{"tensor": 2}, {"pipeline": 2}, {"islands": 2}, {"expert": 2}, {"exact": 4}],
+    ids=str,
+)
+def test_context_refuses_what_it_cannot_be_combined_with(others):
+    settings = Settings(context=2, **others)
+    with pytest.raises(ConfigError, match=f"--context 2 .*--{next(iter(others))}"):
+        mesh_of(settings, 4, others.get("islands", 1))
+
+
 def test_a_rank_may_hold_nothing_of_a_tensor():
     held, empty = (Shard((3, 4), 0, (((0, 3),), ()), rank) for rank in (0, 1))
     whole = torch.arange(12.0).view(3, 4)

@@ -135,6 +135,13 @@ class Settings:
         "E",
         default=1,
     )
+    context: int = _setting(
+        "spread",
+        "context parallel: cut every sequence over C workers",
+        values.whole(1, values.MOST_RANKS),
+        "C",
+        default=1,
+    )
     pipeline: int = _setting(
         "spread",
         "pipeline parallel: stages of layers on P workers",

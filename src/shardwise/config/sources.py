@@ -94,6 +94,7 @@ _ELSEWHERE = {
     "exact": "sw.init",
     "tensor": "sw.init",
     "expert": "sw.init",
+    "context": "sw.init",
     "pipeline": "sw.init",
     "islands": "sw.init",
     "behind": "sw.init",

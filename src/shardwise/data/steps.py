@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from shardwise import timeline
 from shardwise.data.source import Item, MicroBatch
 from shardwise.errors import UsageError
+from shardwise.world import sequence_parts
 from shardwise.world.current_batch import Batch, StreamShape
 from shardwise.world.world import World
 
@@ -84,6 +85,11 @@ class LoaderPass:
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
             data = to_device(data, self._world.device, non_blocking=self._pinned)
+        sequence, world = 0, self._world
+        if world.context_size > 1:
+            data, sequence = sequence_parts.cut(
+                data, world.context_rank, world.context_size, call=self.stream.name
+            )
         # A new object per step: batches that share it are micro-batches of the same step.
         if micro.part == 0:
             self._step = object()
@@ -97,6 +103,7 @@ class LoaderPass:
             else (),
             rows=micro.place,
             total=micro.total,
+            sequence=sequence,
             step=self._step,
             tokens=micro.tokens,
             positions=micro.positions,

@@ -80,6 +80,8 @@ class BackwardRunner:
         if in_parts and batch is None:
             # Give every loss weight 1, because only the last stage knows the terms.
             terms = UNKNOWN
+        if self._spec.context is not None:
+            self._spec.context.check_loss(terms, batch, reduction, is_weighted=given)
         # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
         weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
@@ -116,6 +118,8 @@ class BackwardRunner:
         cut: bool,
     ) -> Tensor:
         """See Engine.forward_backward."""
+        if self._spec.context is not None:
+            raise self._spec.context.refuse("engine.forward_backward")
         # Training starts before the first forward pass, as with the hook on the model's forward.
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)
@@ -228,11 +232,14 @@ class BackwardRunner:
 
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
-        groups = self._world.data_size // replicas
+        groups = self._world.mesh.data // replicas
         if self._spec.micro_shards is not None:
             # Use the number of micro-shards, so that shares do not depend on the number of workers.
             replicas = self._spec.micro_shards.count
-        return share_of(batch, summed=summed, replicas=replicas, groups=groups)
+        share = share_of(batch, summed=summed, replicas=replicas, groups=groups)
+        # The ranks of a context group have the same rows, and each a part of their sequences.
+        cut = self._spec.context is not None and batch is not None and not summed
+        return share / self._world.context_size if cut else share
 
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
         """At the first backward pass, print how a batch is split, and start testing gradient hooks.
@@ -263,6 +270,8 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
+        if self._spec.context is not None:
+            self._spec.context.run.end_backward()
         # Update the buffers before `train`, which clears `own_rows`.
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
@@ -311,6 +320,8 @@ class BackwardRunner:
             counts = expert_parallel.begin_backward(
                 run, self._weighting, loss, counts, share, is_sole=is_sole
             )
+        if (context := self._spec.context) is not None:
+            counts = context.begin_backward(loss, counts)
         self._before_autograd(loss, seed)
         with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
             torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())

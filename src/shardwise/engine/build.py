@@ -220,7 +220,9 @@ def _gradients(
     # for a bucket's reduction: a rank that has not used the same parameters may be waiting in
     # BatchNorm for this one.
     # Experts of other ranks wait for this rank's rows in the same way.
-    waits = bool(sync_batch_norm.converted(spec.models)) or spec.experts is not None
+    # So does attention over parts of sequences.
+    splits = spec.experts is not None or spec.context is not None
+    waits = bool(sync_batch_norm.converted(spec.models)) or splits
     gradients.patient = gradients.paced or not waits
     return gradients
 

@@ -13,6 +13,7 @@ from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.comm import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.config.outer_optimizer import StalenessRule
+from shardwise.engine.context_parallel import ContextParallel
 from shardwise.errors import ConfigError
 from shardwise.islands import hooks as island_hooks
 from shardwise.islands.checkpoint import IslandSets
@@ -67,6 +68,8 @@ class EngineSpec:
     """Connects the models' mixture-of-experts layers; None if there are none."""
     experts: ExpertParallelModels | None = None
     """Expert parallelism: this rank's experts, or None if every rank has all of them."""
+    context: ContextParallel | None = None
+    """Context parallelism: runs attention over the ranks that have parts of the same sequences."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)

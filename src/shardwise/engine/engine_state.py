@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from shardwise.checkpoint.extra_sets import ExtraSets
 from shardwise.config import Settings
 from shardwise.engine import (
+    context_parallel,
     exact_mode,
     expert_parallel,
     pipeline_parallel,
@@ -92,7 +93,12 @@ class EngineState:
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
         """The indices that seed the next backward pass: engine, step, replica, backward pass."""
-        return self.number, self.steps, self.world.data_rank, self.accumulation.backwards
+        return (
+            self.number,
+            self.steps,
+            self.world.mesh.data_of(self.world.rank),
+            self.accumulation.backwards,
+        )
 
     @property
     def is_between_steps(self) -> bool:
@@ -192,6 +198,7 @@ def spec_of(
         world.step_group,
         world.peers,
         *expert_parallel.begin(world, settings, model_tuple),
+        context_parallel.begin(world, settings, model_tuple),
     )
 
 
@@ -209,7 +216,7 @@ def build_state(
     world.unstepped.watch(accumulation)
     scale = LossScale(scaler, active=precision.PRESETS[spec.settings.precision].scaled)
     aggregation = (
-        Aggregation(world.data_rank)
+        Aggregation(world.mesh.data_of(world.rank))
         if spec.micro_shards is None
         else exact_mode.ExactAggregation(spec.micro_shards)
     )
@@ -218,7 +225,10 @@ def build_state(
     # SyncBatchNorm sends gradients of one rank's loss to other ranks inside the graph.
     crosses = spec.settings.sync_batch_norm and spec.data_group.size > 1
     # So do experts that compute other ranks' tokens. Router losses also need seeds of full weight.
-    crosses = crosses or (spec.routing is not None and spec.routing.crosses)
+    # Attention over parts of sequences sends gradients in the same way.
+    crosses = (
+        crosses or spec.context is not None or (spec.routing is not None and spec.routing.crosses)
+    )
     # Exact mode fixes the order of sums even on a single worker.
     alone = world.size == 1 and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)

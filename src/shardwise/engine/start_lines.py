@@ -47,6 +47,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(f"  expert parallel over {world.expert_size}: {spec.experts.describe()}")
         for name, reason in spec.experts.reasons_unsplit.items():
             world.print(f"  whole, not split: {name}: {reason}")
+    if spec.context is not None:
+        world.print(f"  context parallel over {world.context_size}: {spec.context.describe()}")
     if spec.pipeline is not None:
         cut = spec.pipeline.partition
         stages = f"{many(cut.stages, 'stage')} ({spec.settings.schedule})"
@@ -277,12 +279,12 @@ def _batch_line(world: World, *, averaged: bool) -> str:
     streams = world.current_batch.training_streams()
     plan = streams[-1].plan if streams else None
     if plan is not None and plan.tokens is not None:
-        replicas = many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
+        replicas = _shares(world)
         return f"  batch: up to {plan.tokens:,} tokens per step, on {replicas} together"
     if plan is None or plan.batch_size is None:
         return _unknown_batch(world)
     each = math.ceil(plan.batch_size / (world.data_size * plan.micro_batches))
-    replicas = many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
+    replicas = _shares(world)
     parts = [replicas, many(plan.micro_batches, "micro-batch", "es")]
     up_to = "" if each * world.data_size * plan.micro_batches == plan.batch_size else "up to "
     line = f"  batch: {plan.batch_size} = {' x '.join(parts)} x {up_to}{each}"
@@ -294,6 +296,13 @@ def _batch_line(world: World, *, averaged: bool) -> str:
         up_to = "up to " if plan.batch_size % islands else ""
         line += f"; a step of an island has {up_to}{math.ceil(plan.batch_size / islands)} of them"
     return line
+
+
+def _shares(world: World) -> str:
+    """Return the number of shares of a batch, in words."""
+    if world.context_size > 1:
+        return many(world.data_size, "context group")
+    return many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
 
 
 def _unknown_batch(world: World) -> str:

@@ -54,6 +54,8 @@ class StateAccess:
                 "engine.uneven() with --expert: no worker has all experts, so none can run a "
                 "forward alone. To run one, write: with engine.full_parameters()."
             )
+        if state.spec.context is not None:
+            raise state.spec.context.refuse("engine.uneven()")
         shown = state.states.shown
         with nullcontext() if shown is None else shown.residency.uneven():
             state.in_uneven = True

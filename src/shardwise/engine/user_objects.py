@@ -85,7 +85,7 @@ class UserObjects:
         self._in_method: optim.Optimizer | None = None
         self.in_ema = False
         """True while the parameters hold their averaged (EMA) or anchor values."""
-        usage_checks.check_embeddings(spec.models, spec.placement, workers=world.data_size)
+        usage_checks.check_embeddings(spec.models, spec.placement, workers=world.mesh.data)
         # Check this before any other collective: with different models, ranks would deadlock in
         # different collectives.
         consistency.check_same_model(spec)
@@ -105,6 +105,8 @@ class UserObjects:
             self._reassemble_models()
             raise
         self._handles = self._enter_precision()
+        if spec.context is not None:
+            spec.context.install()
         if spec.settings.compile and spec.settings.activations == "kept":
             for model in spec.models:
                 for _, unit in units.find_units(model, spec.settings.units) or [("", model)]:
@@ -580,6 +582,8 @@ class UserObjects:
             self._give_back()
 
     def _give_back(self) -> None:
+        if self.spec.context is not None:
+            self.spec.context.uninstall()
         if self.spec.hooks is not None:
             self.spec.hooks.restore_common_weights()
         for optimizer, state in self._hidden.items():

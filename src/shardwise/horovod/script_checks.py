@@ -64,6 +64,8 @@ _SHARED_SETTINGS = {"bucket_mb", "quiet"}
 _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
     "tensor",
     "pipeline",
+    "expert",
+    "context",
     "exact",
     "islands",
     "behind",

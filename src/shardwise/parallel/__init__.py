@@ -1,1 +1,1 @@
-"""Splits a model over ranks: tensor, pipeline and expert parallelism."""
+"""Splits a model over ranks: tensor, pipeline, expert and context parallelism."""

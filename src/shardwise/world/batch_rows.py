@@ -17,6 +17,7 @@ from shardwise import config
 from shardwise.comm.base import Collectives
 from shardwise.errors import DataError, UsageError
 from shardwise.layout.bucket_layout import even_cuts
+from shardwise.world import sequence_parts
 from shardwise.world.common_calls import SHARE, CommonCalls
 from shardwise.world.common_random_stream import CommonRandomStream
 from shardwise.world.current_batch import Batch, CurrentBatch, StreamShape
@@ -52,12 +53,22 @@ class BatchRows(ABC):
     @property
     @abstractmethod
     def data_rank(self) -> int:
-        """Index of this rank's replica of the model, from 0."""
+        """Index of this rank's share of the samples, from 0."""
 
     @property
     @abstractmethod
     def data_size(self) -> int:
-        """Number of replicas of the model."""
+        """Number of shares of the samples."""
+
+    @property
+    @abstractmethod
+    def context_rank(self) -> int:
+        """Index of this rank's part of each sequence, from 0."""
+
+    @property
+    @abstractmethod
+    def context_size(self) -> int:
+        """Number of ranks over which each sequence is cut."""
 
     def share(self, batch: T, dim: int = 0) -> T:
         """Return this rank's rows of a global batch, for training loops without a Loader.
@@ -66,6 +77,9 @@ class BatchRows(ABC):
         of a replica get the same rows. Outside a loop over a Loader, the number of rows becomes the
         weight of the next `engine.backward`, unless the call is under `torch.no_grad()`. If there
         are fewer rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
+
+        With `--context`, the ranks of a context group get the same rows, and each gets its part of
+        dimension 1, the sequence.
 
         Args:
             batch: Tensor of shape (rows, ...), or a nested container of such tensors, the same on
@@ -93,12 +107,17 @@ class BatchRows(ABC):
         first, end = cuts[self.data_rank], cuts[self.data_rank + 1]
         mine, count = rows.taken(first, end), end - first
         # Compare only training batches, because ranks may evaluate different batches.
-        if torch.is_grad_enabled() and self.data_size > 1:
+        if torch.is_grad_enabled() and self.data_size * self.context_size > 1:
             self.calls.note_batch(SHARE, rows.digest)
+        sequence = 0
+        if self.context_size > 1:
+            mine, sequence = sequence_parts.cut(
+                mine, self.context_rank, self.context_size, dim=dim, call="world.share"
+            )
         # The number of batches per epoch is unknown, because the script owns the loop.
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
-        given = Batch(samples=count, whole=total, rows=(first, end), total=total)
+        given = Batch(samples=count, whole=total, rows=(first, end), total=total, sequence=sequence)
         self.current_batch.share(SHARE, plan, given, training=training)
         if torch.is_grad_enabled():
             self.step_log.given(count)
@@ -305,6 +324,11 @@ class BatchRows(ABC):
                 f"world.share returns one contiguous share of a batch, but --exact "
                 f"{self.settings.exact} cuts it into micro-shards: use sw.Loader(...), or remove "
                 "--exact."
+            )
+        if self.context_size > 1 and call != "world.share":
+            raise UsageError(
+                f"{call} cannot be combined with --context {self.context_size} yet: a row is cut "
+                "over several workers. Draw values in the dataset, or start without --context."
             )
         if self.settings.batch == "worker":
             raise UsageError(

@@ -24,6 +24,7 @@ class Batch:
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
     rows      range [first, end) within the `total` rows of all ranks' batches, if known
+    sequence  length of the sequences before `--context` cut them over ranks; 0 if they are not cut
     step      an object shared by all micro-batches of a step
     tokens    number of tokens of this micro-batch across all ranks; 0 if unknown
     positions number of positions that all ranks compute for these tokens, including padding
@@ -35,6 +36,7 @@ class Batch:
     indices: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     total: int = 0
+    sequence: int = 0
     step: object = field(default_factory=object)
     tokens: int = 0
     positions: int = 0

@@ -6,6 +6,9 @@ The T ranks that split each layer communicate the most, so they are adjacent: th
 if its number of ranks is a multiple of T. The P pipeline stages are the next axis. The P * T ranks
 with the same `data` coordinate hold one copy of the model, a replica. Adjacent replicas form an
 island, the outermost axis: gradients are summed only within islands.
+
+With `--context C`, C adjacent replicas have the same samples, and each has a part of every
+sequence. Their gradients are summed and their states sharded as those of other replicas.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ class Mesh:
     pipeline: int = 1
     islands: int = 1
     expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         # If the replicas do not divide either, report only that (below).
@@ -46,6 +50,14 @@ class Mesh:
             raise ConfigError(
                 f"{flags} does not divide {self.size} worker(s): each replica needs "
                 f"{self.replica}. {self._advice(axes)}"
+            )
+
+        if self.data % self.context:
+            fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
+            raise ConfigError(
+                f"--context {self.context} does not divide {self.data} worker(s): each sequence is "
+                "cut over the same number of them. Write --context with one of "
+                f"{', '.join(map(str, fits))}."
             )
 
     def _advice(self, axes: dict[str, int]) -> str:
@@ -158,9 +170,19 @@ class Mesh:
         return [list(range(part, self.size, self.expert)) for part in range(self.expert)]
 
     @property
+    def context_groups(self) -> list[list[int]]:
+        """Consecutive ranks that have parts of the same sequences, in the order of the parts."""
+        each = self.context
+        return [list(range(first, first + each)) for first in range(0, self.size, each)]
+
+    def context_of(self, rank: int) -> int:
+        """Return the index of the part of each sequence that `rank` has."""
+        return self.data_of(rank) % self.context
+
+    @property
     def is_flat(self) -> bool:
         """True if every rank has the full model and all ranks step together."""
-        return self.replica == 1 and self.islands == 1 and self.expert == 1
+        return self.replica == 1 and self.islands == 1 and self.expert == self.context == 1
 
     def changed(self, settings: Settings) -> Mesh:
         """Return the mesh with the axes in `settings` and the same islands.
@@ -171,8 +193,8 @@ class Mesh:
 
     def in_words(self) -> str:
         """Describe the axes, such as "2 data x 2 tensor"."""
-        axes = {"islands": self.islands, "data": self.data // self.islands}
-        axes |= {"pipeline": self.pipeline, "tensor": self.tensor}
+        axes = {"islands": self.islands, "data": self.data // self.islands // self.context}
+        axes |= {"context": self.context, "pipeline": self.pipeline, "tensor": self.tensor}
         words = " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
         return words if self.expert == 1 else f"{words} (experts over {self.expert})"
 
@@ -204,7 +226,34 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
         )
     if settings.expert > 1:
         _check_expert(settings, islands)
-    return Mesh(size, settings.tensor, settings.pipeline, islands, settings.expert)
+    if settings.context > 1:
+        _check_context(settings, islands)
+    return Mesh(
+        size, settings.tensor, settings.pipeline, islands, settings.expert, settings.context
+    )
+
+
+def _check_context(settings: Settings, islands: int) -> None:
+    """Raise ConfigError if other settings cannot be combined with `--context`."""
+    others = {
+        "tensor": settings.tensor,
+        "pipeline": settings.pipeline,
+        "islands": islands,
+        "expert": settings.expert,
+    }
+    found = {name: number for name, number in others.items() if number > 1}
+    if settings.exact is not None:
+        found["exact"] = settings.exact
+    for name, number in found.items():
+        raise ConfigError(
+            f"--context {settings.context} cannot be combined with --{name} {number} yet. Remove "
+            "one of the two."
+        )
+    if settings.compile:
+        raise ConfigError(
+            f"--context {settings.context} cannot be combined with --compile yet, because a "
+            "compiled forward pass does not exchange heads. Remove one of the two."
+        )
 
 
 def _check_expert(settings: Settings, islands: int) -> None:

@@ -63,6 +63,9 @@ class World(BatchRows, HintsAtAttributes):
     - `tensor_rank` and `tensor_size`: the index of its part of every split layer
     - `pipeline_rank` and `pipeline_size`: its pipeline stage
 
+    With `--context`, `context_rank` and `context_size` are the index of this rank's part of every
+    sequence, and the number of parts.
+
     With `--islands`, `island_rank` and `island_count` describe its island, a group of ranks that
     step together.
 
@@ -113,6 +116,8 @@ class World(BatchRows, HintsAtAttributes):
         """Expert-parallel ranks: the ranks that together hold every expert once."""
         self.expert_copies: Collectives = group
         """Ranks that hold the same experts."""
+        self.context: Collectives = Solo()
+        """Context-parallel ranks: the ranks with parts of the same sequences, in their order."""
         self.current_batch = CurrentBatch()
         self.progress = progress or ProgressWriter({})
         self.preemption = Preemption(self.progress, self.print)
@@ -179,6 +184,7 @@ class World(BatchRows, HintsAtAttributes):
         self.step_group = self.data = self.stage = whole
         self.tensor, self.pipeline, self.peers = Solo(), Solo(), Solo()
         self.expert, self.expert_copies = Solo(), whole
+        self.context = Solo()
         # Data-parallel groups stay within an island. Split them if a replica has several ranks.
         if mesh.islands > 1:
             self.step_group = self.data = self.stage = whole.split(mesh.island_groups)
@@ -192,13 +198,17 @@ class World(BatchRows, HintsAtAttributes):
         if mesh.expert > 1:
             self.expert = whole.split(mesh.expert_groups)
             self.expert_copies = whole.split(mesh.expert_copy_groups)
+        if mesh.context > 1:
+            self.context = whole.split(mesh.context_groups)
 
     def _groups_of_axes(self) -> list[Collectives]:
         """Return the groups created for the axes, with the side channel first."""
         side = vars(self).get("side_channel", self.data)
         routing = vars(self).get("routing_channel", self.data)
         axes = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
-        groups = dict.fromkeys((side, routing, *axes, self.expert, self.expert_copies))
+        groups = dict.fromkeys(
+            (side, routing, *axes, self.expert, self.expert_copies, self.context)
+        )
         return [group for group in groups if group is not self.collectives]
 
     @property
@@ -223,13 +233,27 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's replica of the model, from 0."""
-        return self.mesh.data_of(self.rank)
+        """Index of this rank's share of the samples, from 0.
+
+        It is the index of its replica of the model. With `--context`, several replicas have the
+        same samples and the same index.
+        """
+        return self.mesh.data_of(self.rank) // self.mesh.context
 
     @property
     def data_size(self) -> int:
-        """Number of replicas of the model."""
-        return self.size // self.mesh.replica
+        """Number of shares of the samples: of replicas or, with `--context`, of groups of them."""
+        return self.mesh.data // self.mesh.context
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this rank's part of each sequence, from 0."""
+        return self.mesh.context_of(self.rank)
+
+    @property
+    def context_size(self) -> int:
+        """Number of ranks over which each sequence is cut."""
+        return self.mesh.context
 
     @property
     def tensor_rank(self) -> int:
@@ -253,11 +277,11 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def counts(self) -> bool:
-        """True on the one rank of each replica that counts samples.
+        """True on the one rank of each replica, or of each context group, that counts samples.
 
         The others have the same samples.
         """
-        return self.rank % self.mesh.replica == 0
+        return self.rank % (self.mesh.replica * self.mesh.context) == 0
 
     def _check_inside(self, call: str) -> None:
         """Raise UsageError for a collective `call` in an elastic island that has not rejoined."""

@@ -17,6 +17,7 @@ from shardwise.engine import usage_checks
 from shardwise.engine.engine import Engine
 from shardwise.engine.engine_state import spec_of
 from shardwise.engine.gradient_weighting import divisor_of
+from shardwise.errors import ConfigError
 from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.model.module_hooks import attach
@@ -59,6 +60,11 @@ class ObservedEngine(Engine):
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
+        if self.settings.context > 1:
+            raise ConfigError(
+                f"--context {self.settings.context}: shardwise plan cannot predict parts of "
+                "sequences yet. Leave it out."
+            )
         spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         if observation.tensor > 1:
             spec = split_first_part(spec, tensor_plan or {}, observation.tensor)

@@ -1,0 +1,184 @@
+"""Connects a model whose sequences are cut over ranks (`--context`) with the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.config import Settings
+from shardwise.engine.loss_terms import LossTerms
+from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.model import module_hooks
+from shardwise.model.module_hooks import Hooked
+from shardwise.parallel.context.attention import ContextRun, DropsUnweighted
+from shardwise.parallel.context.sequence_trial import SequenceTrial, names_with_dropout
+from shardwise.world.current_batch import Batch
+from shardwise.world.world import World
+
+
+class ContextParallel:
+    """The engine's side of `--context`: hooks on its model, and the trial of its first batch.
+
+    Create it before the engine changes the model, because the trial copies it.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self.run = ContextRun(world.context, world.current_batch)
+        self._trial = SequenceTrial(model, self.run, world.device)
+        self._model = model
+        self._handles: list[Hooked] = []
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over which each sequence is cut."""
+        return self.run.group.size
+
+    def install(self) -> None:
+        """Hook the model, and replace torch's attention function."""
+        self.run.install()
+        self._handles = [
+            module_hooks.attach(
+                self._model.register_forward_pre_hook, self._before, with_kwargs=True
+            ),
+            # Always, because an error must not leave the replaced attention active.
+            module_hooks.attach(self._model.register_forward_hook, self._after, always_call=True),
+        ]
+
+    def uninstall(self) -> None:
+        """Undo `install`. Safe to call twice."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self.run.uninstall()
+
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        lengths = self.run.lengths_now(training=torch.is_grad_enabled())
+        if not lengths:
+            raise UsageError(
+                f"--context {self.size}: a forward pass without a batch whose sequences are cut. "
+                "Get the batch from sw.Loader or world.share, in one call for all its tensors."
+            )
+        own, total = lengths[self.run.group.rank], sum(lengths)
+        shapes = [
+            tuple(leaf.shape)
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor) and leaf.ndim > 1
+        ]
+        if all(shape[1] != own for shape in shapes) or any(
+            shape[1] == total != own for shape in shapes
+        ):
+            found = ", ".join(map(str, shapes)) or "none"
+            raise UsageError(
+                f"--context {self.size}: the model's inputs (shapes {found}) are not this worker's "
+                f"part of the last batch, {own} of {total} tokens in dimension 1. Pass tensors "
+                "from sw.Loader or world.share."
+            )
+        self.run.enter(lengths)
+        try:
+            self._trial.check(model, args, kwargs)
+        except BaseException:
+            self.run.leave()
+            raise
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        del model, args
+        self.run.leave()
+        if not torch.is_grad_enabled():
+            return None
+
+        def guard(leaf: Tensor) -> Tensor:
+            if not leaf.requires_grad or leaf.ndim < 2:
+                return leaf
+            guarded: Tensor = DropsUnweighted.apply(leaf, self.run)  # type: ignore[no-untyped-call]
+            return guarded
+
+        return pytree.tree_map_only(Tensor, guard, output)
+
+    def check_loss(
+        self, terms: LossTerms, batch: Batch | None, reduction: str, *, is_weighted: bool
+    ) -> None:
+        """Raise UsageError if the number of items of a loss on this rank is unknown.
+
+        `is_weighted` is True if the user passed a weight.
+        """
+        if reduction == "ddp":
+            raise UsageError(
+                f'reduction="ddp" with --context {self.size}: a mean of means is wrong if parts '
+                "have different numbers of tokens. Leave it out, or pass weight=."
+            )
+        if is_weighted or reduction == "sum" or terms.is_sum or terms.is_zero:
+            return
+        advice = (
+            "Pass this worker's number of tokens that count: engine.backward(loss, "
+            "weight=int((labels != -100).sum()))."
+        )
+        if terms.main is None or any(term.kind == "unread" for term in terms.terms):
+            raise UsageError(
+                f"--context {self.size}: cannot read over how many items this loss is a mean. "
+                f"{advice}"
+            )
+        if terms.main.has_rows and batch is not None and batch.samples and self.run.lengths:
+            tokens = batch.samples * self.run.lengths[self.run.group.rank]
+            if float(terms.main.items) % tokens:
+                raise UsageError(
+                    f"--context {self.size}: this loss is a mean over "
+                    f"{float(terms.main.items):g} items, but this worker has {tokens} tokens, so "
+                    f"it averages over tokens first. {advice}"
+                )
+
+    def begin_backward(self, loss: Tensor, weight: float | Tensor) -> float:
+        """Prepare a backward pass of `loss`. Returns the weight that keeps its gradients."""
+        if loss.grad_fn is None:
+            raise UsageError(
+                "This loss has no graph, but the backward pass of attention needs every worker "
+                "(--context): compute the loss with gradients on, also if its weight is 0."
+            )
+        self.run.begin_backward(weight)
+        # Other ranks' losses depend on this rank's keys and values, so never drop gradients.
+        return 1.0
+
+    def refuse(self, call: str) -> UsageError:
+        """Return the error for a `call` that cannot be combined with `--context`."""
+        return UsageError(
+            f"{call} cannot be combined with --context {self.size} yet: write engine.backward on "
+            "batches from sw.Loader or world.share."
+        )
+
+    def describe(self) -> str:
+        """Return the method in words, for the startup summary."""
+        return "sequences are cut, attention exchanges heads (Ulysses)"
+
+
+def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> ContextParallel | None:
+    """Return the context-parallel state of an engine, or None without `--context`.
+
+    Raises ConfigError or ModelError if the settings or models cannot be combined with it.
+    """
+    size = world.context_size
+    if size == 1:
+        return None
+    for flag, is_set in {
+        "--compile": settings.compile,
+        "--sync-batch-norm": settings.sync_batch_norm,
+        # A recording compares the inputs of the model, which are parts here.
+        "--record (shardwise verify)": world.settings.record is not None,
+    }.items():
+        if is_set:
+            raise ConfigError(
+                f"--context {size} cannot be combined with {flag} yet. Remove one of the two."
+            )
+    if len(models) != 1:
+        raise ModelError(
+            f"--context {size} takes one model per engine, not {len(models)}. Put them into one "
+            "module."
+        )
+    if names := names_with_dropout(models[0]):
+        raise ModelError(
+            f"--context {size} cannot be combined with dropout yet: set p=0 in {names[0]}"
+            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}."
+        )
+    return ContextParallel(world, models[0])

@@ -1,0 +1,81 @@
+"""Cuts the sequences of a batch over the ranks of a context group (`--context`).
+
+    dimension 1    t0 t1 t2 t3 t4 t5 t6
+    --context 2    └ rank 0 ┘└── rank 1 ─┘
+
+Parts are contiguous, and their lengths differ by at most one. Tensors with fewer than two
+dimensions, and everything that is not a tensor, are passed to all ranks unchanged.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shardwise.errors import DataError
+from shardwise.layout.bucket_layout import even_cuts
+
+DIM = 1
+"""The dimension of sequences in the tensors of a batch: (rows, length, ...)."""
+
+
+def lengths_of(total: int, size: int) -> list[int]:
+    """Return the lengths of the parts of a sequence of length `total` on `size` ranks."""
+    cuts = even_cuts(total, size)
+    return [end - first for first, end in pairwise(cuts)]
+
+
+def cut(batch: Any, rank: int, size: int, *, dim: int = 0, call: str) -> tuple[Any, int]:
+    """Return the part of `batch` for rank `rank` of `size`, and the length of the sequences.
+
+    Args:
+        batch: Nested container of tensors of shape (rows, length, ...).
+        rank: Index of the part.
+        size: Number of parts.
+        dim: Dimension of the rows, which must be 0.
+        call: The caller, for messages.
+
+    Raises:
+        DataError: Tensors have different lengths, or a part has fewer than two tokens.
+    """
+    if dim != 0:
+        raise DataError(
+            f"{call}(dim={dim}) cannot be combined with --context {size} yet: pass tensors of "
+            "shape (rows, length, ...)."
+        )
+    named, nest = pytree.tree_flatten_with_path(batch)
+    shapes = {
+        f"batch{pytree.keystr(path)}": tuple(leaf.shape)
+        for path, leaf in named
+        if _is_sequence(leaf)
+    }
+    lengths = {shape[DIM] for shape in shapes.values()}
+    if len(lengths) != 1:
+        found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items()) or "none"
+        raise DataError(
+            f"{call}: --context {size} cuts sequences along dimension {DIM}, but the tensors with "
+            f"two or more dimensions do not have one length there ({found}). Pass tensors of shape "
+            "(rows, length, ...), also for masks and positions."
+        )
+    (total,) = lengths
+    # Models treat a sequence of one token as the next token of a cache, without a causal mask.
+    if total < 2 * size:
+        raise DataError(
+            f"{call}: sequences of {total} token(s) are too short for --context {size}, which "
+            f"needs {2 * size}. Pad the batch, or start without --context."
+        )
+    cuts = even_cuts(total, size)
+    first, length = cuts[rank], cuts[rank + 1] - cuts[rank]
+    parts = [
+        # A part must be contiguous like the tensor itself, because user code may call `view`.
+        leaf.narrow(DIM, first, length).contiguous() if _is_sequence(leaf) else leaf
+        for _, leaf in named
+    ]
+    return pytree.tree_unflatten(parts, nest), total
+
+
+def _is_sequence(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.ndim > DIM

@@ -1,0 +1,168 @@
+"""A small language model with attention, and its training in one plain process."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+
+WIDTH, WORDS, LONGEST = 8, 11, 16
+
+
+class Block(nn.Module):
+    """Grouped-query attention and a two-layer network."""
+
+    def __init__(self, heads: int, groups: int) -> None:
+        super().__init__()
+        self.heads, self.groups, features = heads, groups, WIDTH // heads
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q = nn.Linear(WIDTH, heads * features)
+        self.kv = nn.Linear(WIDTH, 2 * groups * features)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Return (rows, tokens, WIDTH)."""
+        rows, tokens, _ = x.shape
+        h = self.norm(x)
+        q = self.q(h).view(rows, tokens, self.heads, -1).transpose(1, 2)
+        k, v = self.kv(h).view(rows, tokens, 2 * self.groups, -1).transpose(1, 2).chunk(2, 1)
+        attended = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if mask is None else mask[:, None, None, :],
+            is_causal=mask is None,
+            enable_gqa=self.heads != self.groups,
+        )
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, WIDTH))
+        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Embeddings of words and of given positions, two blocks, and a tied head."""
+
+    def __init__(self, heads: int = 4, groups: int = 4) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList([Block(heads, groups) for _ in range(2)])
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return logits (rows, tokens, WORDS)."""
+        x = self.words(ids) + self.places(positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x) @ self.words.weight.T
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A training, with `rows` x `lengths` tokens in the micro-batches of each step."""
+
+    optimizer: str = "sgd"
+    steps: int = 3
+    rows: tuple[int, ...] = (2,)
+    length: int = 9
+    heads: int = 4
+    groups: int = 4
+    masked: bool = False
+    """True for bidirectional attention with a padding mask."""
+    unlabelled: int = 0
+    """Number of first tokens without labels, so that some ranks have tokens but no loss."""
+    own_mean: bool = False
+    """True if the script divides the loss by its own number of labels, which may be 0."""
+    seed: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> Model:
+        """Return the model in fp64, the same in every process."""
+        torch.manual_seed(7 + self.seed)
+        return Model(self.heads, self.groups).double()
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of all parameters."""
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+    def batches(self, step: int) -> list[tuple[Tensor, ...]]:
+        """Return ids, positions, mask and labels of the micro-batches of a step."""
+        torch.manual_seed(100 + step + 1000 * self.seed)
+        found = []
+        for rows in self.rows:
+            shape = rows, self.length
+            ids, labels = torch.randint(WORDS, shape), torch.randint(WORDS, shape)
+            positions = torch.arange(self.length).expand(shape)
+            mask = positions < torch.randint(2, self.length + 1, (rows, 1))
+            labels[torch.rand(shape) < 0.3] = -100
+            if self.masked:
+                labels[~mask] = -100
+            labels[:, : self.unlabelled] = -100
+            labels[0, self.unlabelled] = 1
+            found.append((ids, positions, mask, labels))
+        return found
+
+    def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        """Return the mean cross entropy over the labels that count; NaN if none counts."""
+        ids, positions, mask, labels = batch
+        logits = model(ids, positions, mask if self.masked else None).flatten(0, 1)
+        if self.own_mean:
+            each = F.cross_entropy(logits, labels.flatten(), reduction="none")
+            return each.sum() / (labels != -100).sum()
+        return F.cross_entropy(logits, labels.flatten())
+
+
+def plain(problem: Problem) -> dict[str, Any]:
+    """Train in this process with PyTorch alone. Return what to compare."""
+    model = problem.model()
+    optimizer = problem.optimizer_of(model)
+    losses, norms = [], []
+    for step in range(problem.steps):
+        batches = problem.batches(step)
+        total = sum(int((labels != -100).sum()) for *_, labels in batches)
+        mean = 0.0
+        for batch in batches:
+            loss = problem.loss_of(model, batch) * int((batch[-1] != -100).sum()) / total
+            loss.backward()
+            mean += loss.item()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "values": values, "logits": logits_of(model, problem)}
+
+
+def logits_of(model: nn.Module, problem: Problem, world: sw.World | None = None) -> Tensor:
+    """Evaluate the model on one more batch."""
+    batch = problem.batches(problem.steps)[0]
+    with torch.no_grad():
+        ids, positions, mask, _ = batch if world is None else world.share(batch)
+        return model(ids, positions, mask if problem.masked else None)
+
+
+def trained(world: sw.World, problem: Problem) -> dict[str, Any]:
+    """Train with an engine on this rank. Return what to compare."""
+    model = problem.model()
+    optimizer = problem.optimizer_of(model)
+    engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+    losses, norms = [], []
+    for step in range(problem.steps):
+        batches = problem.batches(step)
+        for number, batch in enumerate(batches):
+            mine = world.share(batch)
+            weight = int((mine[-1] != -100).sum()) if problem.own_mean else None
+            last = number == len(batches) - 1
+            engine.backward(problem.loss_of(model, mine), weight=weight, last=last)
+        stats = engine.step(max_norm=0.5)
+        losses.append(stats.loss)
+        norms.append(stats.grad_norm)
+    logits = logits_of(model, problem, world)
+    with engine.full_parameters():
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.close()
+    return {"losses": losses, "norms": norms, "values": values, "logits": logits}

@@ -1,0 +1,295 @@
+"""`--context`: training on parts of sequences equals that of one process on whole ones."""
+
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.errors import DataError, ModelError, UsageError
+from shardwise.layout.bucket_layout import even_cuts
+from tests.distributed.contexts import WIDTH, WORDS, Model, Problem, plain, trained
+from tests.distributed.group import Groups
+
+CASES = {
+    # ranks, parts per sequence, training
+    "zero 0": (2, 2, Problem(settings={"zero": 0})),
+    "zero 1": (2, 2, Problem("adamw", settings={"zero": 1})),
+    "zero 2": (2, 2, Problem("adamw", rows=(2, 3), settings={"zero": 2})),
+    "zero 3": (2, 2, Problem(rows=(2, 1), settings={"zero": 3})),
+    "one part": (2, 1, Problem(rows=(3,), settings={"zero": 1})),
+    "four parts": (4, 4, Problem(length=11, settings={"zero": 3})),
+    "two groups": (4, 2, Problem(rows=(3, 1), length=7, settings={"zero": 2})),
+    "grouped heads": (2, 2, Problem(groups=2)),
+    "fewer groups than parts": (4, 4, Problem(groups=2, length=9, settings={"zero": 1})),
+    "padding": (2, 2, Problem(masked=True, rows=(3,))),
+    "a part without labels": (2, 2, Problem(unlabelled=6, settings={"zero": 2})),
+    "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
+    "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(group, name):
+    check(group, *CASES[name])
+
+
+def random_case(seed: int) -> tuple[int, int, Problem]:
+    """Return the ranks, the parts per sequence, and the training of a seed."""
+    draw = Random(seed)
+    size = draw.choice([2, 4])
+    context = draw.choice([1, 2, 4]) if size == 4 else 2
+    heads = draw.choice([4, 8])
+    groups = draw.choice([n for n in (1, 2, 4, 8) if n <= heads])
+    length = draw.randint(2 * context, 16)
+    settings: dict[str, object] = {"zero": draw.randrange(4)}
+    if draw.random() < 0.3:
+        settings["activations"] = "recomputed"
+    return (
+        size,
+        context,
+        Problem(
+            draw.choice(["sgd", "adamw"]),
+            # Some batches have fewer rows than there are shares.
+            rows=tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3))),
+            length=length,
+            heads=heads,
+            groups=groups,
+            masked=draw.random() < 0.5,
+            unlabelled=draw.randrange(length - 1) if draw.random() < 0.5 else 0,
+            own_mean=draw.random() < 0.3,
+            seed=seed,
+            settings=settings,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.full) for n in range(2, 300))]
+)
+def test_random_program_equals_one_process(group, seed):
+    check(group, *random_case(seed))
+
+
+def check(group: Groups, size: int, context: int, problem: Problem) -> None:
+    """Compare a training on `size` ranks with one in this process."""
+    expected = plain(problem)
+    everyone = group(size, context=context)(trained, problem)
+    for rank, ours in enumerate(everyone):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+        # Evaluation is cut as well: the first rows of the last batch, and a part of each.
+        whole = expected["logits"]
+        for dim, number, index in (
+            (0, size // context, rank // context),
+            (1, context, rank % context),
+        ):
+            cuts = even_cuts(whole.size(dim), number)
+            whole = whole.narrow(dim, cuts[index], cuts[index + 1] - cuts[index])
+        if whole.size(0):  # otherwise this rank evaluated a stand-in
+            torch.testing.assert_close(ours["logits"], whole, rtol=1e-8, atol=1e-10)
+
+
+def read_loader(world: sw.World) -> list[list[list[int]]]:
+    data = torch.arange(4 * 5).view(4, 5)
+    return [batch.tolist() for batch in sw.Loader(data, batch_size=2)]
+
+
+def test_loader_cuts_sequences(group):
+    parts = group(2, context=2)(read_loader)
+    assert parts[0] == [[[0, 1], [5, 6]], [[10, 11], [15, 16]]]
+    assert parts[1] == [[[2, 3, 4], [7, 8, 9]], [[12, 13, 14], [17, 18, 19]]]
+
+
+def saved_or_resumed(world: sw.World, problem: Problem, folder: Path) -> dict[str, Tensor]:
+    """Train to step 1 and save, or resume after it and train to step 2."""
+    model = problem.model()
+    resumes = folder.exists()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True, **problem.settings)
+    if resumes:
+        engine.resume(folder)
+    batch = world.share(problem.batches(int(resumes))[0])
+    engine.backward(problem.loss_of(model, batch))
+    engine.step(max_norm=0.5)
+    if not resumes:
+        engine.save(folder)
+    with engine.full_parameters():
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine.close()
+    return values
+
+
+def test_resumes_without_context(group, tmp_path):
+    problem = Problem("adamw", steps=2, settings={"zero": 2})
+    group(2, context=2)(saved_or_resumed, problem, tmp_path / "saved")
+    (ours,) = group(1)(saved_or_resumed, problem, tmp_path / "saved")
+    for name, value in plain(problem)["values"].items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10)
+
+
+# -- models that are not token by token ------------------------------------------------------
+
+
+class OwnPositions(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(ids, torch.arange(ids.size(1)).expand_as(ids), mask)
+
+
+class Mixing(Model):
+    """Changes the embeddings by a function that looks at several tokens."""
+
+    def __init__(self, kind: str, **options: int) -> None:
+        super().__init__(**options)
+        self.mix = {"shift": Shift, "pool": Pool, "batch norm": Norm, "convolution": Conv}[kind]()
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.mix(self.words(ids) + self.places(positions))
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x) @ self.words.weight.T
+
+
+class Shift(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Pool(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.mean(1, keepdim=True)
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Conv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class OwnAttention(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        return (x @ x.mT).softmax(-1) @ x @ self.words.weight.T
+
+
+class Loss(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        logits = super().forward(ids, positions, mask)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+class LocalMask(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        causal = torch.ones(ids.size(1), ids.size(1), dtype=torch.bool).tril()
+        heads = x.view(*ids.shape, 2, -1).transpose(1, 2)
+        x = F.scaled_dot_product_attention(heads, heads, heads, attn_mask=causal)
+        return x.transpose(1, 2).flatten(2) @ self.words.weight.T
+
+
+MODELS = {
+    "own positions": (OwnPositions, r"places \(Embedding\)"),
+    "shift": (lambda: Mixing("shift"), r"mix \(Shift\)"),
+    "pool": (lambda: Mixing("pool"), r"mix \(Pool\)"),
+    "batch norm": (lambda: Mixing("batch norm"), r"mix\.norm \(BatchNorm1d\)"),
+    "convolution": (lambda: Mixing("convolution"), r"mix\.conv \(Conv1d\)"),
+    "own attention": (OwnAttention, r"its forward \(OwnAttention\)"),
+    "loss": (Loss, "returns a loss"),
+    "local mask": (LocalMask, r"attention mask .* is made from .* of \d+ tokens"),
+    "heads": (lambda: Model(heads=1, groups=1), "1 attention heads cannot be spread"),
+}
+
+
+def first_forward(world: sw.World, name: str, zero: int) -> str:
+    """Return the error of the first forward pass, and check that attention is plain afterwards."""
+    model = MODELS[name][0]()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), zero=zero, quiet=True)
+    plain = F.scaled_dot_product_attention
+    ids = torch.arange(14).view(2, 7) % WORDS
+    try:
+        model(*world.share((ids, torch.arange(7).expand(2, 7))))
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+        assert F.scaled_dot_product_attention is not plain
+    return "no error"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_refuses_by_name(group, name):
+    for said in group(2, context=2)(first_forward, name, 3 if name == "pool" else 0):
+        with pytest.raises(ModelError, match=MODELS[name][1]):
+            raise ModelError(said)
+
+
+def misuses(world: sw.World) -> dict[str, str]:
+    """Return the error of each misuse."""
+    model = Problem().model()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    batch = Problem().batches(0)[0]
+    said = {}
+
+    def note(name: str, call: object) -> None:
+        try:
+            call()  # type: ignore[operator]
+        except (UsageError, DataError, ModelError) as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    note("no batch", lambda: model(batch[0], batch[1]))
+    ids, positions, _, labels = world.share(batch)
+    note("whole sequences", lambda: model(batch[0], batch[1]))
+    note("ddp", lambda: engine.backward(model(ids, positions).sum(), reduction="ddp"))
+    note("unread", lambda: engine.backward(model(ids, positions).logsumexp((0, 1, 2))))
+    per_row = lambda: model(ids, positions).mean((1, 2)).mean()  # noqa: E731
+    note("mean of rows", lambda: engine.backward(per_row()))
+    note("cut by the engine", lambda: engine.forward_backward(lambda *_: None, (ids, labels)))
+    note("outside", lambda: F.scaled_dot_product_attention(*[torch.ones(2, 4, ids.size(1), 2)] * 3))
+    note("lengths", lambda: world.share((batch[0], torch.ones(2, 3))))
+    note("short", lambda: world.share(torch.ones(2, 3)))
+    note("draw", lambda: world.draw(torch.randn))
+    engine.close()
+    return said
+
+
+def test_refuses_misuse(group):
+    for said in group(2, context=2)(misuses):
+        assert {name: text.partition(":")[0] for name, text in said.items()} == {
+            "no batch": "UsageError",
+            "whole sequences": "UsageError",
+            "ddp": "UsageError",
+            "unread": "UsageError",
+            "mean of rows": "UsageError",
+            "cut by the engine": "UsageError",
+            "outside": "ModelError",
+            "lengths": "DataError",
+            "short": "DataError",
+            "draw": "UsageError",
+        }
+
+
+def with_dropout(world: sw.World) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    with pytest.raises(ModelError, match="set p=0 in 1") as caught:
+        sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    return str(caught.value)
+
+
+def test_refuses_dropout(group):
+    group(2, context=2)(with_dropout)
