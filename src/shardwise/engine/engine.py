@@ -27,12 +27,13 @@ from torch.amp import GradScaler
 from shardwise import config
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.publishing import PublishedPart
-from shardwise.engine import describe, start_lines
+from shardwise.engine import describe, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
 from shardwise.engine.engine_state import build_state, spec_of
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
+from shardwise.engine.repeated_steps import RepeatableBackward, RepeatableSteps
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
@@ -99,6 +100,9 @@ class Engine(HintsAtAttributes):
         # same order.
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
+        if world.survival is not None:
+            config.check_contradictions(self.settings)
+            usage_checks.refuse_another_engine(number)
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first
@@ -107,13 +111,19 @@ class Engine(HintsAtAttributes):
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
         self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
-        self._backward = BackwardRunner(state, self._randoms, self._timing)
         self._recording = recording_of(state)
-        # The saver's failed background saves are reported in the step's exchange.
-        saver = self._checkpoints.saver
-        self._stepper = StepRunner(
-            state, self._backward, self._randoms, saver, self._timing, self._recording
-        )
+        self._backward: BackwardRunner
+        self._stepper: StepRunner
+        if world.survival is None:
+            self._backward = BackwardRunner(state, self._randoms, self._timing)
+            # The saver's failed background saves are reported in the step's exchange.
+            saver = self._checkpoints.saver
+            self._stepper = StepRunner(
+                state, self._backward, self._randoms, saver, self._timing, self._recording
+            )
+        else:
+            self._backward = RepeatableBackward(state, self._randoms, self._timing)
+            self._stepper = RepeatableSteps(state, self._backward, self._randoms, self._checkpoints)
         # Register the engine last: other engines must not see one whose constructor raised.
         living.add(state.objects)
         _engines.add(self)

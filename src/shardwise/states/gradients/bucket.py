@@ -515,6 +515,11 @@ class GradientBucket:
             self._queue.give_back(self._buffer, ())
         self._close()
 
+    def forget_calls(self) -> None:
+        """Forget collectives of a transport that no longer exists."""
+        self._last_sent = Handle()
+        self._in_flight = 0
+
     def consume(self) -> None:
         """Discard the sum of this step, once no other rank reads the kept buffer."""
         # Otherwise the next backward pass would overwrite memory that another rank still sums.

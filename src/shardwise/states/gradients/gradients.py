@@ -278,6 +278,16 @@ class Gradients:
             pass
         self.clear()
 
+    def forget_calls(self) -> None:
+        """Forget all collectives in flight, because their transport no longer exists.
+
+        Complete sums stay as they are. Then `abandon` discards the gradients without waiting.
+        """
+        for queue in self.queues:
+            queue.forget_calls()
+        for bucket in self.buckets:
+            bucket.forget_calls()
+
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:
