@@ -35,8 +35,8 @@ def share_memory(
 
     All ranks make the same decision. `group` is returned if hosts have different numbers of ranks,
     which its name then shows, or if a host does not allow sockets or memory, which rank 0 reports
-    in one line. If `required` is true, both raise LaunchError instead. `arena` is this rank's memory
-    of an earlier group; default: a new one.
+    in one line. If `required` is true, both raise LaunchError instead. `arena` is the memory that
+    this rank had in an earlier group; default: a new one.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)

@@ -4,8 +4,8 @@ A step ends in two small collectives: the exchange, after which a rank knows all
 confirmation, after which it knows that every rank does. Only then does it update. If a rank is
 lost, all that are left agree (comm/survivors/membership.py) whether the step stands.
 
-    before the confirmation of all    nothing has changed: discard the gradients, and repeat the step
-    after that of any                 all know the totals: finish the step with them
+    no rank that is left has confirmed    nothing has changed: discard the gradients, and repeat
+    one of them has                       all know the totals: finish the step with them
 """
 
 from __future__ import annotations
@@ -143,7 +143,9 @@ class RepeatableSteps(StepRunner):
         state.states.gradients.forget_calls()
         if not stands:
             self._backward.abandon()
-            self._start.return_buffers()
+            if not survival.confirmed:
+                state.weighting.begin_again()
+            self._start.go_back()
             self._randoms.reseed()
         named = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
         size = self._world.size
@@ -164,6 +166,8 @@ class _StepStart:
         self._buffers: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         self._tracked: list[tuple[Any, Any]] = []
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._agreed = state.buffers.agreed()
+        self._calls = state.world.calls.kept()
         self.keep_buffers()
 
     # -- buffers ------------------------------------------------------------------------------
@@ -181,21 +185,33 @@ class _StepStart:
                     kept[number, name] = buffer, version, buffer.detach().clone()
         self._buffers = kept
 
-    def return_buffers(self) -> None:
-        """Write the copies back, because the step's forward passes run again."""
+    def go_back(self) -> None:
+        """Write the buffers' copies back, because the step's forward passes run again.
+
+        Also forget what this rank has agreed on with others in the interrupted step.
+        """
         with torch.no_grad():
             for buffer, version, copied in self._buffers.values():
                 if version_of(buffer) != version:
                     write(buffer, copied)
         self.keep_buffers()
+        self._state.buffers.go_back(self._agreed)
+        self._state.world.calls.go_back(self._calls)
 
     # -- tracked objects, in a plain loop -----------------------------------------------------
 
-    def remember(self) -> None:
-        """Copy the state of tracked objects and the optimizers' options, at the start of a step.
+    def remember(self, *, plain: bool) -> None:
+        """Remember the start of a step.
 
-        Raises UsageError if a learning-rate scheduler is not tracked.
+        In a `plain` loop also copy the state of tracked objects and the optimizers' options, which
+        the loop's body may change after a step that is then repeated.
+
+        Raises UsageError if such a loop uses a learning-rate scheduler that is not tracked.
         """
+        self._agreed = self._state.buffers.agreed()
+        self._calls = self._state.world.calls.kept()
+        if not plain:
+            return
         optimizers = self._state.spec.optimizers
         for optimizer in optimizers:
             if self._checkpoints.tracked.lacks_scheduler(optimizer):

@@ -36,7 +36,7 @@ class Survival:
         repeated: Number of steps that were repeated.
         confirm: Reduces and confirms the step in progress, if there is one. Returns True if it must
             be repeated. Takes whether the loop is a plain one. The engine sets it.
-        remember: Called when a plain loop begins a step. The engine sets it.
+        remember: Called when a loop begins a step, with `plain`. The engine sets it.
         return_tracked: Called before a plain loop repeats a step, after its body. It undoes what
             the body did to schedulers. The engine sets it.
     """
@@ -47,7 +47,7 @@ class Survival:
         self.loss: PeerLost | None = None
         self.prepared = self.confirmed = self.repeated = 0
         self.confirm: Callable[[bool], bool] | None = None
-        self.remember: Callable[[], None] | None = None
+        self.remember: Callable[..., None] | None = None
         self.return_tracked: Callable[[], None] | None = None
         self._is_due = False
         self._open: str | None = None
@@ -58,8 +58,8 @@ class Survival:
     def begins(self, *, plain: bool) -> None:
         """Record that a Loader hands out the first rows of a training step."""
         self._open = "plain" if plain else "steps"
-        if plain and self.remember is not None:
-            self.remember()
+        if self.remember is not None:
+            self.remember(plain=plain)
 
     def must_repeat(self) -> bool:
         """Return whether the rows of the step must be handed out again. Collective.
