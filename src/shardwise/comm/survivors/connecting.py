@@ -5,10 +5,8 @@ from __future__ import annotations
 import socket
 import time
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives, GroupRanks, Solo
@@ -20,6 +18,9 @@ from shardwise.errors import CollectiveError
 from shardwise.net import listeners, rpc
 from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
+
+RunStore = HostStore | ClientStore
+"""The store in which the ranks that are left meet, on the first of them or on another one."""
 
 ADDRESS = "127.0.0.1"
 """Where ranks meet again. All are on one host."""
@@ -44,7 +45,7 @@ def connect(
     listener: socket.socket | None,
     memory: Arena | None,
     timeout: float,
-) -> tuple[Store | None, Collectives]:
+) -> tuple[RunStore | None, Collectives]:
     """Connect to the members of `decision`, and return the store and the transport. Collective.
 
     Args:
@@ -66,7 +67,7 @@ def connect(
         assert listener is not None
         listener.close()
         return None, Solo()
-    store: Any
+    store: RunStore
     if listener is not None:
         store = HostStore(listener, server.secret, timeout)
     else:
@@ -107,13 +108,8 @@ def connect(
     return store, made
 
 
-def close(store: Store) -> None:
-    """Close a store that `connect` has returned. Its group must be closed first."""
-    store.close()
-
-
 def _await(
-    store: Any, keys: list[str], decision: Decision, server: StatusServer, timeout: float
+    store: RunStore, keys: list[str], decision: Decision, server: StatusServer, timeout: float
 ) -> None:
     """Wait for `keys`. Raises CollectiveError if a member ends first, or after the timeout."""
     until = time.monotonic() + timeout

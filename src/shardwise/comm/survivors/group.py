@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from shardwise.comm.base import Collectives, Counts, Cuts, Handle
 from shardwise.comm.ordered_sums import PLAIN, Sum
@@ -56,7 +55,7 @@ class SurvivorGroup(Collectives):
         self._most = most
         self._number = inner.rank
         self._run_size = inner.size
-        self._store: Store | None = None
+        self._store: connecting.RunStore | None = None
         self._made: list[Collectives] = []
         self._changed: list[Callable[[], None]] = []
         self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
@@ -88,7 +87,7 @@ class SurvivorGroup(Collectives):
                 made.close()
         self._made.clear()
         if self._store is not None:
-            connecting.close(self._store)
+            self._store.close()
             self._store = None
         while True:
             mine = Report(
@@ -204,5 +203,5 @@ class SurvivorGroup(Collectives):
     def close(self) -> None:
         self.inner.close()
         if self._store is not None:
-            connecting.close(self._store)
+            self._store.close()
             self._store = None
