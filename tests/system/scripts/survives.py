@@ -130,6 +130,10 @@ for _ in loader.epochs(2):
             scheduler.step()
 
 assert os.getpid() == process
+with torch.no_grad():
+    seen = sum(len(index) for _, _, index in loader)
+assert world.sum(torch.tensor(seen)).item() == 50
+engine.save("checkpoints")
 weights = torch.cat([each.detach().flatten() for each in model.parameters()])
 torch.save({"losses": losses, "weights": weights, "used": used}, f"{out}-{number}.pt")
 print(f"rank {number} is {world.rank} of {world.size} after step {engine.steps}")

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.errors import ModelError
-from shardwise.layout.bucket_layout import Bucket, Span
+from shardwise.layout.bucket_layout import Bucket, Span, even_cuts
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.gradients.gradient_sum import GradientSum, SquareSum
@@ -516,9 +516,16 @@ class GradientBucket:
         self._close()
 
     def forget_calls(self) -> None:
-        """Forget collectives of a transport that no longer exists."""
+        """Forget collectives of a transport that no longer exists, and adopt the new rank.
+
+        The full sum stays on every rank. Its elements are shared out again for the norm.
+        """
         self._last_sent = Handle()
         self._in_flight = 0
+        queue = self._queue
+        assert not queue.scatters
+        cuts = even_cuts(self.layout.numel, queue.group.size)
+        self._counted = cuts[queue.rank], cuts[queue.rank + 1]
 
     def consume(self) -> None:
         """Discard the sum of this step, once no other rank reads the kept buffer."""
