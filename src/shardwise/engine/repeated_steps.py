@@ -132,15 +132,20 @@ class RepeatableSteps(StepRunner):
             self._world.step_group.barrier()
             survival.confirmed += 1
         except PeerLost:
-            return self._continue_with_the_others()
-        return False
+            pass
+        else:
+            return False
+        # Not inside `except`: the error's frames hold messages in flight, and with them the sockets
+        # whose end tells the other ranks that this one waits for them elsewhere.
+        return self._continue_with_the_others()
 
     def _continue_with_the_others(self) -> bool:
         """Join the ranks that are left. Return whether the step must be repeated. Collective."""
         state, survival = self._state, self._survival
+        state.states.gradients.forget_calls()
         stands, lost, seconds = survival.replace_group()
         state.aggregation.follow(self._world.data_rank)
-        state.states.gradients.forget_calls()
+        state.states.gradients.follow_group()
         if not stands:
             self._backward.abandon()
             if not survival.confirmed:

@@ -113,10 +113,9 @@ class Survival:
             Whether the step in progress stands; the ranks of the run that were lost; and the
             seconds that it took.
         """
-        mine = self.confirmed
+        mine, self.loss = self.confirmed, None
         found = self._group.replace(self.prepared, self.confirmed)
         self._follow()
-        self.loss = None
         self.confirmed = self.prepared = found.decision.confirmed
         stands = found.decision.confirmed > mine
         self.repeated += not stands

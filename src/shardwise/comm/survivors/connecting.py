@@ -33,6 +33,8 @@ def retire(group: Collectives) -> Arena | None:
     """Close a transport that has lost a rank. Returns its shared memory, if it has any."""
     if isinstance(group, SharedMemory):
         return group.retire()
+    if isinstance(group, Gloo):
+        group.messages.forget()
     group.close()
     return None
 
@@ -79,6 +81,7 @@ def connect(
         store.set(f"here/{rank}", "")
         if listener is not None:
             _await(store, [f"here/{each}" for each in range(size)], decision, server, timeout)
+            assert isinstance(store, HostStore)
             store.accept_no_more()
             store.set("all here", "")
         else:

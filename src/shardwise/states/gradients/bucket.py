@@ -516,12 +516,12 @@ class GradientBucket:
         self._close()
 
     def forget_calls(self) -> None:
-        """Forget collectives of a transport that no longer exists, and adopt the new rank.
-
-        The full sum stays on every rank. Its elements are shared out again for the norm.
-        """
+        """Forget collectives of a transport that no longer exists."""
         self._last_sent = Handle()
         self._in_flight = 0
+
+    def follow_group(self) -> None:
+        """Share out the elements of the full sum again, for the norm, among the ranks left."""
         queue = self._queue
         assert not queue.scatters
         cuts = even_cuts(self.layout.numel, queue.group.size)

@@ -288,6 +288,13 @@ class Gradients:
         for bucket in self.buckets:
             bucket.forget_calls()
 
+    def follow_group(self) -> None:
+        """Adopt this rank's number in a group that has lost ranks."""
+        for queue in self.queues:
+            queue.rank = queue.group.rank
+        for bucket in self.buckets:
+            bucket.follow_group()
+
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:

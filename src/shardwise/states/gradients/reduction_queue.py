@@ -149,8 +149,7 @@ class ReductionQueue:
         self._most_out = self._out
 
     def forget_calls(self) -> None:
-        """Forget the launches of a transport that no longer exists, and adopt the new rank."""
-        self.rank = self.group.rank
+        """Forget the launches of a transport that no longer exists."""
         self._launches.clear()
         # Buffers that were lent are dropped with their launches, and allocated again.
         self._out = self._most_out = 0
