@@ -98,6 +98,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--reduce-dtype": ("", "--reduce-dtype param"),
     "--compile": ("", "--compile"),
     "--nonfinite": ("", "--nonfinite skip"),
+    "--survive": ("workers", "--survive 1"),
     "--save-failure": ("", "--save-failure continue"),
     "--trial": ("", "--trial"),
     "--seed": ("", "--seed 1"),

@@ -57,7 +57,7 @@ def again_case(world):
     optimizer.step()
     with pytest.raises(UsageError, match=r"SGD.step\(\) was called again without a backward"):
         optimizer.step()
-    with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) was called again without a backward"):
+    with pytest.raises(UsageError, match=r"clip_grad_norm_\(\) was called again without a back"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.zero_grad()
     optimizer.step()

@@ -73,6 +73,11 @@ class Checkpoints:
         """See Engine.track."""
         self._tracked.add(objects)
 
+    @property
+    def tracked(self) -> Tracking:
+        """The objects that the engine tracks."""
+        return self._tracked
+
     # -- saving -----------------------------------------------------------------------------
 
     def save(

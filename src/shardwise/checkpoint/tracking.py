@@ -19,6 +19,7 @@ from shardwise.checkpoint import json_values
 from shardwise.checkpoint.document import crc_of
 from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.schema import is_plain_name
+from shardwise.data.loader import Loader
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch, UsageError
 from shardwise.world.current_batch import LoaderStream
 
@@ -74,23 +75,27 @@ class Tracking:
                 files[f"tracked-{name}.pt"] = _pickle(name, state, str(error))
         return fields, files
 
+    def lacks_scheduler(self, optimizer: optim.Optimizer) -> bool:
+        """Return whether a learning-rate scheduler changes `optimizer` that is not tracked."""
+        is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
+        # A scheduler that combines others (SequentialLR) may not refer to the optimizer itself.
+        is_tracked = any(
+            hasattr(each, "get_last_lr")
+            and (getattr(each, "optimizer", optimizer) is optimizer or hasattr(each, "_schedulers"))
+            for each in self._tracked.values()
+        )
+        return is_scheduled and not is_tracked
+
+    def except_loaders(self) -> list[Any]:
+        """Return the tracked objects other than Loaders, which keep their own position."""
+        return [each for each in self._tracked.values() if not isinstance(each, Loader)]
+
     def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
         """Yield a warning for each object whose state would be lost in a save now."""
-        known = list(self._tracked.values())
         for optimizer in optimizers:
-            is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-            # A scheduler that combines others (SequentialLR) may not refer to the optimizer itself.
-            is_tracked = any(
-                hasattr(each, "get_last_lr")
-                and (
-                    getattr(each, "optimizer", optimizer) is optimizer
-                    or hasattr(each, "_schedulers")
-                )
-                for each in known
-            )
-            if is_scheduled and not is_tracked:
+            if self.lacks_scheduler(optimizer):
                 yield (
                     f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
                     "a resume would restart it. Write engine.track(scheduler=scheduler)."

@@ -7,6 +7,7 @@ This package is the only caller of torch.distributed's collectives.
     shared_memory.py    CPU ranks on one host, through memory that all of them map
     hierarchical.py     CPU ranks on several hosts: shared memory within a host, Gloo between hosts
     nccl.py             CUDA ranks, over NCCL's collectives
+    survivors/          the group of a run that may lose ranks: who is left, and a new transport
     host_staged.py      CUDA ranks that share a GPU, over Gloo through host memory
     hybrid_shard.py     sharding within a host, replication across hosts
     connect.py          chooses the transport of a process and joins its group
@@ -51,6 +52,7 @@ from shardwise.comm.nccl import Nccl
 from shardwise.comm.ordered_sums import Sum
 from shardwise.comm.same_host import host_key, ranks_by_host
 from shardwise.comm.shared_memory import SharedMemory
+from shardwise.comm.survivors import SurvivorGroup
 from shardwise.net.torchrun_store import exposed
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "SharedMemory",
     "Solo",
     "Sum",
+    "SurvivorGroup",
     "address_of",
     "check_all",
     "connect",

@@ -136,6 +136,17 @@ class GlooExchange:
         with self._status_server.waits.noted(call, pending.missing):
             pending.wait()
 
+    def forget(self) -> None:
+        """Drop all messages in flight and close the sockets, before `close` after a loss.
+
+        Messages in flight would keep the sockets open, and a rank that waits for this one would not
+        notice that it waits elsewhere.
+        """
+        self._unwaited.clear()
+        group = dist.group.WORLD if self._group is None else self._group
+        if group is not None:
+            group._get_backend(torch.device("cpu")).abort()
+
     def close(self) -> None:
         """Stop the threads and leave torch's group."""
         # The send thread first, because it may hold tensors of calls that end with the group.

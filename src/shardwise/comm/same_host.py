@@ -26,14 +26,17 @@ from shardwise.errors import LaunchError
 Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 
 
-def share_memory(group: Collectives, timeout: float, *, required: bool) -> Collectives:
+def share_memory(
+    group: Collectives, timeout: float, *, required: bool, arena: Arena | None = None
+) -> Collectives:
     """Return the ranks of `group` over shared memory within each host, or `group` itself.
 
     Collective.
 
     All ranks make the same decision. `group` is returned if hosts have different numbers of ranks,
     which its name then shows, or if a host does not allow sockets or memory, which rank 0 reports
-    in one line. If `required` is true, both raise LaunchError instead.
+    in one line. If `required` is true, both raise LaunchError instead. `arena` is the memory that
+    this rank had in an earlier group; default: a new one.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -44,7 +47,7 @@ def share_memory(group: Collectives, timeout: float, *, required: bool) -> Colle
         if None not in keys and len(counts) > 1:
             group.name += f" (hosts have {_listed(hosts)} ranks, so none shares memory)"
         return group
-    found = _set_up(group, hosts, timeout)
+    found = _set_up(group, hosts, timeout, arena or Arena())
     if not isinstance(found, str):
         return found
     if required:
@@ -105,12 +108,12 @@ def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]])
 
 
 def _set_up(
-    group: Collectives, hosts: Sequence[Sequence[int]], timeout: float
+    group: Collectives, hosts: Sequence[Sequence[int]], timeout: float, arena: Arena
 ) -> SharedMemory | Hierarchical | str:
     """Return the transport, or the reason for a failure. Either all ranks succeed or none does."""
     token = group.gather_plain(secrets.token_hex(8))[0]
     mine = next(ranks for ranks in hosts if group.rank in ranks)
-    name, arena = f"{token}-{mine[0]}", Arena()
+    name = f"{token}-{mine[0]}"
     place = mine.index(group.rank), len(mine), timeout
 
     def prepare() -> socket.socket:

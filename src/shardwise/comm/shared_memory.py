@@ -335,6 +335,19 @@ class SharedMemory(MappedMemory):
         self._children.append(child)
         return child
 
+    def retire(self) -> Arena:
+        """Close the group after a loss, but keep its memory for a group of the ranks that are left.
+
+        No other rank may read this rank's buffers after it has retired too.
+        """
+        for child in list(self._children):
+            child.close()
+        self._work.close()
+        self.buffers.close()
+        assert self._under is not None
+        self._under.close()
+        return self.buffers.arena
+
     def close(self) -> None:
         for child in list(self._children):
             child.close()

@@ -267,6 +267,14 @@ class Settings:
         rare=True,
     )
     compile: bool = _switch("precision", "compile each unit with torch.compile")
+    survive: int = _setting(
+        "recover",
+        "continue without lost workers, at most K at once; repeat their step",
+        values.whole(0, values.MOST_RANKS),
+        "K",
+        default=0,
+        rare=True,
+    )
     nonfinite: str = _choice(
         "recover", "on a NaN gradient, stop the run or skip the step", ("stop", "skip"), rare=True
     )
@@ -427,8 +435,63 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
 """Maps each setting to a test whether it is on, and the reason why --behind excludes it."""
 
 
+_GROUPS = "it makes groups of workers, and these groups are not made again after a loss"
+
+_INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "zero": (
+        lambda settings: settings.placement.level > 0,
+        "a lost worker's part of the state has no second copy",
+    ),
+    "offload_optimizer": (
+        lambda settings: any(tier != DEVICE for tier in settings.placement.tiers),
+        "it is tested only with states on the device",
+    ),
+    "tensor": (lambda settings: settings.tensor > 1, _GROUPS),
+    "expert": (lambda settings: settings.expert > 1, _GROUPS),
+    "context": (lambda settings: settings.context > 1, _GROUPS),
+    "pipeline": (lambda settings: settings.pipeline > 1, _GROUPS),
+    "guard": (lambda settings: settings.guard is not None, _GROUPS),
+    "islands": (lambda settings: settings.islands != 1, f"{_GROUPS}; see --elastic-islands"),
+    "exact": (
+        lambda settings: settings.exact is not None,
+        "the micro-shards are not divided among fewer workers within a run",
+    ),
+    "batch": (
+        lambda settings: settings.batch != "total",
+        "the total batch would shrink with the number of workers",
+    ),
+    "sync_batch_norm": (
+        lambda settings: settings.sync_batch_norm,
+        "its sums in the middle of a forward pass are not repeated",
+    ),
+    "reseed": (
+        lambda settings: not settings.reseed,
+        "a repeated step would continue with other random numbers",
+    ),
+    "timeline": (lambda settings: settings.timeline is not None, _GROUPS),
+    "record_tensors": (
+        lambda settings: settings.record_tensors is not None,
+        "a repeated step would be recorded twice",
+    ),
+}
+"""Maps each setting to a test whether it is on, and the reason why --survive excludes it."""
+
+
+def check_survival(settings: Settings) -> None:
+    """Raise ConfigError if a setting cannot be combined with --survive."""
+    if not settings.survive:
+        return
+    for name, (is_on, why) in _INCOMPATIBLE_WITH_SURVIVE.items():
+        if is_on(settings):
+            raise ConfigError(
+                f"{flag(name)} {getattr(settings, name)} cannot be combined with "
+                f"--survive {settings.survive}: {why}. Leave one of them out."
+            )
+
+
 def check_contradictions(settings: Settings) -> None:
-    """Raise ConfigError if a setting cannot be combined with --behind."""
+    """Raise ConfigError if a setting cannot be combined with --behind or with --survive."""
+    check_survival(settings)
     # Checked here rather than where the islands are built, so that the launcher reports it before
     # any rank starts.
     if settings.behind is None:

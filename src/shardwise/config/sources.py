@@ -107,6 +107,7 @@ _ELSEWHERE = {
     "record_tensors": "sw.init",
     "stop_after": "sw.init",
     "trial": "sw.init",
+    "survive": "sw.init",
 }
 
 

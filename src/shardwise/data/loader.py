@@ -185,10 +185,13 @@ class Loader(HintsAtAttributes):
             budget=budget,
         )
         arguments.check()
+        if self._world.survival is not None:
+            _check_repeatable(arguments)
         self.name = name or f"Loader({type(dataset).__name__})"
         self.dataset = dataset
         self.batch_size = batch_size
         self._position = self._pass_start = Position()  # now, and at the start of the latest pass
+        self._step_start = Position()  # at the start of the latest step
         self._resumes = False  # True if the next pass continues from the position
         self._taken = 0  # number of steps that the latest pass has yielded
         self._pass_number = 0  # number of the latest pass
@@ -260,6 +263,7 @@ class Loader(HintsAtAttributes):
                     "engine.backward(...)`, then engine.step() once. To evaluate, put the loop "
                     "under torch.no_grad()."
                 )
+            step.plain = True
             yield from step
 
     def steps(self) -> Iterator[LoaderStep]:
@@ -381,6 +385,10 @@ class Loader(HintsAtAttributes):
         # pipeline axes. An open pass keeps its shares until it ends.
         if self._mesh == self._world.mesh or self._open_pass() is not None:
             return
+        self._share_anew()
+
+    def _share_anew(self) -> None:
+        """Read this rank's share on the current mesh from here on."""
         self.batch_size = _total(self._requested_size, self._arguments.batch_sampler, self._world)
         self._arguments = replace(
             self._arguments,
@@ -414,14 +422,25 @@ class Loader(HintsAtAttributes):
             plan=self._plan,
             pinned=self._pinned,
             stepped=self._stepped,
+            shared_again=self._shared_again,
         )
         self._latest_pass = weakref.ref(opened)
         self._stream = opened.stream
         return opened
 
     def _stepped(self, total: int) -> None:
-        self._position = self._position.stepped(total)
+        self._step_start, self._position = self._position, self._position.stepped(total)
         self._taken += 1
+
+    def _shared_again(self, repeats: bool) -> Iterator[Item] | None:
+        """See LoaderPass. The position is the one to continue from."""
+        if repeats:
+            self._position = self._step_start
+            self._taken -= 1
+        elif self._mesh == self._world.mesh:
+            return None
+        self._share_anew()
+        return self._items()
 
     def _items(self) -> Iterator[Item]:
         """Yield the micro-batches of this pass as torch's DataLoader delivers them."""
@@ -525,6 +544,22 @@ def _budget(
             "lengths: leave length_cache out."
         )
     return TokenBudget(tokens, length, micro_batch_tokens, cost, packing=pack, cache=length_cache)
+
+
+def _check_repeatable(arguments: LoaderArguments) -> None:
+    """Raise DataError if --survive cannot hand out a step of this Loader again."""
+    unsupported = {
+        "sampler=": arguments.sampler is not None,
+        "batch_sampler=": arguments.batch_sampler is not None,
+        "tokens=": arguments.budget is not None,
+        "an iterable dataset": arguments.stream,
+    }
+    if named := [name for name, is_used in unsupported.items() if is_used]:
+        raise DataError(
+            f"A Loader with {named[0]} cannot hand out the rows of a step again, which --survive "
+            "needs after a loss. Use a dataset with __len__ and __getitem__, and batch_size=, or "
+            "start without --survive."
+        )
 
 
 def _shards(exact: int, world: World) -> MicroShards:

@@ -16,6 +16,7 @@ from shardwise.data.source import Item, MicroBatch
 from shardwise.errors import UsageError
 from shardwise.world import sequence_parts
 from shardwise.world.current_batch import Batch, StreamShape
+from shardwise.world.survival import Survival
 from shardwise.world.world import World
 
 
@@ -24,6 +25,10 @@ class LoaderPass:
 
     It calls `stepped(total)` when it yields the last micro-batch of a step. A checkpoint that is
     saved after that continues with the next step.
+
+    With `--survive`, `shared_again(repeats)` returns the micro-batches from the next step on, or
+    from the latest step on if `repeats` is true, in the shares of the ranks that are left. It
+    returns None if the shares have not changed.
     """
 
     def __init__(
@@ -35,8 +40,10 @@ class LoaderPass:
         plan: StreamShape,
         pinned: bool,
         stepped: Callable[[int], None],
+        shared_again: Callable[[bool], Iterator[Item] | None],
     ) -> None:
         self._items = items
+        self._shared_again = shared_again
         self._world = world
         self._pinned = pinned
         self._stepped = stepped
@@ -51,7 +58,7 @@ class LoaderPass:
         """Yield the steps of this pass, numbered from `first`. Each is finished before the next."""
         try:
             self._log_step_request(self._world.step_log.began)
-            for number, item in enumerate(iter(self._fetch, None), first):
+            for number, item in enumerate(iter(self._fetch_first, None), first):
                 step = LoaderStep(self, item, number)
                 yield step
                 # A `break` does not get here. Leaving the loop in the middle of a step is allowed,
@@ -136,6 +143,30 @@ class LoaderPass:
         assert item is not None, "a step is whole"
         return item
 
+    def again(self) -> Item:
+        """Return the first micro-batch of the latest step again, in a new share of its rows."""
+        self._check_open()
+        self._items.close()  # type: ignore[attr-defined]
+        items = self._shared_again(True)
+        assert items is not None
+        self._items = items
+        self._world.step_log.given_again()
+        item = self._fetch()
+        assert item is not None, "the step had rows before"
+        return item
+
+    @property
+    def survival(self) -> Survival | None:
+        """Repeats steps after a loss, if this is a loop that trains."""
+        return self._world.survival if torch.is_grad_enabled() else None
+
+    def _fetch_first(self) -> Item | None:
+        """Wait for the first micro-batch of the next step, or return None at the end."""
+        # A rank that could finish its step after a loss still has the shares of all ranks.
+        if self._world.survival is not None and (items := self._shared_again(False)) is not None:
+            self._items = items
+        return self._fetch()
+
     def _fetch(self) -> Item | None:
         """Wait for the next micro-batch and return it, or None at the end of the pass."""
         with timeline.span("next batch", timeline.Row.DATA):
@@ -178,6 +209,7 @@ class LoaderStep:
 
     def __init__(self, whole: LoaderPass, first: Item, number: int) -> None:
         self.number = number
+        self.plain = False  # True in a loop over the Loader itself, which calls engine.step()
         self._pass = whole
         self._first = first
         self._taken = 0
@@ -191,6 +223,16 @@ class LoaderStep:
                 f"Step {self.number} was already iterated over, and its batches are not kept. To "
                 "use them twice, store them with list(step)."
             )
+        yield from self._micro_batches()
+        # A `break` does not get here. In a plain loop, engine.step() has run by now.
+        if (survival := self._pass.survival) is not None:
+            while survival.must_repeat():
+                self._first, self._taken = self._pass.again(), 0
+                yield from self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[Any]:
+        if (survival := self._pass.survival) is not None:
+            survival.begins(plain=self.plain)
         for part in range(len(self)):
             item = self._pass.next_item() if part else self._first
             self._taken += 1

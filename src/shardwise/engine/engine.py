@@ -28,12 +28,13 @@ from torch.amp import GradScaler
 from shardwise import config
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.publishing import PublishedPart
-from shardwise.engine import describe, start_lines
+from shardwise.engine import describe, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner, layer_times_of
 from shardwise.engine.build import States
 from shardwise.engine.engine_state import build_state, spec_of
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
+from shardwise.engine.repeated_steps import RepeatableBackward, RepeatableSteps
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
@@ -96,7 +97,8 @@ class Engine(HintsAtAttributes):
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
         self.placement = self.settings.placement
-        backward_kind, step_kind = BackwardRunner, StepRunner
+        backward_kind: type[BackwardRunner] = BackwardRunner
+        step_kind: type[StepRunner] = StepRunner
         guarded: Any = None
         if self.settings.guard is not None:
             # Imported here, so that a run without a guard does not load it.
@@ -107,6 +109,10 @@ class Engine(HintsAtAttributes):
         # same order.
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
+        if world.survival is not None:
+            backward_kind, step_kind = RepeatableBackward, RepeatableSteps
+            config.check_contradictions(self.settings)
+            usage_checks.refuse_another_engine(number)
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first
@@ -117,10 +123,8 @@ class Engine(HintsAtAttributes):
         self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
         self._backward = backward_kind(state, self._randoms, self._timing)
         self._recording = recording_of(state)
-        # The saver's failed background saves are reported in the step's exchange.
-        saver = self._checkpoints.saver
         self._stepper = step_kind(
-            state, self._backward, self._randoms, saver, self._timing, self._recording
+            state, self._backward, self._randoms, self._checkpoints, self._timing, self._recording
         )
         line = None
         if guarded is not None:

@@ -188,6 +188,13 @@ class GradientWeighting:
             total, count = self._parts.first_step(rows[:, 0].tolist())
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
+    def begin_again(self) -> None:
+        """Estimate the unit again, because only some ranks may have completed the first estimate.
+
+        All ranks call it if the first step was interrupted.
+        """
+        self._unit = None
+
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
         """Return whether this is probably the step's only backward pass, on the only worker."""
         # After a step with several backward passes, expect several again: `settle` would

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.saver import CheckpointSaver
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
@@ -44,7 +44,8 @@ class StepRunner:
         state: State shared by the parts of the engine.
         backward: Runs the backward passes of the same engine.
         randoms: Seeds the random generators after each step.
-        saver: Writes the engine's checkpoints.
+        checkpoints: The engine's checkpoints. Failed background saves are reported in the
+            exchange.
         timing: Measures the time per layer, or None.
         recording: Records each step for `shardwise verify`, or None.
     """
@@ -54,7 +55,7 @@ class StepRunner:
         state: EngineState,
         backward: BackwardRunner,
         randoms: RandomState,
-        saver: CheckpointSaver,
+        checkpoints: Checkpoints,
         timing: LayerTimes | None = None,
         recording: Recording | None = None,
     ) -> None:
@@ -65,7 +66,7 @@ class StepRunner:
         self._accumulation = state.accumulation
         self._backward = backward
         self._randoms = randoms
-        self._saver = saver
+        self._saver = checkpoints.saver
         self._timing = timing
         self._recording = recording
         self._hooks = state.spec.hooks

@@ -29,6 +29,10 @@ class Aggregation:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
+    def follow(self, rank: int) -> None:
+        """Adopt this rank's number after other ranks were lost."""
+        self._rank = rank
+
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
         """Return the seed after `backwards` backward passes of `step`.
 

@@ -475,3 +475,13 @@ def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
             "that ranks hold. Load before sw.Engine(...), or inside "
             "with engine.full_parameters(write=True)."
         )
+
+
+def refuse_another_engine(number: int) -> None:
+    """Raise UsageError if engine `number`, from 0, is not the only one, with --survive."""
+    if number:
+        raise UsageError(
+            "--survive supports one engine: after a loss, the steps of several engines cannot be "
+            "repeated together. Pass all models and optimizers to one engine, or start without "
+            "--survive."
+        )

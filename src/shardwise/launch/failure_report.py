@@ -284,6 +284,11 @@ def saving_line(asked: signal.Signals) -> str:
     return f"shardwise: {asked.name}: the ranks save after this step. {_AGAIN_HINT}\n"
 
 
+def killed_line(rank: int, how: str) -> str:
+    """Return the line that the launcher prints if the others continue without a killed rank."""
+    return f"shardwise: rank {rank} ended ({how}). The others continue without it (--survive).\n"
+
+
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
     """Return the last line of a run that was stopped without a save, or "" if no step is lost."""
     if progress is None or not progress.step or progress.kept >= progress.step:

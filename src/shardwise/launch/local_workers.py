@@ -167,6 +167,12 @@ class LocalWorkers:
             if number == signal.SIGTERM and self._saves_first(worker):
                 worker.send_to_process(signal.SIGKILL)
 
+    def clear_away(self, rank: int) -> None:
+        """Kill the processes that a killed rank has left behind, such as DataLoader workers."""
+        for worker in self._workers:
+            if worker.rank == rank:
+                worker.send_signal(signal.SIGKILL)
+
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to shut down by sending the signal `number`. Some ranks save first."""
         saving = [

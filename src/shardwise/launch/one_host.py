@@ -68,7 +68,18 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
         outputs = spec.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with OrphanReaper(folder) as reaper:
-            supervisor = Supervisor(console, outputs, signals, grace=spec.grace, joins=spec.joins)
+
+            def clear_away(rank: int) -> None:
+                workers.clear_away(rank)
+
+            supervisor = Supervisor(
+                console,
+                outputs,
+                signals,
+                grace=spec.grace,
+                joins=spec.joins,
+                continue_without=clear_away if spec.survives else None,
+            )
             workers = LocalWorkers(
                 spec,
                 meeting,

@@ -96,6 +96,11 @@ class RunSpec:
         asks = "--help" in self.words[1:] or self.words[1:] == ("-h",)
         return self.is_python and not asks and not program.joins_itself(self.words[0])
 
+    @property
+    def survives(self) -> bool:
+        """True if the other ranks continue after one was killed (`--survive`), on a single host."""
+        return len(self.shares) == 1 and self.flags.get("survive", "0") != "0"
+
     def shows(self, rank: int) -> bool:
         """Return whether the output of `rank` is shown on the screen."""
         return self.shown is None or rank in self.shown
@@ -198,6 +203,8 @@ def rank_environment(
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.master_port),
     }
+    if spec.survives and identity.local_size == identity.size:
+        given[environment.SURVIVES_VARIABLE] = "1"
     if columns is not None:
         given["COLUMNS"] = str(columns)
     # In order of precedence, lowest first: defaults, the user's variables, required variables.

@@ -65,6 +65,8 @@ class Supervisor:
         grace: Seconds between SIGTERM and SIGKILL.
         joins: True if the ranks are expected to call sw.init.
         hosts: Host name of each rank, or None on a single host.
+        continue_without: Called with a rank that was killed, and that the others continue without
+            (`--survive`). None if they cannot: then a killed rank ends the run.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Supervisor:
         grace: float,
         joins: bool = False,
         hosts: Mapping[int, str] | None = None,
+        continue_without: Callable[[int], None] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
@@ -86,6 +89,9 @@ class Supervisor:
         self._grace = grace
         self._joins = joins
         self._hosts = hosts or {}
+        self._continue_without = continue_without
+        self._killed: set[int] = set()
+        """Ranks that were killed, and that the others continue without."""
         self._sites: Sequence[Site] = ()
         self._plan = SignalSchedule()
         self._running = set(range(len(outputs)))
@@ -148,6 +154,14 @@ class Supervisor:
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
+        # A rank that raises an error has found a mistake that the others would find too. A rank
+        # that was killed has not.
+        may = self._continue_without if self._running and self._is_patient else None
+        if may is not None and rank_exit.end.code < 0:
+            self._killed.add(rank_exit.end.rank)
+            self.say(failure_report.killed_line(rank_exit.end.rank, rank_exit.how))
+            may(rank_exit.end.rank)
+            return
         if self._is_patient:
             self._settle()
 
@@ -201,7 +215,7 @@ class Supervisor:
 
         The delay gives ranks time to report the cause of the failure.
         """
-        ends = self._ends()
+        ends = [end for end in self._ends() if end.rank not in self._killed]
         if all(end.code == 0 for end in ends):
             return
         # A rank that loses its peer fails immediately, but the peer may take seconds to write its
@@ -248,10 +262,14 @@ class Supervisor:
                 # If all ranks raise the same refusal, it is shown once at the end, so only log it.
                 output = self._outputs[rank]
                 (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
-        judged = failure_report.judge(self._ends(), reports)
+        ends = self._ends()
+        left = [end for end in ends if end.rank not in self._killed]
+        if left and all(end.code == 0 for end in left):
+            ends = left  # they have finished without those that were killed
+        judged = failure_report.judge(ends, reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
         # If a second signal has killed ranks before they saved, the run has not succeeded.
-        ended_well = all(end.code == 0 for end in self._ends())
+        ended_well = all(end.code == 0 for end in ends)
         if judged is None and not lost and (saved or (self._saving and ended_well)):
             return Ending(code=SAVED if saved else 0, asked=self._asked)
         if self._asked is not None:

@@ -485,6 +485,20 @@ class Buffers:
         # again.
         self._window = _Window()
 
+    def agreed(self) -> tuple[list[_AveragedTensor], set[int], int]:
+        """Return what ranks have agreed on in earlier steps, for `go_back`."""
+        return list(self._averaged), set(self._unequal), self._steps
+
+    def go_back(self, agreed: tuple[list[_AveragedTensor], set[int], int]) -> None:
+        """Return to what ranks had agreed on, after the values of that time were written back.
+
+        A step was interrupted: some ranks may have agreed on more in it, and others not.
+        """
+        averaged, unequal, self._steps = agreed
+        self._averaged, self._unequal = list(averaged), set(unequal)
+        self._window = _Window()
+        self.remember()
+
     # -- batches ----------------------------------------------------------------------------
 
     def before_batch(self, batch: Batch) -> None:

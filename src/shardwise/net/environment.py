@@ -26,6 +26,9 @@ RANK_VARIABLE = OWN_NAMES["rank"]
 JOIN_VARIABLE = PREFIX + "JOIN"
 """Holds MODULE:FUNCTION, the function that joins the ranks, if it is not `comm.connect`."""
 
+SURVIVES_VARIABLE = PREFIX + "SURVIVES"
+"""Set if the launcher lets the other ranks continue after one was killed (`--survive`)."""
+
 RUN_VARIABLE = PREFIX + "RUN"
 """Holds the unique name of a run, which stays the same when the run is restarted."""
 

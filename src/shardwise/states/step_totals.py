@@ -37,6 +37,9 @@ class StepStats:
         experts: Number of token copies per expert in this step, on all workers and in all
             micro-batches, by the name of the `sw.MoE` layer. Only layers with `balance`, `z_loss`
             or `bias_rate` count.
+        repeated: True if a worker was lost in the step, with `--survive` and in a plain loop over a
+            Loader. Nothing was updated, `skipped` is True, and the Loader hands out the same rows
+            again.
 
     Example:
         A line in a training loop:
@@ -56,6 +59,7 @@ class StepStats:
     # Not compared, because the other values are the same on all ranks.
     tokens_per_second: float = field(default=0.0, compare=False)
     experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    repeated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, Protocol
@@ -103,6 +103,8 @@ class StatusServer:
     is_aborting    True once this rank's own code knows of the abort
     report_is_due  True once this rank has been asked to report a long wait to the user
     channels       groups of this process, by a name that is the same on all their ranks
+    answers        functions of other packages that answer further requests, by their name. They run
+                   in the server's thread
 
     Before `start` it neither answers nor sends requests.
     """
@@ -117,6 +119,8 @@ class StatusServer:
         self.is_aborting = False
         self.report_is_due = False
         self.channels: WeakValueDictionary[str, Channel] = WeakValueDictionary()
+        self.answers: dict[str, Callable[[Message], Message]] = {}
+        self._generation = 0
         self._places: dict[int, RankAddress] = {}
         self._name = secrets.token_hex()
         self._listener: socket.socket | None = None
@@ -179,8 +183,12 @@ class StatusServer:
 
     def _reply(self, question: Message) -> Message:
         """Return the answer to another rank's request."""
+        if (answer := self.answers.get(question["ask"])) is not None:
+            return answer(question)
         # Keep the first abort, because later ones are consequences of it.
         if question["ask"] == "abort":
+            if question["generation"] != self._generation:
+                return {}  # it is about a group that the ranks have left
             self.abort = self.abort or Abort(**question["abort"])
             return {}
         if question["ask"] == "report":
@@ -300,6 +308,15 @@ class StatusServer:
         question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
         self._ask([rank], question, ANSWER_SECONDS)
 
+    def ask_one(self, rank: int, question: Message) -> Message:
+        """Send `question` to `rank`. Returns {} if it does not answer."""
+        found: Message = self._ask([rank], question, ANSWER_SECONDS).get(rank, {})
+        return found
+
+    def has_ended(self, rank: int) -> bool:
+        """Return whether the process of `rank`, which is on this host, has ended."""
+        return rank != self.rank and self._known_state(rank) == process_status.ENDED
+
     def ask_to_report(self, rank: int) -> bool:
         """Ask `rank` to report a long wait to the user. Return whether it will."""
         if rank == self.rank:
@@ -382,8 +399,21 @@ class StatusServer:
             wait = self.waits.longest()
             # Also tell the ranks that this one waits for: they may never wait, and so never ask.
             awaited = wait.missing() if wait else ()
-            question = {"ask": "abort", "abort": asdict(abort)}
+            question = {
+                "ask": "abort",
+                "abort": asdict(abort),
+                "generation": self._generation,
+            }
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
+
+    def continue_with(self, ranks: Collection[int], generation: int) -> None:
+        """Continue in a new group of `ranks`, the `generation`-th of the run, after an abort.
+
+        Aborts of earlier groups are ignored from here on.
+        """
+        self._generation = generation
+        self.abort, self.is_aborting = None, False
+        self._places = {rank: place for rank, place in self._places.items() if rank in ranks}
 
     def refuse_after_failure(self) -> None:
         """Raise this rank's abort error again instead of starting a new wait, if it has aborted."""

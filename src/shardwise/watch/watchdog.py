@@ -106,8 +106,9 @@ class Watchdog:
     def _end_with_the_others(self, now: float) -> None:
         """Exit if other ranks have aborted and this process never reaches their collective."""
         abort, rank = self._status_server.abort, self._status_server.rank
-        # If this rank's own code knows of the abort, it will raise.
-        if abort is None or self._status_server.is_aborting:
+        # If this rank's own code knows of the abort, it will raise. With `--survive` the others
+        # wait for this rank, to go on without the one that was lost.
+        if abort is None or self._status_server.is_aborting or self._status_server.answers:
             return
         self._aborted_since = self._aborted_since or now
         if now - self._aborted_since < OUTLIVE:

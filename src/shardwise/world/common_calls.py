@@ -82,6 +82,15 @@ class CommonCalls:
         self._counts_shares = False
         self.stop_digesting()
 
+    def kept(self) -> tuple[Counter[tuple[str, str]], float | Tensor]:
+        """Return the counts since the last step, for `go_back`."""
+        return self._made.copy(), self._rows
+
+    def go_back(self, kept: tuple[Counter[tuple[str, str]], float | Tensor]) -> None:
+        """Return to the counts at the start of an interrupted step, which is repeated."""
+        made, self._rows = kept
+        self._made = made.copy()
+
     def clear(self) -> None:
         """Reset the counts once a step has compared them."""
         self._made.clear()

@@ -25,7 +25,7 @@ from shardwise.net.progress import ProgressWriter
 from shardwise.tiers import host_memory
 from shardwise.watch import process_status
 from shardwise.watch.watchdog import Watchdog
-from shardwise.world import randomness
+from shardwise.world import randomness, survival
 from shardwise.world.loop_checks import StepsWithoutEngine
 from shardwise.world.mesh import Mesh, mesh_of
 from shardwise.world.randomness import GeneratorStates
@@ -98,6 +98,7 @@ def enter(
     collectives.check_all(identity, "")
     if device.type == "cpu":
         host_memory.keep(os.environ)
+    survival.check(chosen, identity, device, os.environ)
     group = _join(identity, device, chosen, on_meeting)
     world = World(identity, group, device, ProgressWriter(os.environ), keywords)
     _configure(world, keywords)
@@ -133,11 +134,14 @@ def _join(
         # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")
         join = getattr(import_module(module), name)
-        group: collectives.Collectives = join(identity, device, chosen, on_meeting)
-        return group
-    return collectives.connect(
+        joined: collectives.Collectives = join(identity, device, chosen, on_meeting)
+        return joined
+    group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )
+    if chosen.survive and group.size > 1:
+        return collectives.SurvivorGroup(group, chosen.timeout, chosen.survive)
+    return group
 
 
 def divide(world: World, axes: dict[str, int]) -> None:

@@ -95,6 +95,10 @@ class StepLog:
         if epoch is not None:
             self._epoch = epoch
 
+    def given_again(self) -> None:
+        """Forget the samples handed out since the last step, because their step is repeated."""
+        self._samples = 0
+
     def closed(self, *, in_hand: bool = False) -> None:
         """Record that a pass has ended, because the last request returned no batch.
 

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from shardwise import comm as collectives
 from shardwise import config
-from shardwise.comm import Collectives, GatherOrder, Solo, host_key, ranks_by_host
+from shardwise.comm import (
+    Collectives,
+    GatherOrder,
+    Solo,
+    SurvivorGroup,
+    host_key,
+    ranks_by_host,
+)
 from shardwise.errors import ConfigError, UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.net import error_file
@@ -33,6 +40,7 @@ from shardwise.world.loop_checks import StepsWithoutEngine, UnsteppedBackwards
 from shardwise.world.mesh import Mesh
 from shardwise.world.preemption import Preemption
 from shardwise.world.step_log import StepLog
+from shardwise.world.survival import Survival
 
 T = TypeVar("T")
 
@@ -141,6 +149,10 @@ class World(BatchRows, HintsAtAttributes):
         """Settings passed by the script."""
         self._printed: set[str] = set()
         self._warned_of_stand_in = False
+        self.survival: Survival | None = None
+        """Repeats steps after a loss, with `--survive`; otherwise None."""
+        if isinstance(group, SurvivorGroup):
+            self.survival = Survival(group, self._follow_group)
         group.watch_members(self._update_main)
 
     @cached_property
@@ -168,6 +180,11 @@ class World(BatchRows, HintsAtAttributes):
     def _update_main(self) -> None:
         # With elastic islands rank 0 may leave; the first remaining rank then prints instead.
         self.is_main = self.collectives.leads
+
+    def _follow_group(self) -> None:
+        """Adopt this rank's number in a group that has lost ranks."""
+        self.rank, self.size = self.collectives.rank, self.collectives.size
+        self.mesh = Mesh(self.size)
 
     def cut(self, mesh: Mesh) -> None:
         """Set this rank's coordinates in `mesh`, and create the groups of its axes.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from shardwise.comm import Handle
 from shardwise.errors import ModelError
-from shardwise.layout.bucket_layout import Bucket, Span
+from shardwise.layout.bucket_layout import Bucket, Span, even_cuts
 from shardwise.model.precision import NARROW
 from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.gradients.gradient_sum import GradientSum, SquareSum
@@ -514,6 +514,18 @@ class GradientBucket:
         if filling and self._buffer is not None and self._buffer is not self._kept:
             self._queue.give_back(self._buffer, ())
         self._close()
+
+    def forget_calls(self) -> None:
+        """Forget collectives of a transport that no longer exists."""
+        self._last_sent = Handle()
+        self._in_flight = 0
+
+    def follow_group(self) -> None:
+        """Share out the elements of the full sum again, for the norm, among the ranks left."""
+        queue = self._queue
+        assert not queue.scatters
+        cuts = even_cuts(self.layout.numel, queue.group.size)
+        self._counted = cuts[queue.rank], cuts[queue.rank + 1]
 
     def consume(self) -> None:
         """Discard the sum of this step, once no other rank reads the kept buffer."""

@@ -278,6 +278,23 @@ class Gradients:
             pass
         self.clear()
 
+    def forget_calls(self) -> None:
+        """Forget all collectives in flight, because their transport no longer exists.
+
+        Complete sums stay as they are. Then `abandon` discards the gradients without waiting.
+        """
+        for queue in self.queues:
+            queue.forget_calls()
+        for bucket in self.buckets:
+            bucket.forget_calls()
+
+    def follow_group(self) -> None:
+        """Adopt this rank's number in a group that has lost ranks."""
+        for queue in self.queues:
+            queue.rank = queue.group.rank
+        for bucket in self.buckets:
+            bucket.follow_group()
+
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:

@@ -148,6 +148,15 @@ class ReductionQueue:
                 spare.popleft().reusable()
         self._most_out = self._out
 
+    def forget_calls(self) -> None:
+        """Forget the launches of a transport that no longer exists."""
+        self._launches.clear()
+        # Buffers that were lent are dropped with their launches, and allocated again.
+        self._out = self._most_out = 0
+        for spare in self._spare.values():
+            for buffer in spare:
+                buffer.readers = ()
+
     def forget_views(self) -> None:
         """Drop all views, which would keep the memory of replaced sums alive."""
         for spare in self._spare.values():

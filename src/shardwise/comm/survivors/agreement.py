@@ -1,0 +1,117 @@
+"""Exchanges reports after a loss, until all ranks that are left know the same decision.
+
+    rank that lost another ── report ─▶ status server of the lowest rank that has not ended
+                           ◀─ decision, or "wait": then it asks again
+
+The lowest rank decides once every rank whose process has not ended has reported. If it ends before
+all have met, the next one takes its place, and the others report to that one.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from shardwise.comm.survivors import membership
+from shardwise.comm.survivors.membership import Decision, Report
+from shardwise.errors import CollectiveError
+from shardwise.net import network
+from shardwise.watch.status_server import StatusServer
+
+REGROUP = "regroup"
+"""The name of a report among the requests to a status server."""
+
+PAUSE = 0.01
+"""Seconds between two reports of a rank that waits for the decision."""
+
+
+class Agreement:
+    """The reports that this rank has received, and the last decision it has made or heard of.
+
+    Args:
+        server: This rank's status server, over which reports arrive.
+        address: Where other ranks reach this one.
+    """
+
+    def __init__(self, server: StatusServer, address: str) -> None:
+        self._server = server
+        self._address = address
+        self._lock = threading.Lock()
+        self._reports: dict[int, Report] = {}
+        self._decision: Decision | None = None
+        server.answers[REGROUP] = self._answer
+
+    def reach(
+        self, mine: Report, members: Sequence[int], timeout: float
+    ) -> tuple[Decision, socket.socket | None]:
+        """Report to the lowest rank that is left, and return the decision of all.
+
+        Args:
+            mine: This rank's report.
+            members: The ranks of the last group in which training was possible.
+            timeout: Limit for the wait, in seconds.
+
+        Returns:
+            The decision. On its first member also the socket on which that rank listens.
+
+        Raises:
+            CollectiveError: A rank has not reported in time, or the reports contradict each other.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            ended = {rank for rank in members if self._server.has_ended(rank)}
+            leader = membership.leader(members, ended)
+            if leader == mine.rank:
+                if (found := self._decide(mine, members, ended)) is not None:
+                    return found
+            elif (decision := self._ask(leader, mine)) is not None:
+                return decision, None
+            if time.monotonic() > until:
+                with self._lock:
+                    missing = sorted(set(members) - ended - self._reports.keys() - {mine.rank})
+                waited = missing if leader == mine.rank else [leader]
+                raise CollectiveError(
+                    f"Rank {mine.rank} lost another rank, and waited {timeout:g} s (--timeout) for "
+                    f"ranks {', '.join(map(str, waited))} to agree on who is left. Are they "
+                    "stopped, or in a call that does not take part in the step?"
+                ).blaming(waited)
+            time.sleep(PAUSE)
+
+    def _decide(
+        self, mine: Report, members: Sequence[int], ended: set[int]
+    ) -> tuple[Decision, socket.socket] | None:
+        """Decide if all have reported. Returns None if not."""
+        with self._lock:
+            self._reports[mine.rank] = mine
+            decision = membership.decide(self._reports, members, ended)
+            if decision is None:
+                return None
+            # Listen first: a rank that hears of the decision connects at once.
+            listener = network.listen(self._address, 0)
+            port = listener.getsockname()[1]
+            self._decision = replace(decision, address=self._address, port=port)
+            # If this group does not come about, everybody reports anew.
+            self._reports.clear()
+            return self._decision, listener
+
+    def _ask(self, leader: int, mine: Report) -> Decision | None:
+        question = {"ask": REGROUP, "report": asdict(mine)}
+        found = self._server.ask_one(leader, question).get("decision")
+        if found is None:
+            return None
+        return Decision(**(found | {"members": tuple(found["members"])}))
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer a report, in the thread of the status server."""
+        report = Report(**question["report"])
+        with self._lock:
+            made = self._decision
+            if made is not None and made.generation > report.generation:
+                # The others go on without a rank that was stopped until now.
+                return {"decision": asdict(made)} if report.rank in made.members else {}
+            self._reports[report.rank] = report
+        return {}

@@ -1,0 +1,124 @@
+"""Connects the ranks that are left after a loss, over a new store and a new transport."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwise.comm.arena import Arena
+from shardwise.comm.base import Collectives, GroupRanks, Solo
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.same_host import share_memory
+from shardwise.comm.shared_memory import SharedMemory
+from shardwise.comm.survivors.membership import Decision
+from shardwise.errors import CollectiveError
+from shardwise.net import listeners, rpc
+from shardwise.net.store import ClientStore, HostStore, role_of
+from shardwise.watch.status_server import StatusServer
+
+RunStore = HostStore | ClientStore
+"""The store in which the ranks that are left meet, on the first of them or on another one."""
+
+ADDRESS = "127.0.0.1"
+"""Where ranks meet again. All are on one host."""
+
+LOOK = 0.05
+"""Seconds between two looks at whether a rank that is awaited has ended."""
+
+
+def retire(group: Collectives) -> Arena | None:
+    """Close a transport that has lost a rank. Returns its shared memory, if it has any."""
+    if isinstance(group, SharedMemory):
+        return group.retire()
+    if isinstance(group, Gloo):
+        group.messages.forget()
+    group.close()
+    return None
+
+
+def connect(
+    decision: Decision,
+    number: int,
+    run_size: int,
+    server: StatusServer,
+    listener: socket.socket | None,
+    memory: Arena | None,
+    timeout: float,
+) -> tuple[RunStore | None, Collectives]:
+    """Connect to the members of `decision`, and return the store and the transport. Collective.
+
+    Args:
+        decision: The ranks to connect to, and where the first of them listens.
+        number: This rank's number in the run.
+        run_size: Number of ranks at the start of the run.
+        server: This rank's status server.
+        listener: The listening socket, on the first member only.
+        memory: This rank's shared memory, if the ranks shared memory before.
+        timeout: Limit for every wait, in seconds.
+
+    Raises:
+        CollectiveError: A member has ended. Other errors of torch and of the network mean the same
+            if a member has ended.
+    """
+    members = decision.members
+    rank, size = members.index(number), len(members)
+    if size == 1:
+        assert listener is not None
+        listener.close()
+        return None, Solo()
+    store: RunStore
+    if listener is not None:
+        store = HostStore(listener, server.secret, timeout)
+    else:
+        place, role = (decision.address, decision.port), role_of(decision.port)
+        until = time.monotonic() + timeout
+        store = ClientStore(rpc.connect(place, server.secret, role, until), timeout)
+    made: Collectives | None = None
+    try:
+        store.set(f"here/{rank}", "")
+        if listener is not None:
+            _await(store, [f"here/{each}" for each in range(size)], decision, server, timeout)
+            assert isinstance(store, HostStore)
+            store.accept_no_more()
+            store.set("all here", "")
+        else:
+            _await(store, ["all here"], decision, server, timeout)
+        seconds = timedelta(seconds=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+        listeners.shut()
+        made = Gloo(
+            rank,
+            size,
+            group_ranks=GroupRanks(members, run_size),
+            status_server=server,
+            timeout=seconds,
+        )
+        if memory is not None:
+            made = share_memory(made, timeout, required=False, arena=memory)
+        # A group stands once every member has come this far. If one ends before, its socket is
+        # closed, and the others agree again.
+        made.barrier()
+    except BaseException:
+        if made is not None:
+            retire(made)
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        store.close()
+        raise
+    return store, made
+
+
+def _await(
+    store: RunStore, keys: list[str], decision: Decision, server: StatusServer, timeout: float
+) -> None:
+    """Wait for `keys`. Raises CollectiveError if a member ends first, or after the timeout."""
+    until = time.monotonic() + timeout
+    while store.absent(keys, LOOK):
+        ended = [rank for rank in decision.members if server.has_ended(rank)]
+        if ended or time.monotonic() > until:
+            raise CollectiveError(
+                f"Ranks {', '.join(map(str, ended or decision.members))} did not connect again."
+            ).blaming(ended)

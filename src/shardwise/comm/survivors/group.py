@@ -1,0 +1,207 @@
+"""The group of all ranks of a run, whose transport is replaced when ranks are lost.
+
+Everything that holds the group keeps working after a loss: only `rank`, `size` and the transport
+behind them change.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Collectives, Counts, Cuts, Handle
+from shardwise.comm.ordered_sums import PLAIN, Sum
+from shardwise.comm.survivors import connecting, membership
+from shardwise.comm.survivors.agreement import Agreement
+from shardwise.comm.survivors.membership import Decision, Report
+from shardwise.errors import CollectiveError, LaunchError
+
+
+class Loss(NamedTuple):
+    """What a loss has changed.
+
+    Args:
+        decision: The ranks that are left, and the steps that stand.
+        lost: The ranks of the run that were lost.
+        seconds: Time from the start of the agreement until all ranks had a new transport.
+    """
+
+    decision: Decision
+    lost: tuple[int, ...]
+    seconds: float
+
+
+class SurvivorGroup(Collectives):
+    """All ranks of the run that are left, over a transport that `replace` renews.
+
+    Args:
+        inner: The transport of all ranks. On one host, on the CPU.
+        timeout: Limit for every wait, in seconds.
+        most: Number of ranks that may be lost at once.
+    """
+
+    def __init__(self, inner: Collectives, timeout: float, most: int) -> None:
+        super().__init__(inner.rank, inner.size, inner.status_server)
+        self.inner = inner
+        self.members: tuple[int, ...] = tuple(range(inner.size))
+        """The ranks of the run that are left. Their numbers in the run never change."""
+        self.generation = 0
+        self._timeout = timeout
+        self._most = most
+        self._number = inner.rank
+        self._run_size = inner.size
+        self._store: connecting.RunStore | None = None
+        self._made: list[Collectives] = []
+        self._changed: list[Callable[[], None]] = []
+        self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
+        self._adopt(inner)
+
+    @property
+    def places(self) -> Sequence[int]:
+        return self.members
+
+    def watch_members(self, changed: Callable[[], None]) -> None:
+        self._changed.append(changed)
+
+    def replace(self, prepared: int, confirmed: int) -> Loss:
+        """Agree with all ranks that are left who they are, and connect to them. Collective.
+
+        Args:
+            prepared: See `membership.Report`.
+            confirmed: See `membership.Report`.
+
+        Raises:
+            CollectiveError: More ranks are lost than the run may lose at once, or a rank that has
+                not ended does not take part.
+        """
+        began, before = time.monotonic(), self.members
+        # Other ranks may wait for this one in the old transport. They notice that it is closed.
+        memory = connecting.retire(self.inner)
+        with suppress(CollectiveError):
+            for made in self._made:
+                made.close()
+        self._made.clear()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+        while True:
+            mine = Report(
+                rank=self._number,
+                generation=self.generation,
+                prepared=prepared,
+                confirmed=confirmed,
+            )
+            decision, listener = self._agreement.reach(mine, before, self._timeout)
+            self.generation = decision.generation
+            if said := membership.too_many(before, decision.members, self._most):
+                if listener is not None:
+                    listener.close()
+                lost = [rank for rank in before if rank not in decision.members]
+                raise CollectiveError(said).blaming(lost)
+            self.status_server.continue_with(decision.members, decision.generation)
+            try:
+                self._store, inner = connecting.connect(
+                    decision,
+                    self._number,
+                    self._run_size,
+                    self.status_server,
+                    listener,
+                    memory,
+                    self._timeout,
+                )
+            except (CollectiveError, LaunchError, RuntimeError, OSError):
+                # Another rank ended before all had met. The ranks that are left agree again.
+                ended = [r for r in decision.members if self.status_server.has_ended(r)]
+                if not ended:
+                    raise
+                continue
+            break
+        self._adopt(inner)
+        self.rank, self.size = inner.rank, inner.size
+        self.members = decision.members
+        # Purposes of pickles contain the number of the call, which is not the same on all ranks
+        # after a call has failed on some.
+        self._gathered = decision.generation << 32
+        for changed in self._changed:
+            changed()
+        lost = [rank for rank in before if rank not in decision.members]
+        return Loss(decision, tuple(lost), time.monotonic() - began)
+
+    def _adopt(self, inner: Collectives) -> None:
+        self.inner = inner
+        self.name, self.copies = inner.name, inner.copies
+        self.sends_pieces, self.sums_onto = inner.sends_pieces, inner.sums_onto
+        self.looks, self.in_one_order = inner.looks, inner.in_one_order
+
+    # -- the calls of the transport ---------------------------------------------------------
+
+    def allocate(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
+    ) -> Tensor:
+        return self.inner.allocate(numel, dtype, device, forkable=forkable)
+
+    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
+        return self.inner.all_reduce(buffer, how)
+
+    def reduce_scatter(
+        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
+    ) -> Handle:
+        return self.inner.reduce_scatter(buffer, cuts, how, into=into)
+
+    def all_reduce_pieces(
+        self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
+    ) -> Handle:
+        return self.inner.all_reduce_pieces(pieces, buffer, how)
+
+    def reduce_scatter_pieces(
+        self,
+        pieces: Sequence[Tensor],
+        buffer: Tensor,
+        cuts: Cuts,
+        how: Sum = PLAIN,
+        *,
+        into: Tensor | None = None,
+    ) -> Handle:
+        return self.inner.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
+
+    def reduce_scatter_onto(
+        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
+    ) -> Handle:
+        return self.inner.reduce_scatter_onto(own, buffer, cuts, how)
+
+    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
+        return self.inner.all_gather(buffer, cuts)
+
+    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
+        return self.inner.broadcast(buffer, source)
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        return self.inner.all_to_all(sent, counts, received)
+
+    def gather_rows(self, row: Tensor) -> Tensor:
+        return self.inner.gather_rows(row)
+
+    def barrier(self) -> None:
+        self.inner.barrier()
+
+    @property
+    def small_device(self) -> torch.device:
+        return self.inner.small_device
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        # A group that outlives the next loss would wait for a rank that has ended. So callers that
+        # keep one are refused at the start (`world/survival.py`).
+        made = self.inner.split(groups)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        self.inner.close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None

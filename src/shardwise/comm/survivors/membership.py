@@ -1,0 +1,112 @@
+"""Decides which ranks are left after a loss, and whether the step in progress stands.
+
+A step has two numbers on each rank:
+
+    prepared    number of steps whose exchange is complete on this rank: it knows all totals
+    confirmed   number of steps for which this rank knows that every rank was prepared
+
+A rank updates only after it has confirmed the step. So a step that one rank has confirmed is
+prepared on all, and everybody can finish it. A step that no remaining rank has confirmed has
+changed nothing that is left, and is repeated. A lost rank may have confirmed and updated a step,
+but its state is lost with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.errors import CollectiveError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank says when it has lost another one.
+
+    Args:
+        rank: Its number in the run.
+        generation: Number of groups that were decided on before, as far as it knows.
+        prepared: Number of steps whose totals it knows.
+        confirmed: Number of steps of which it knows that every rank was prepared.
+    """
+
+    rank: int
+    generation: int
+    prepared: int
+    confirmed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Who is left, and which steps stand.
+
+    Args:
+        generation: Number of this group, higher than that of every report.
+        members: Ranks of the run that are left, in ascending order. The first one hosts the store
+            in which they meet.
+        confirmed: Number of steps that all members finish before they continue.
+        address: Where the first member listens.
+        port: Its port.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    confirmed: int
+    address: str = ""
+    port: int = 0
+
+
+def leader(members: Sequence[int], ended: Collection[int]) -> int:
+    """Return the rank that decides: the lowest of `members` whose process has not ended."""
+    return min(rank for rank in members if rank not in ended)
+
+
+def decide(
+    reports: Mapping[int, Report], members: Sequence[int], ended: Collection[int]
+) -> Decision | None:
+    """Return the decision, or None while a rank that has not ended has not reported.
+
+    Args:
+        reports: The reports so far, by rank.
+        members: The ranks of the last group in which training was possible.
+        ended: Those whose processes have ended.
+
+    Raises:
+        CollectiveError: The reports contradict each other.
+    """
+    left = tuple(sorted(rank for rank in members if rank not in ended))
+    if any(rank not in reports for rank in left):
+        return None
+    heard = [reports[rank] for rank in left]
+    confirmed = max(report.confirmed for report in heard)
+    unprepared = [report.rank for report in heard if report.prepared < confirmed]
+    if unprepared:
+        raise CollectiveError(
+            f"Step {confirmed} is complete on some ranks, but ranks "
+            f"{', '.join(map(str, unprepared))} do not know its totals. Start again from the last "
+            "checkpoint."
+        )
+    # A rank that reports an older generation has not heard of a later decision, whose group never
+    # came about because its first member ended.
+    generation = 1 + max(report.generation for report in heard)
+    return Decision(generation=generation, members=left, confirmed=confirmed)
+
+
+def stands(decision: Decision, mine: Report) -> bool:
+    """Return whether the step in progress on this rank stands, so that the rank must finish it.
+
+    If not, the rank repeats the step.
+    """
+    return decision.confirmed > mine.confirmed
+
+
+def too_many(members: Sequence[int], left: Sequence[int], most: int) -> str:
+    """Return why the run cannot continue with `left`, or "" if at most `most` were lost."""
+    lost = [rank for rank in members if rank not in left]
+    if len(lost) <= most:
+        return ""
+    named = ", ".join(map(str, lost))
+    return (
+        f"{len(lost)} workers were lost at once (ranks {named}), more than --survive {most} "
+        "allows. Start again from the last checkpoint; with --restarts the launcher does so."
+    )

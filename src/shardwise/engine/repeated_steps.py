@@ -1,0 +1,255 @@
+"""Runs backward passes and steps that are repeated after a loss, with `--survive`.
+
+A step ends in two small collectives: the exchange, after which a rank knows all totals, and a
+confirmation, after which it knows that every rank does. Only then does it update. If a rank is
+lost, all that are left agree (comm/survivors/membership.py) whether the step stands.
+
+    no rank that is left has confirmed    nothing has changed: discard the gradients, and repeat
+    one of them has                       all know the totals: finish the step with them
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.random_state import RandomState
+from shardwise.engine.step import StepRunner
+from shardwise.errors import PeerLost, UsageError
+from shardwise.model.buffers import version_of, write
+from shardwise.states.step_totals import StepStats
+from shardwise.world.survival import Survival
+
+
+class RepeatableBackward(BackwardRunner):
+    """Runs backward passes, and notices the loss of a rank instead of raising it.
+
+    After a loss, the rest of the step's backward passes do nothing: the step is repeated.
+    """
+
+    def backward(self, loss: Tensor, **keywords: Any) -> None:
+        """See Engine.backward."""
+        survival = _survival(self._state)
+        if survival.loss is None:
+            with survival.noticing():
+                super().backward(loss, **keywords)
+
+    def forward_backward(
+        self, loss_of: Callable[..., Tensor], batch: Any, **keywords: Any
+    ) -> Tensor:
+        """See Engine.forward_backward. The loss is NaN if the step will be repeated."""
+        survival = _survival(self._state)
+        if survival.loss is None:
+            with survival.noticing():
+                return super().forward_backward(loss_of, batch, **keywords)
+        return torch.tensor(math.nan, dtype=torch.float64)
+
+
+class RepeatableSteps(StepRunner):
+    """Runs steps in two parts: `confirm`, after which a step stands, and the update.
+
+    Args:
+        state: See StepRunner.
+        backward: See StepRunner.
+        randoms: See StepRunner.
+        checkpoints: See StepRunner. Their tracked objects return to the start of a step that a
+            plain loop repeats.
+        *others: See StepRunner.
+    """
+
+    def __init__(
+        self,
+        state: EngineState,
+        backward: BackwardRunner,
+        randoms: RandomState,
+        checkpoints: Checkpoints,
+        *others: Any,
+    ) -> None:
+        super().__init__(state, backward, randoms, checkpoints, *others)
+        self._survival = _survival(state)
+        self._start = _StepStart(state, checkpoints)
+        self._survival.confirm = self._confirm
+        self._survival.remember = self._start.remember
+        self._survival.return_tracked = self._start.return_tracked
+
+    def step(self, max_norm: float | None, closure: Callable[[], Any] | None) -> StepStats:
+        """See Engine.step."""
+        if closure is not None:
+            raise UsageError(
+                "engine.step(closure=...) with --survive: a closure that is interrupted by a loss "
+                "cannot be repeated. Call engine.backward before engine.step(), or start without "
+                "--survive."
+            )
+        if self._is_pending and self._state.totals is None:
+            self._survival.check_loop()
+            if self._ended_by_loss():
+                self._survival.repeat_later()
+                return StepStats(math.nan, 0.0, 0.0, skipped=True, repeated=True)
+        stats = super().step(max_norm, None)
+        self._start.keep_buffers()
+        return stats
+
+    def reduce(self) -> float:
+        """See Engine.reduce."""
+        raise _mid_step("engine.reduce()")
+
+    def full_gradients(self) -> Any:
+        """See Engine.full_gradients."""
+        raise _mid_step("engine.full_gradients()")
+
+    @property
+    def _is_pending(self) -> bool:
+        return self._survival.loss is not None or self._accumulation.backwards > 0
+
+    def _confirm(self, plain: bool) -> bool:
+        """Reduce and confirm the step, if there is one. Return whether it must be repeated."""
+        if not self._is_pending:
+            return False
+        if plain:
+            raise UsageError(
+                "With --survive, a plain loop over a Loader calls engine.step() for every batch. "
+                "To accumulate gradients, write: for step in loader.steps(): for x, y in step: "
+                "engine.backward(...), then engine.step() once."
+            )
+        return self._ended_by_loss()
+
+    def _ended_by_loss(self) -> bool:
+        """Reduce and confirm the step, and return whether a loss ended it. Collective."""
+        survival = self._survival
+        try:
+            if survival.loss is not None:
+                raise survival.loss
+            self._reduced("engine.step()")
+            survival.prepared = survival.confirmed + 1
+            # A rank comes here only with all totals. So a rank that leaves the barrier knows that
+            # all others can finish the step without it.
+            self._world.step_group.barrier()
+            survival.confirmed += 1
+        except PeerLost:
+            pass
+        else:
+            return False
+        # Not inside `except`: the error's frames hold messages in flight, and with them the sockets
+        # whose end tells the other ranks that this one waits for them elsewhere.
+        return self._continue_with_the_others()
+
+    def _continue_with_the_others(self) -> bool:
+        """Join the ranks that are left. Return whether the step must be repeated. Collective."""
+        state, survival = self._state, self._survival
+        state.states.gradients.forget_calls()
+        stands, lost, seconds = survival.replace_group()
+        state.aggregation.follow(self._world.data_rank)
+        state.states.gradients.follow_group()
+        if not stands:
+            self._backward.abandon()
+            if not survival.confirmed:
+                state.weighting.begin_again()
+            self._start.go_back()
+            self._randoms.reseed()
+        named = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        size = self._world.size
+        self._world.print(
+            f"shardwise: lost {named} in step {state.steps + 1}: "
+            f"{'the step is complete' if stands else 'the step is repeated'}, and {size} "
+            f"worker{'s' * (size > 1)} continue{'s' * (size == 1)} after {seconds:.2f} s"
+        )
+        return not stands
+
+
+class _StepStart:
+    """What a step may have changed before it was confirmed: buffers and tracked objects."""
+
+    def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
+        self._state = state
+        self._checkpoints = checkpoints
+        self._buffers: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+        self._tracked: list[tuple[Any, Any]] = []
+        self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._agreed = state.buffers.agreed()
+        self._calls = state.world.calls.kept()
+        self.keep_buffers()
+
+    # -- buffers ------------------------------------------------------------------------------
+
+    def keep_buffers(self) -> None:
+        """Copy the models' buffers that have changed since the last copy."""
+        kept: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
+        for number, model in enumerate(self._state.spec.models):
+            for name, buffer in model.named_buffers():
+                before = self._buffers.get((number, name))
+                version = version_of(buffer)
+                if before is not None and before[0] is buffer and before[1] == version:
+                    kept[number, name] = before
+                else:
+                    kept[number, name] = buffer, version, buffer.detach().clone()
+        self._buffers = kept
+
+    def go_back(self) -> None:
+        """Write the buffers' copies back, because the step's forward passes run again.
+
+        Also forget what this rank has agreed on with others in the interrupted step.
+        """
+        with torch.no_grad():
+            for buffer, version, copied in self._buffers.values():
+                if version_of(buffer) != version:
+                    write(buffer, copied)
+        self.keep_buffers()
+        self._state.buffers.go_back(self._agreed)
+        self._state.world.calls.go_back(self._calls)
+
+    # -- tracked objects, in a plain loop -----------------------------------------------------
+
+    def remember(self, *, plain: bool) -> None:
+        """Remember the start of a step.
+
+        In a `plain` loop also copy the state of tracked objects and the optimizers' options, which
+        the loop's body may change after a step that is then repeated.
+
+        Raises UsageError if such a loop uses a learning-rate scheduler that is not tracked.
+        """
+        self._agreed = self._state.buffers.agreed()
+        self._calls = self._state.world.calls.kept()
+        if not plain:
+            return
+        optimizers = self._state.spec.optimizers
+        for optimizer in optimizers:
+            if self._checkpoints.tracked.lacks_scheduler(optimizer):
+                raise UsageError(
+                    f"A learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
+                    "--survive cannot return it to the start of a repeated step. Write "
+                    "engine.track(scheduler=scheduler), or for step in loader.steps(): for x, y "
+                    "in step: ..., which needs no return."
+                )
+        objects = self._checkpoints.tracked.except_loaders()
+        self._tracked = [(each, copy.deepcopy(each.state_dict())) for each in objects]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        self._options = [
+            (group, {k: v for k, v in group.items() if k != "params"}) for group in groups
+        ]
+
+    def return_tracked(self) -> None:
+        """Return tracked objects and options to the start of the step, after the loop's body."""
+        for each, state in self._tracked:
+            each.load_state_dict(state)
+        for group, options in self._options:
+            group.update(options)
+
+
+def _survival(state: EngineState) -> Survival:
+    assert state.world.survival is not None
+    return state.world.survival
+
+
+def _mid_step(call: str) -> UsageError:
+    return UsageError(
+        f"{call} with --survive: after a loss, what the script did with the result could not be "
+        "undone. Leave the call out, or start without --survive."
+    )

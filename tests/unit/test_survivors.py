@@ -1,0 +1,102 @@
+"""Who is left after a loss, and which step stands, compared with literal tables."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.comm.survivors.membership import (
+    Decision,
+    Report,
+    decide,
+    leader,
+    stands,
+    too_many,
+)
+from shardwise.errors import CollectiveError
+
+
+def reports(*rows: tuple[int, int, int, int]) -> dict[int, Report]:
+    """Return reports from rows of (rank, generation, prepared, confirmed)."""
+    return {
+        rank: Report(rank=rank, generation=generation, prepared=prepared, confirmed=confirmed)
+        for rank, generation, prepared, confirmed in rows
+    }
+
+
+@pytest.mark.parametrize(
+    ("rows", "confirmed", "finish"),
+    [
+        # Rank 1 of 0, 1, 2 is lost; each row is (rank, generation, prepared, confirmed).
+        ([(0, 0, 4, 4), (2, 0, 4, 4)], 4, []),  # in the backward passes of step 5
+        ([(0, 0, 5, 4), (2, 0, 4, 4)], 4, []),  # rank 2 lacks the row of rank 1 in the exchange
+        ([(0, 0, 5, 4), (2, 0, 5, 4)], 4, []),  # nobody knows that all are prepared
+        ([(0, 0, 5, 5), (2, 0, 5, 4)], 5, [2]),  # rank 0 has updated, so rank 2 must
+        ([(0, 0, 6, 5), (2, 0, 5, 4)], 5, [2]),  # rank 0 is in the exchange of step 6
+        ([(0, 0, 0, 0), (2, 0, 0, 0)], 0, []),  # in the first step
+    ],
+)
+def test_a_step_stands_if_any_rank_that_is_left_has_confirmed_it(
+    rows: list[tuple[int, int, int, int]], confirmed: int, finish: list[int]
+) -> None:
+    heard = reports(*rows)
+    decision = decide(heard, [0, 1, 2], {1})
+    assert decision == Decision(generation=1, members=(0, 2), confirmed=confirmed)
+    assert [rank for rank, mine in heard.items() if stands(decision, mine)] == finish
+
+
+def test_a_step_cannot_stand_if_a_rank_lacks_its_totals() -> None:
+    with pytest.raises(CollectiveError, match="ranks 2 do not know its totals"):
+        decide(reports((0, 0, 5, 5), (2, 0, 4, 4)), [0, 1, 2], {1})
+
+
+@pytest.mark.parametrize(
+    ("ended", "heard", "members"),
+    [
+        ({1}, [0], None),  # ranks 2 and 3 are in a forward pass
+        ({1}, [0, 2], None),
+        ({1}, [0, 2, 3], (0, 2, 3)),
+        ({1, 3}, [0, 2], (0, 2)),  # rank 3 ended while it was awaited
+        ({1, 3}, [0, 2, 3], (0, 2)),  # rank 3 ended after its report
+        ({0, 1, 3}, [2], (2,)),
+    ],
+)
+def test_ranks_decide_once_all_that_have_not_ended_have_reported(
+    ended: set[int], heard: list[int], members: tuple[int, ...] | None
+) -> None:
+    decision = decide(reports(*((rank, 0, 1, 1) for rank in heard)), [0, 1, 2, 3], ended)
+    assert (None if decision is None else decision.members) == members
+
+
+@pytest.mark.parametrize(
+    ("generations", "expected"), [([0, 0], 1), ([3, 3], 4), ([1, 0], 2), ([0, 2], 3)]
+)
+def test_a_decision_is_newer_than_every_report(generations: list[int], expected: int) -> None:
+    # A rank may have heard of a decision whose group never came about.
+    heard = reports(*((rank, each, 7, 7) for rank, each in enumerate(generations)))
+    decision = decide(heard, [0, 1, 2], {2})
+    assert decision is not None
+    assert decision.generation == expected
+
+
+@pytest.mark.parametrize(
+    ("members", "ended", "expected"),
+    [([0, 1, 2], {2}, 0), ([0, 1, 2], {0}, 1), ([1, 2, 5], {1, 2}, 5)],
+)
+def test_the_lowest_rank_that_is_left_decides(
+    members: list[int], ended: set[int], expected: int
+) -> None:
+    assert leader(members, ended) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "most", "refused"),
+    [((0, 2, 3), 1, False), ((0, 3), 1, True), ((0, 3), 2, False), ((3,), 2, True)],
+)
+def test_more_losses_at_once_than_allowed_are_refused(
+    left: tuple[int, ...], most: int, refused: bool
+) -> None:
+    said = too_many((0, 1, 2, 3), left, most)
+    assert bool(said) == refused
+    if refused:
+        assert f"--survive {most}" in said
+        assert "checkpoint" in said
