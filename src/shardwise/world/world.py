@@ -260,7 +260,7 @@ class World(BatchRows, HintsAtAttributes):
     @property
     def data_size(self) -> int:
         """Number of shares of the samples: of replicas or, with `--context`, of groups of them."""
-        return self.mesh.data // self.mesh.context
+        return self.size // (self.mesh.replica * self.mesh.context)
 
     @property
     def context_rank(self) -> int:

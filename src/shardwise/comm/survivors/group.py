@@ -98,11 +98,12 @@ class SurvivorGroup(Collectives):
             )
             decision, listener = self._agreement.reach(mine, before, self._timeout)
             self.generation = decision.generation
-            if said := membership.too_many(before, decision.members, self._most):
+            refusal = membership.too_many(before, decision.members, self._most)
+            if refusal:
                 if listener is not None:
                     listener.close()
                 lost = [rank for rank in before if rank not in decision.members]
-                raise CollectiveError(said).blaming(lost)
+                raise CollectiveError(refusal).blaming(lost)
             self.status_server.continue_with(decision.members, decision.generation)
             try:
                 self._store, inner = connecting.connect(
