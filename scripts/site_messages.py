@@ -26,7 +26,6 @@ PASSED_ON = {
     ("checkpoint/source.py", "damage"): "the damage that a check of the source found",
     ("checkpoint/saver.py", "save_plan.failure"): "why the save could not be planned",
     ("checkpoint/saver.py", "job.failure"): "why the background save failed",
-    ("comm/survivors/group.py", "refusal"): "why the remaining ranks cannot continue",
     ("horovod/background.py", "self._failure"): "why the background thread stopped",
     ("horovod/background.py", "why"): "why the operations in flight cannot be completed",
     ("islands/elastic/hosts.py", "host.remote.fault"): "the fault that the agent reported",
