@@ -37,6 +37,8 @@ FORKED.set_forkserver_preload(["tests.distributed.warm"])
 Main = Callable[[Connection, int, Mapping[str, str], dict[str, Any]], None]
 
 START_LIMIT = 120.0
+MOST_RANKS = 60
+"""Ranks that are kept for later cases. An idle rank occupies about 70 MB."""
 GRACE = 1.0
 """Seconds that ranks may take to fail like the first.
 
@@ -64,9 +66,19 @@ class Groups:
 
     def __call__(self, size: int, **settings: Any) -> "Group":
         key = size, json.dumps(settings, sort_keys=True)
-        if key not in self._groups:
-            self._groups[key] = Group(size, settings, self._origin)
+        # Most recently used last.
+        self._groups[key] = self._groups.pop(key, None) or Group(size, settings, self._origin)
+        self._stop_idle(keep=self._groups[key])
         return self._groups[key]
+
+    def _stop_idle(self, keep: "Group") -> None:
+        """Stop the least recently used groups beyond MOST_RANKS. They start again when needed."""
+        others = [group for group in self._groups.values() if group.is_running and group != keep]
+        ranks = keep.size + sum(group.size for group in others)
+        for group in others:
+            if ranks > MOST_RANKS:
+                group.close()
+                ranks -= group.size
 
     def close(self) -> None:
         """Stop every group and release its resources."""
@@ -94,6 +106,11 @@ class Group:
         self._settings = dict(settings or {})
         self._origin = origin or Origin()
         self._ranks: list[_Rank] = []
+
+    @property
+    def is_running(self) -> bool:
+        """True if the ranks have been started."""
+        return bool(self._ranks)
 
     def __call__(self, function: Callable[..., Any], *args: Any, limit: float = 60) -> list[Any]:
         """Run `function(world, *args)` on every rank, and return the results by rank.

@@ -78,3 +78,18 @@ def test_a_time_out_shows_where_the_rank_was():
             groups(1)(_sleep, 0, limit=0.5)
     finally:
         groups.close()
+
+
+def test_stops_the_least_recently_used_group(monkeypatch):
+    monkeypatch.setattr("tests.distributed.group.MOST_RANKS", 2)
+    groups = Groups()
+    try:
+        first = groups(1)(_pid)
+        assert groups(1, seed=1)(_pid) == groups(1, seed=1)(_pid)
+        assert groups(1)(_pid) == first
+        assert groups(1, seed=2)(_pid) != first
+        assert groups(1, seed=3)(_pid) != first
+        assert [group.is_running for group in groups._groups.values()] == [False, False, True, True]
+        assert groups(1)(_pid) != first
+    finally:
+        groups.close()

@@ -1,6 +1,6 @@
 """Run Python programs made of a document's blocks, each in a separate process.
 
-Names that a block uses without defining them are created first.
+Names that a block uses without defining them are created first, unless it calls `sw.init` itself.
 """
 
 import os
@@ -16,7 +16,6 @@ from guide import Model, dataset, loss_fn
 import shardwise as sw
 
 GIVEN = (
-    ("sw.init(", "world = sw.init(seed=0)"),
     ("Model()", "model = Model().to(world.device)"),
     ("torch.optim.", "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)"),
     (
@@ -37,12 +36,14 @@ def run(path: str) -> None:
     code = Path(path).read_text()
     names = {"torch": torch, "F": F, "sw": sw, "dataset": dataset, "loss_fn": loss_fn}
     names |= {"Model": Model, "flag": False, "batch": dataset[:16]}
-    for makes, line in GIVEN:
-        if makes not in code:
-            exec(line, names)
-    if "x, y in" not in code:
-        x, y = names["world"].share(dataset[:16])
-        names |= {"x": x, "y": y}
+    if "sw.init(" not in code:
+        exec("world = sw.init(seed=0)", names)
+        for makes, line in GIVEN:
+            if makes not in code:
+                exec(line, names)
+        if "x, y in" not in code:
+            x, y = names["world"].share(dataset[:16])
+            names |= {"x": x, "y": y}
     exec(compile(code, path, "exec"), names)
 
 
