@@ -17,6 +17,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS, batch
+from tests.tables import each_value
 
 STEPS = 4
 
@@ -509,18 +510,17 @@ def passed_over_case(world, folder, field, value):
     alike(whole(engine, model), before)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+@each_value(
+    field=[
         ("tracked", {"loader": {"$tuple": 3}}),
         ("state", {"head.weight": {"step": {"$tuple": 3}}}),
         ("state", {"head.weight": 4}),
         ("optimizers", [{"class": "AdamW", "groups": [[]]}]),
     ],
+    size=[1, 2],
 )
-def test_a_damaged_one_is_passed_over(group, tmp_path, size, field, value):
-    group(size)(passed_over_case, tmp_path, field, value)
+def test_a_damaged_one_is_passed_over(group, tmp_path, size, field):
+    group(size)(passed_over_case, tmp_path, *field)
 
 
 # -- frozen on the way --------------------------------------------------------------------------

@@ -37,9 +37,7 @@ PRODUCT = [
 OFTEN = [
     (0, ("device",), "fp32"),
     (1, ("cpu",), "bf16"),
-    (2, ("device", "device"), "bf16"),
     (2, ("cpu", "cpu"), "bf16-mixed"),
-    (3, ("device", "device", "device"), "bf16-mixed"),
     (3, ("cpu", "cpu", "cpu"), "bf16"),
     (3, ("nvme", "device", "nvme"), "fp16-mixed"),
 ]
