@@ -256,9 +256,7 @@ def test_reports_rank_that_does_not_arrive(here: Launcher, other: str) -> None:
 
 
 @WARM
-@pytest.mark.parametrize(
-    "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
-)
+@OTHERS
 def test_killed_rank_ends_all(here: Launcher, other: str) -> None:
     ran = run(here, *started_by(other), script("watched"), "kill")
     assert ran.code != 0
