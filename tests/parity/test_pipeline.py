@@ -111,11 +111,11 @@ def test_accumulates_batches_that_do_not_divide(group, plain):
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 3, "activations": "recomputed"},
         {"zero": 2, "transport": "gloo"},
         *(
             pytest.param(options, marks=pytest.mark.full)
             for options in (
+                {"zero": 3, "activations": "recomputed"},  # test_pipeline_programs.py
                 {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
                 {"zero": 3, "transport": "gloo", "schedule": "interleaved"},
             )

@@ -115,6 +115,7 @@ def test_layers_distributed_over_ranks(phantom, group, schedule):
     same(phantom, group, cases.split, settings, {"pipeline": 2})
 
 
+@pytest.mark.full  # on a stream of the user's below
 def test_horovod(phantom, group):
     same(phantom, group, cases.horovod)
 
