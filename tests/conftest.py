@@ -19,6 +19,7 @@ from shardwise.world.world import World
 from tests.disk import make_own, on_a_disk, remove_own, wait_until
 from tests.distributed.group import Groups
 from tests.system.components import VARIABLE
+from tests.system.warm import start_quickly
 
 
 def pytest_configure() -> None:
@@ -28,12 +29,14 @@ def pytest_configure() -> None:
     restore those that tests send. Hypothesis examples have no time limit, because a slow run on a
     busy machine is not a failure. torch gets one thread, because test tensors are small and its
     threads would wait for each other in busy loops, on cores that ranks need. The same applies to
-    programs that tests start, unless a test sets the variable itself.
+    programs that tests start, unless a test sets the variable itself. These programs do not import
+    torch's compiler unless they compile.
     """
     make_own()
     _check_packages()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    start_quickly(os.environ)
     hypothesis.settings.register_profile("unhurried", deadline=None)
     hypothesis.settings.load_profile("unhurried")
     for number, plain in (

@@ -12,12 +12,14 @@ from it. A group is started by the first case that needs it and serves all later
 """
 
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,8 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.distributed.warm"])
 
 Main = Callable[[Connection, int, Mapping[str, str], dict[str, Any]], None]
+
+PR_SET_PDEATHSIG = 1
 
 START_LIMIT = 120.0
 MOST_RANKS = 60
@@ -57,28 +61,41 @@ class RankLate(RankFailed):
 class Groups:
     """`groups(size)` returns the group of that size.
 
-    `settings` are passed to its `shardwise.init`.
+    `settings` are passed to its `shardwise.init`. Only the ranks of the group that was used last
+    run, the others are stopped: Gloo has a thread for each process group, which wakes up a hundred
+    times a second, and the threads of 200 idle ranks take a third of a core.
     """
 
     def __init__(self, origin: "Origin | None" = None) -> None:
         self._groups: dict[tuple[int, str], Group] = {}
         self._origin = origin or Origin()
+        self._awake: Group | None = None
 
     def __call__(self, size: int, **settings: Any) -> "Group":
         key = size, json.dumps(settings, sort_keys=True)
         # Most recently used last.
-        self._groups[key] = self._groups.pop(key, None) or Group(size, settings, self._origin)
-        self._stop_idle(keep=self._groups[key])
+        self._groups[key] = self._groups.pop(key, None) or Group(
+            size, settings, self._origin, self._wake
+        )
+        self._close_idle(keep=self._groups[key])
         return self._groups[key]
 
-    def _stop_idle(self, keep: "Group") -> None:
-        """Stop the least recently used groups beyond MOST_RANKS. They start again when needed."""
+    def _close_idle(self, keep: "Group") -> None:
+        """Close the least recently used groups beyond MOST_RANKS. They start again when needed."""
         others = [group for group in self._groups.values() if group.is_running and group != keep]
         ranks = keep.size + sum(group.size for group in others)
         for group in others:
             if ranks > MOST_RANKS:
                 group.close()
                 ranks -= group.size
+
+    def _wake(self, group: "Group") -> None:
+        """Let the ranks of `group` run, and stop those of the group that was used before."""
+        if group is not self._awake:
+            if self._awake is not None:
+                self._awake.send_signal(signal.SIGSTOP)
+            group.send_signal(signal.SIGCONT)
+            self._awake = group
 
     def close(self) -> None:
         """Stop every group and release its resources."""
@@ -100,11 +117,16 @@ class Group:
     """`size` ranks, started at first use and restarted after a case that broke them."""
 
     def __init__(
-        self, size: int, settings: Mapping[str, Any] | None = None, origin: Origin | None = None
+        self,
+        size: int,
+        settings: Mapping[str, Any],
+        origin: Origin,
+        wake: "Callable[[Group], None]",
     ) -> None:
         self.size = size
-        self._settings = dict(settings or {})
-        self._origin = origin or Origin()
+        self._settings = dict(settings)
+        self._origin = origin
+        self._wake = wake
         self._ranks: list[_Rank] = []
 
     @property
@@ -139,6 +161,7 @@ class Group:
         Raises RankLate if `limit` seconds have passed.
         """
         __tracebackhide__ = True
+        self._wake(self)
         if not self._ranks:
             self._start()
         case = pickle.dumps((function, args))
@@ -158,8 +181,15 @@ class Group:
             self._kill()
         return [outcomes[number] for number in range(self.size)]
 
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the ranks that are alive."""
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                os.kill(rank.process.pid, number)
+
     def end(self) -> None:
         """Ask the ranks to exit once they are idle."""
+        self.send_signal(signal.SIGCONT)
         for rank in self._ranks:
             rank.tell("end")
 
@@ -333,6 +363,8 @@ def _be(
     settings: dict[str, Any],
 ) -> None:
     """Run in the forked process: become the rank."""
+    if sys.platform == "linux":  # a stopped rank would not notice that the session has ended
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     told = environment.identity_variables(replace(identity, listen_fd=listen_fd))
     main(connection, printed, environ | told, settings)
 

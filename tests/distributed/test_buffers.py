@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from tests.tables import each_value
 
 
 class Centred(nn.Module):
@@ -92,8 +93,7 @@ def weighted_case(world, zero, kind, steps):
     engine.close()
 
 
-@pytest.mark.parametrize("kind", ["buffer", "data", "numpy", "complex", "frozen"])
-@pytest.mark.parametrize("zero", [0, 2])
+@each_value(zero=[0, 2], kind=["buffer", "data", "numpy", "complex", "frozen"])
 def test_buffers_are_the_mean_over_rows(group, zero, kind):
     group(2)(weighted_case, zero, kind, 4)
 

@@ -4,6 +4,7 @@ it."""
 import dataclasses
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismat
 from shardwise.states.storage import storage
 from tests.disk import on_a_disk
 from tests.distributed.test_engine import ROWS, batch
+from tests.tables import covering, each_value
 
 STEPS = 4
 
@@ -509,18 +511,17 @@ def passed_over_case(world, folder, field, value):
     alike(whole(engine, model), before)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
+@each_value(
+    field=[
         ("tracked", {"loader": {"$tuple": 3}}),
         ("state", {"head.weight": {"step": {"$tuple": 3}}}),
         ("state", {"head.weight": 4}),
         ("optimizers", [{"class": "AdamW", "groups": [[]]}]),
     ],
+    size=[1, 2],
 )
-def test_a_damaged_one_is_passed_over(group, tmp_path, size, field, value):
-    group(size)(passed_over_case, tmp_path, field, value)
+def test_a_damaged_one_is_passed_over(group, tmp_path, size, field):
+    group(size)(passed_over_case, tmp_path, *field)
 
 
 # -- frozen on the way --------------------------------------------------------------------------
@@ -569,16 +570,7 @@ def thaws(world, path, row, optimizer, when):
 
 @pytest.mark.parametrize(
     ("optimizer", "row", "when"),
-    [
-        pytest.param(optimizer, row, when, marks=() if (row, when) in often else pytest.mark.full)
-        for optimizer, often in (
-            (adamw, [(3, "before"), (0, "after")]),
-            (own_optimizer, [(0, "before"), (3, "after")]),
-            (counting, [(3, "before"), (0, "after")]),
-        )
-        for row in (0, 3)
-        for when in ("before", "after")
-    ],
+    covering(product((adamw, own_optimizer, counting), (0, 3), ("before", "after"))),
 )
 def test_state_of_a_block_that_was_frozen_later_is_restored(group, tmp_path, optimizer, row, when):
     path, losses, values = group(2)(freezes, tmp_path, row, optimizer)[0]

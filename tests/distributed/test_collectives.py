@@ -15,6 +15,7 @@ from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import sum_tree
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.net import listeners
+from tests.tables import each_value
 
 TRANSPORTS = ["shared", "gloo"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
@@ -115,17 +116,15 @@ LARGE = [(size, [10_007 * cut for cut in cuts]) for size, cuts in CUTS]
 """Sizes for which all dtypes except uint8 use the path for large buffers."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "cuts"), CUTS + LARGE)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_verbs(group, transport, size, cuts, dtype):
+@each_value(transport=TRANSPORTS, cut=CUTS + LARGE, dtype=DTYPES)
+def test_verbs(group, transport, cut, dtype):
+    size, cuts = cut
     group(size, transport=transport)(verbs, dtype, cuts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "cuts"), [CUTS[1], LARGE[1], LARGE[2]])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_verbs_in_memory_of_the_transport(group, transport, size, cuts, dtype):
+@each_value(transport=TRANSPORTS, cut=[CUTS[1], LARGE[1], LARGE[2]], dtype=DTYPES)
+def test_verbs_in_memory_of_the_transport(group, transport, cut, dtype):
+    size, cuts = cut
     group(size, transport=transport)(verbs_in_our_memory, dtype, cuts)
 
 

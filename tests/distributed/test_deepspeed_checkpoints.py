@@ -10,6 +10,7 @@ import shardwise as sw
 import shardwise.deepspeed as deepspeed
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
 from tests import deepspeed_checkpoints as small
+from tests.tables import each_value
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16-mixed": torch.float32}
 """Dtype of the model's input by precision."""
@@ -72,10 +73,10 @@ HALF = [
 ]
 
 
-@pytest.mark.parametrize("zero", [0, 3])
-@pytest.mark.parametrize(("precision", "name"), HALF)
-def test_training_continues_in_16_bit(group, precision, name, zero):
+@each_value(half=HALF, zero=[0, 3])
+def test_training_continues_in_16_bit(group, half, zero):
     """Sums and casts are ordered differently in DeepSpeed, so losses agree to 16-bit precision."""
+    precision, name = half
     for losses, steps, _ in group(2)(continued, small.HERE / name, zero, precision):
         assert losses == pytest.approx(trained_there(name), rel=0, abs=5e-3)
         assert steps == small.STEPS

@@ -25,6 +25,7 @@ from shardwise.errors import (
     PlacementError,
     UsageError,
 )
+from tests.tables import each_value
 
 ROWS = [0, 1, 2, 3]
 
@@ -189,10 +190,8 @@ def frozen_case(world, zero):
     agree(world, zero, make, squares)
 
 
-@pytest.mark.parametrize("zero", ROWS)
-@pytest.mark.parametrize(
-    "case",
-    [
+@each_value(
+    case=[
         tied_case,
         branches_case,
         never_used_keeps_its_value,
@@ -200,6 +199,7 @@ def frozen_case(world, zero):
         reentrant_case,
         frozen_case,
     ],
+    zero=ROWS,
 )
 def test_models_of_every_kind(group, case, zero):
     group(2)(case, zero)
@@ -573,8 +573,7 @@ def precision_case(world, precision, zero):
         pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("zero", ROWS)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
+@each_value(precision=["bf16-mixed", "bf16", "fp16-mixed"], zero=ROWS)
 def test_presets_train_close_to_fp32(group, precision, zero):
     group(2)(precision_case, precision, zero)
 

@@ -10,6 +10,7 @@ import shardwise as sw
 from shardwise.errors import UsageError
 from tests.disk import on_a_disk
 from tests.distributed.group import RankFailed
+from tests.tables import each_value
 
 SIZES = (1, 2, 3)
 ROWS = [{"zero": zero} for zero in range(4)]
@@ -88,8 +89,7 @@ def is_close(ours, theirs):
         torch.testing.assert_close(value, each, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("settings", ROWS, ids=str)
+@each_value(settings=ROWS, size=SIZES)
 def test_written_gradients_are_applied(group, size, settings):
     """The step is clipped by the norm of the written gradients, in one or three micro-batches."""
     expected = plainly(per_layer, max_norm=0.2)

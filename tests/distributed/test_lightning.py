@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler, TensorDataset
 
 from shardwise.errors import ModelError, UsageError
+from tests.tables import each_value
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -166,8 +167,7 @@ def parity_case(world, dtype, rows):
             assert value.item() == pytest.approx(stock.callback_metrics[name].item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", ENDS)
+@each_value(dtype=ENDS, size=SIZES)
 def test_results_of_the_stock_trainer(group, size, dtype):
     """Five batches, two to a step, clipped and scheduled; 11 samples to validate on."""
     ranks(group, size)(parity_case, dtype, range(4))

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler, TensorData
 
 import shardwise as sw
 from shardwise.data import Loader
+from tests.tables import each_value
 
 SIZES = (1, 2, 3, 4)
 
@@ -354,10 +355,8 @@ def _in_legs(group, dataset, legs, options):
     return rows, state
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize(
-    "legs",
-    [
+@each_value(
+    legs=[
         [(2, 8, 3), (3, 8, None)],
         [(3, 8, 4), (1, 8, None)],
         [(1, 8, 2), (4, 8, None)],
@@ -365,6 +364,7 @@ def _in_legs(group, dataset, legs, options):
         [(4, 8, 2), (2, 6, 1), (4, 8, 2), (3, 8, None)],
         [(2, 8, 6), (3, 8, None)],  # after a part has ended
     ],
+    num_workers=[0, 2],
 )
 def test_parts_resumed_at_other_sizes_give_every_sample_once(group, legs, num_workers):
     options = {"num_workers": num_workers}

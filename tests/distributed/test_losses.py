@@ -7,6 +7,7 @@ from torch.utils.data import TensorDataset
 
 import shardwise as sw
 from shardwise.errors import ModelError, ModelMismatch, UsageError
+from tests.tables import each_value
 
 SIZES = [1, 2, 3]
 ROWS = 7
@@ -70,8 +71,7 @@ def sums_case(world, zero, how):
     assert weights == [7.0, 7.0, 7.0, 2.0]
 
 
-@pytest.mark.parametrize("how", ["loader", "micro", "forward_backward"])
-@pytest.mark.parametrize("size", SIZES)
+@each_value(size=SIZES, how=["loader", "micro", "forward_backward"])
 def test_sums_of_all_workers_are_added(group, size, how):
     """In the last batch, one of three workers has no sample."""
     for zero in (0, 2, 3):

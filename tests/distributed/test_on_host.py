@@ -171,7 +171,7 @@ CASES = [
 ]
 
 
-OFTEN = [CASES[number] for number in (2, 5, 7, 9, 10, 12)]
+OFTEN = [CASES[number] for number in (2, 5, 10, 12)]
 """Cases that `make test` runs on two ranks: each state on each tier that it can have."""
 
 
@@ -179,7 +179,7 @@ OFTEN = [CASES[number] for number in (2, 5, 7, 9, 10, 12)]
     ("size", "options", "case"),
     [
         *((1, {"micro": 1}, case) for case in CASES if case not in OFTEN),
-        *((2, {"micro": 3, "steps": 3}, case) for case in OFTEN),
+        *((2, {"micro": 2, "steps": 3}, case) for case in OFTEN),
         *(
             pytest.param(size, {"micro": micro}, case, marks=pytest.mark.full)
             for size, micro in ((1, 1), (1, 3), (2, 1), (2, 3))

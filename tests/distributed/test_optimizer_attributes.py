@@ -20,6 +20,7 @@ from tests.distributed.test_users_optimizer import (
     SharedCount,
     WarmUp,
 )
+from tests.tables import covering
 
 HALF = 3
 
@@ -112,10 +113,16 @@ def resumed_case(world, name, zero, folder):
 
 
 @pytest.mark.parametrize(
-    ("name", "zero"),
-    [*((name, 0) for name in MAKE), ("attributes", 2), ("common state", 1), ("attributes", 3)],
+    ("name", "zero", "sizes"),
+    covering(
+        (name, zero, sizes)
+        for name, zero in (
+            *((name, 0) for name in MAKE),
+            *(("attributes", 2), ("common state", 1), ("attributes", 3)),
+        )
+        for sizes in ((1, 2), (2, 2))
+    ),
 )
-@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
 def test_resume_equals_the_uninterrupted_run(group, name, zero, sizes, tmp_path):
     losses = group(sizes[0])(saved_case, name, zero, tmp_path)[0]
     for resumed in group(sizes[1])(resumed_case, name, zero, tmp_path):

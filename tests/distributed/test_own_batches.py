@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.errors import DataError, UsageError
 from shardwise.world.common_calls import CommonCalls
 from tests.distributed.test_seed import begin, plainly
+from tests.tables import each_value
 
 SIZES = (1, 2, 3)
 
@@ -80,8 +81,7 @@ def plain_losses():
     return losses
 
 
-@pytest.mark.parametrize("by_loader", [False, True])
-@pytest.mark.parametrize("size", SIZES)
+@each_value(size=SIZES, by_loader=[False, True])
 def test_a_loss_over_pairs_is_that_of_plain_pytorch(group, size, by_loader):
     """Also if rows are not a multiple of the workers, or fewer than workers."""
     expected = plain_losses()

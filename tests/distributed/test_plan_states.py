@@ -1,6 +1,5 @@
 """The bytes of states in a plan equal the engine's."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -14,6 +13,7 @@ from shardwise.tools.plan.memory import Hardware, predict
 from shardwise.tools.plan.plans import rounding_bytes, saved_bytes
 from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line
+from tests.tables import each_value
 
 
 class Model(nn.Module):
@@ -75,8 +75,7 @@ def planned_and_laid(world, kind, level, precision, bucket_mb):
     return planned, laid
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
+@each_value(size=[1, 2, 3, 4], level=[0, 1, 2, 3])
 def test_planned_states_equal_the_engines(group, size, level):
     cases = [("groups", "fp32", 0.004), ("sgd", "bf16", 25.0), ("whole", "fp32", 0.01)]
     for kind, precision, bucket_mb in cases:
@@ -109,8 +108,7 @@ def bound_and_copy(world, level, folder):
     return saved_bytes(Line(choice, memory, None, 0), record), copied, rounding_bytes(record)
 
 
-@pytest.mark.parametrize("level", [0, 1, 2, 3])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@each_value(size=[1, 2, 3], level=[0, 1, 2, 3])
 def test_background_save_copies_at_most_the_planned_bytes(group, size, level, tmp_path):
     found = group(size)(bound_and_copy, level, tmp_path)
     assert all(copied <= bound for bound, copied, _ in found), found

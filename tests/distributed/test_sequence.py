@@ -14,6 +14,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.tensor.region_collectives import reduce_scatter_to_sequence
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
+from tests.tables import each_value
 
 ROWS, LENGTH, WIDTH = 2, 5, 6
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -153,8 +154,7 @@ def done(world, name):
     return told
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", OPERATIONS)
+@each_value(name=OPERATIONS, size=[2, 3])
 def test_operation_equals_the_whole(group, name, size):
     for ours, wanted in group(size, tensor=size)(done, name):
         for one, other in zip(ours, wanted, strict=True):

@@ -11,6 +11,7 @@ from shardwise.engine.exact_mode import shards_of
 from tests.distributed import test_collectives as verbs
 from tests.distributed.test_engine import ROWS, within_host_case
 from tests.distributed.test_shared import sums_under_random_delays
+from tests.tables import each_value
 
 HOSTS = {4: [0, 0, 1, 1], 6: [0, 1, 2, 2, 0, 1]}
 """The host of each rank, by number of ranks, including interleaved hosts."""
@@ -38,22 +39,15 @@ def test_it_is_chosen_by_itself_where_hosts_have_as_many_ranks(group, hosts):
     assert group(2, hosts=[0, 1])(name) == ["gloo"] * 2
 
 
-@pytest.mark.parametrize(
-    ("size", "cuts", "dtype"),
-    [
-        pytest.param(*case, dtype, marks=() if (number + place) % 2 == 0 else pytest.mark.full)
-        for number, case in enumerate(CUTS + LARGE)
-        for place, dtype in enumerate(verbs.DTYPES)
-    ],
-    ids=str,
-)
-def test_verbs(hosts, size, cuts, dtype):
+@each_value(cut=CUTS + LARGE, dtype=verbs.DTYPES)
+def test_verbs(hosts, cut, dtype):
+    size, cuts = cut
     hosts(size)(verbs.verbs, dtype, cuts)
 
 
-@pytest.mark.parametrize("dtype", verbs.DTYPES, ids=str)
-@pytest.mark.parametrize(("size", "cuts"), [CUTS[1], LARGE[0], LARGE[2]])
-def test_verbs_in_memory_of_the_transport(hosts, size, cuts, dtype):
+@each_value(cut=[CUTS[1], LARGE[0], LARGE[2]], dtype=verbs.DTYPES)
+def test_verbs_in_memory_of_the_transport(hosts, cut, dtype):
+    size, cuts = cut
     hosts(size)(verbs.verbs_in_our_memory, dtype, cuts)
 
 

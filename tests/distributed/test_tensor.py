@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.errors import BrokenView, ConfigError, ModelError, ModelMismatch, UsageError
 from shardwise.parallel.tensor import known_modules, split_trial
 from tests.parity.problems import SplittableGPT, loss_of
+from tests.tables import each_value
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -99,8 +100,12 @@ def goes_on(world, path, row, plan):
 
 
 MESHES = [
-    ({"size": 4, "tensor": 2, "row": 2}, {"size": 2, "tensor": 1, "row": 3}),
     pytest.param(  # test_pipeline.py resumes on meshes with stages
+        {"size": 4, "tensor": 2, "row": 2},
+        {"size": 2, "tensor": 1, "row": 3},
+        marks=pytest.mark.full,
+    ),
+    pytest.param(
         {"size": 2, "tensor": 1, "row": 3},
         {"size": 4, "tensor": 2, "row": 3},
         marks=pytest.mark.full,
@@ -342,8 +347,7 @@ def hugging(world, make, by_tokens):
     return True
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
-@pytest.mark.parametrize("make", ["gpt2", "llama", "t5", "mistral"])
+@each_value(make=["gpt2", "llama", "t5", "mistral"], by_tokens=[False, True])
 def test_transformers(group, make, by_tokens):
     pytest.importorskip("transformers")
     assert all(group(2, tensor=2)(hugging, make, by_tokens, limit=120))
@@ -538,8 +542,7 @@ def recomputes(world, plan, how):
     return told
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "zero": 3}], ids=str)
-@pytest.mark.parametrize("plan", [None, {"head": "colwise"}], ids=str)
+@each_value(plan=[None, {"head": "colwise"}], options=[{}, {"sequence_parallel": True, "zero": 3}])
 def test_recomputation_repeats_random_numbers(group, plan, options):
     kept, ours, theirs = (
         group(2, tensor=2)(recomputes, plan, how | options)[0]
@@ -660,8 +663,7 @@ def half(world, precision, by_tokens):
     return losses
 
 
-@pytest.mark.parametrize("by_tokens", [False, True])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
+@each_value(precision=["bf16-mixed", "bf16", "fp16-mixed"], by_tokens=[False, True])
 def test_sixteen_bits(group, precision, by_tokens):
     for losses in group(4, tensor=2)(half, precision, by_tokens):
         assert losses == pytest.approx(plain_losses(4), rel=3e-2)

@@ -28,6 +28,7 @@ from tests.distributed.test_engine import (
     train,
     train_plain,
 )
+from tests.tables import each_value
 
 SPAN = 7
 """Elements; so few that every state here has many spans, some with a part of a tensor."""
@@ -152,15 +153,7 @@ def averages_case(world, row):
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("row", "size"),
-    [
-        pytest.param(row, size, marks=() if size == 2 and row in (0, 3) else pytest.mark.full)
-        for row in ROWS
-        for size in (1, 2)
-    ],
-)
-@pytest.mark.parametrize("case", [branches_case, changes_case, written_case, averages_case])
+@each_value(case=[branches_case, changes_case, written_case, averages_case], row=ROWS, size=[2, 1])
 def test_on_a_disk(group, case, row, size):
     before = set(os.listdir(on_a_disk()))
     group(size)(case, row)
@@ -238,8 +231,7 @@ def without_memory_case(world, row, precision):
         assert torch.equal(value, ends[1][name]), name
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("row", ROWS)
+@each_value(row=ROWS, precision=["fp32", "bf16"])
 def test_built_without_memory(group, row, precision):
     group(2)(without_memory_case, row, precision)
 
@@ -326,17 +318,6 @@ def tier_of(row, tier):
     return everything(row) if tier == "nvme" else {"zero": row}
 
 
-@pytest.mark.parametrize(
-    ("row", "tier", "transport"),
-    [
-        pytest.param(row, tier, transport, marks=() if by_turns else pytest.mark.full)
-        for row in ROWS
-        for number, tier in enumerate(("device", "nvme"))
-        for transport, by_turns in (
-            ("shared", (row + number) % 2 == 0),
-            ("gloo", (row + number) % 2 == 1),
-        )
-    ],
-)
+@each_value(row=ROWS, tier=["device", "nvme"], transport=["shared", "gloo"])
 def test_steps_allocate_no_buffers(group, row, tier, transport):
     group(2, transport=transport)(settled_case, row, tier)

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
 
 import shardwise as sw
 from shardwise.errors import ModelError, UsageError
+from tests.tables import each_value
 
 STEPS = 5
 
@@ -373,9 +374,9 @@ def methods_case(world, name, settings):
     assert "eval" not in vars(optimizer)
 
 
-@pytest.mark.parametrize(("size", "zero"), [(1, 0), (2, 0), (2, 1), (1, 3), (2, 3)])
-@pytest.mark.parametrize("name", METHODS)
-def test_methods_of_the_optimizer_use_its_whole_state(group, name, size, zero):
+@each_value(name=METHODS, rows=[(1, 0), (2, 0), (2, 1), (1, 3), (2, 3)])
+def test_methods_of_the_optimizer_use_its_whole_state(group, name, rows):
+    size, zero = rows
     group(size)(methods_case, name, {"zero": zero})
 
 

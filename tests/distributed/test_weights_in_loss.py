@@ -18,7 +18,7 @@ MESHES = [
     (2, {"tensor": 2}),
     (2, {"pipeline": 2}),
     pytest.param(4, {"tensor": 2, "pipeline": 2}, marks=pytest.mark.full),
-    (4, {"tensor": 2}),
+    pytest.param(4, {"tensor": 2}, marks=pytest.mark.full),
 ]
 
 

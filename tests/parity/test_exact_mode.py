@@ -8,12 +8,14 @@ import os
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from shardwise.states.storage import storage
 from shardwise.states.storage.squared_sums import GRAIN
 from tests.disk import on_a_disk
 from tests.parity import exact_problems
 from tests.parity.pairwise import pairwise
+from tests.tables import covering
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "workers": (4, 2, 1),
@@ -71,7 +73,17 @@ def _alone(world, exact, model, settings, further):
     return trained(world, exact, model, settings, **further)
 
 
-@pytest.mark.parametrize("case", pairwise(FACTORS, _allowed), ids=_name)
+def _pairs() -> list[ParameterSet]:
+    """Return the cases of every two values. `make test` runs each value twice."""
+    cases = pairwise(FACTORS, _allowed)
+    rows = covering((tuple(case.values()) for case in cases), often=2)
+    return [
+        pytest.param(case, marks=row.marks, id=_name(case))
+        for case, row in zip(cases, rows, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("case", _pairs())
 def test_same_bits_as_one_worker(group, alone, case):
     settings = {key: case[key] for key in ("zero", "activations", "bucket_mb", "overlap")}
     settings |= {f"offload_{state}": f"nvme:{on_a_disk()}" for state in STATES[case["rests"]]}

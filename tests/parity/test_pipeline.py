@@ -1,6 +1,6 @@
 """Parity of pipelines with one plain PyTorch process, by every schedule, on any mesh, in every row.
 
-Trainings have 6 steps, except two of 20. With `-m full` all have 20 as well.
+Trainings have 6 steps. With `-m full` all have 20 as well.
 """
 
 import pytest
@@ -11,6 +11,7 @@ from tests.parity.plain import Trained
 from tests.parity.problems import loss_of, weight_of
 from tests.parity.test_rows import _from_loader
 from tests.parity.test_tensor import BRIEFLY, BUCKET, _problem, compare, ended
+from tests.tables import each_value
 
 
 def _train(world, problem, plan, in_turn, options) -> tuple[str, Trained]:
@@ -44,19 +45,8 @@ def _compare(group, plain, problem, size, *, plan=None, in_turn=False, options=N
 SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "pipeline", "brief"),
-    [
-        ("1f1b", 4, False),
-        ("zero-bubble", 4, True),
-        *(
-            pytest.param(schedule, pipeline, False, marks=pytest.mark.full)
-            for schedule in SCHEDULES
-            for pipeline in (2, 4)
-            if (schedule, pipeline) != ("1f1b", 4)
-        ),
-    ],
-)
+@BRIEFLY
+@each_value(schedule=SCHEDULES, pipeline=[2, 4])
 def test_every_schedule(group, plain, schedule, pipeline, brief):
     """Embeddings are tied across the stages, and the items of the mean are not their rows."""
     problem = _problem("deep_gpt", micro="1", brief=brief)
@@ -94,8 +84,9 @@ def test_times_data_and_tensor(group, plain, row, brief):
     _compare(group, plain, problem, 8, pipeline=2, tensor=2, options={"zero": row})
 
 
-@BRIEFLY
-@pytest.mark.parametrize("by_tokens", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.full  # 4 stages are in test_every_schedule, halves of layers in the test above
+@pytest.mark.parametrize("brief", [True, False], ids=["brief", "long"])
+@pytest.mark.parametrize("by_tokens", [False, True])
 def test_four_stages_of_two_halves(group, plain, by_tokens, brief):
     problem = _problem("splittable_gpt", micro="1", brief=brief)
     options = {"microbatches": 3, "sequence_parallel": by_tokens}
@@ -120,11 +111,11 @@ def test_accumulates_batches_that_do_not_divide(group, plain):
 @pytest.mark.parametrize(
     "options",
     [
-        {"zero": 3, "activations": "recomputed"},
         {"zero": 2, "transport": "gloo"},
         *(
             pytest.param(options, marks=pytest.mark.full)
             for options in (
+                {"zero": 3, "activations": "recomputed"},  # test_pipeline_programs.py
                 {"zero": 3, "offload_optimizer": "nvme", "offload_params": "nvme"},
                 {"zero": 3, "transport": "gloo", "schedule": "interleaved"},
             )

@@ -1,6 +1,6 @@
 """Random programs give the results of plain PyTorch, or are refused for a valid reason.
 
-Fifteen of the first hundred run in `make test`, all of them with `-m full`. To run more:
+Ten of the first hundred run in `make test`, all of them with `-m full`. To run more:
 `python -m tests.parity.random_programs --programs 1000 --seed 1`. To see one that fails here, and
 the smallest program that fails in the same way: `--program SEED`, `--shrink SEED`.
 """
@@ -23,7 +23,7 @@ from tests.parity.random_programs.sense import sensible
 from tests.parity.random_programs.shrinking import shrink, simpler
 
 PROGRAMS = 100
-OFTEN = 15
+OFTEN = 10
 """Number of programs, from the first, that run in `make test`."""
 
 TOGETHER = 10

@@ -95,7 +95,7 @@ def _name(kind, places, case):
 
 LEFT_OUT = [
     rarely(COLLECTIVE, ("engine/consistency.py",), "zero 0"),
-    often(COLLECTIVE, ("engine/engine_spec.py",), "zero 0"),
+    rarely(COLLECTIVE, ("engine/engine_spec.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/initial_values.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/gradient_weighting.py",), "zero 0"),
     rarely(COLLECTIVE, ("engine/exchange.py",), "zero 0"),
@@ -128,7 +128,7 @@ LEFT_OUT = [
     rarely(COLLECTIVE, ("parallel/pipeline/parameter_ownership.py",), "pipeline"),
     rarely(COLLECTIVE, ("data/batch_schedule.py",), "loaded"),
     rarely(COLLECTIVE, ("horovod/execution.py",), "horovod"),
-    often(COLLECTIVE, ("horovod/basics.py",), "horovod"),
+    rarely(COLLECTIVE, ("horovod/basics.py",), "horovod"),
     rarely(
         EVENT,
         (BESIDE, "states/parameters/bucket_gathers.py", "states/parameters/unshard.py"),
@@ -146,7 +146,7 @@ LEFT_OUT = [
         ("states/storage/host_storage.py", "states/optimizer/offloaded_update.py"),
         "states on the host",
     ),
-    often(SYNCHRONIZE, ("tiers/nvme.py", "phantom/cases.py"), "a buffer lent again"),
+    rarely(SYNCHRONIZE, ("tiers/nvme.py", "phantom/cases.py"), "a buffer lent again"),
     often(SYNCHRONIZE, ("tiers/staging.py", "tiers/nvme.py"), "gradients on a disk"),
     rarely(EVENT, (BESIDE, "states/storage/storage.py"), "gradients on a disk"),
     often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/device_spool.py"), "activations on a disk"),
@@ -156,7 +156,7 @@ LEFT_OUT = [
         (BESIDE, "tiers/device_spool.py", "model/offloaded_tensor.py"),
         "activations on a disk",
     ),
-    often(SYNCHRONIZE, ("tiers/pieces.py", "tiers/host_window.py"), "saved"),
+    rarely(SYNCHRONIZE, ("tiers/pieces.py", "tiers/host_window.py"), "saved"),
     rarely(EVENT, (BESIDE, "tiers/pieces.py", "tiers/host_window.py"), "saved"),
     rarely(EVENT, (BESIDE, "tiers/host_window.py", "checkpoint/load_tensors.py"), "saved"),
     rarely(EVENT, (BESIDE, "model/offloaded_tensor.py"), "activations on the host"),

@@ -37,9 +37,7 @@ PRODUCT = [
 OFTEN = [
     (0, ("device",), "fp32"),
     (1, ("cpu",), "bf16"),
-    (2, ("device", "device"), "bf16"),
     (2, ("cpu", "cpu"), "bf16-mixed"),
-    (3, ("device", "device", "device"), "bf16-mixed"),
     (3, ("cpu", "cpu", "cpu"), "bf16"),
     (3, ("nvme", "device", "nvme"), "fp16-mixed"),
 ]
@@ -117,6 +115,7 @@ def test_layers_distributed_over_ranks(phantom, group, schedule):
     same(phantom, group, cases.split, settings, {"pipeline": 2})
 
 
+@pytest.mark.full  # on a stream of the user's below
 def test_horovod(phantom, group):
     same(phantom, group, cases.horovod)
 

@@ -1,5 +1,7 @@
 """Writes into sharded parameters that would be lost, at rest or in a forward."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -66,6 +68,18 @@ class Halving(cases.Model):
         return super().forward(x)
 
 
+@contextmanager
+def often_compared():
+    """Compare the sharded parameters of more gathers than usual, so that fewer steps show all."""
+    before = lost_writes.FIRST, lost_writes.INTERVAL
+    lost_writes.FIRST, lost_writes.INTERVAL = 3, 7
+    try:
+        yield
+    finally:
+        lost_writes.FIRST, lost_writes.INTERVAL = before
+
+
+@often_compared()
 def begun_late(world):
     """Return the step that finds a write, and the waits before it."""
     from tests.phantom.streams import Device
@@ -93,6 +107,7 @@ class Late:
         return False
 
 
+@often_compared()
 def written_last(world, how):
     """Return the error of `how` about writes whose comparison is not on the host yet."""
     plain = lost_writes.start_to_host

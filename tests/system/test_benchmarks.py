@@ -55,6 +55,7 @@ def step_time(load: Callable[[str], ModuleType]) -> ModuleType:
     return load("step_time")
 
 
+@pytest.mark.full  # tests/phantom/test_benchmarks.py runs the measurements
 def test_contenders_do_the_same_work(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     once = ["--config", "A", "--ranks", "2", "--rounds", "1", "--steps", "1"]

@@ -97,6 +97,7 @@ def test_a_run_outside_of_the_checkout(installed: Path, tmp_path: Path) -> None:
     assert all(line.partition(" from ")[2].startswith(str(package)) for line in lines)
 
 
+@pytest.mark.full  # as the run above, and as tests/unit/test_doctor.py
 def test_the_doctor_says_which_torch(installed: Path, tmp_path: Path) -> None:
     out = run(installed / "shardwise", "doctor", cwd=tmp_path)
     rows = {" ".join(line.split()[1:]) for line in out.splitlines()}

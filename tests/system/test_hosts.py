@@ -88,6 +88,7 @@ def trained_to(out: str) -> tuple[float, float]:
 
 @WARM
 class TestTheSameResult:
+    @pytest.mark.full  # as MPICH's below; tests/unit/test_many_hosts.py reads files of both
     def test_two_hosts_from_hostfile_of_open_mpi(
         self, shardwise: Launcher, hosts: Lab, alone: str
     ) -> None:

@@ -37,6 +37,7 @@ def peak(screen: str) -> float:
     return float(re.findall(r"resident set at most ([\d.]+) GB", screen)[-1])
 
 
+@pytest.mark.full  # test_nvme.py has the resident set of states on a disk
 def test_a_disk_holds_what_memory_does_not() -> None:
     disk = f"nvme:{on_a_disk()}"
     here = run("--activations", "recomputed")

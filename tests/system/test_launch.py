@@ -178,6 +178,7 @@ def test_function_of_a_prompt_is_forked(here: Launcher) -> None:
     assert here.wait_until_gone() == []
 
 
+@pytest.mark.full  # the notebook in test_recipes.py launches ranks too
 def test_cells_of_a_notebook(here: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ipykernel")
     nbformat = pytest.importorskip("nbformat")

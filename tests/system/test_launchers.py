@@ -203,6 +203,7 @@ def test_prterun(here: Launcher, expected: str) -> None:
     assert (ran.code, ran.lines()) == (0, [f"{expected} by PMIx of 2"]), ran.err
 
 
+@pytest.mark.full  # as prterun above
 def test_ranks_ask_pmix_server(here: Launcher, expected: str) -> None:
     """Simulates prterun, which sets no Open MPI variables."""
     own = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
@@ -255,9 +256,7 @@ def test_reports_rank_that_does_not_arrive(here: Launcher, other: str) -> None:
 
 
 @WARM
-@pytest.mark.parametrize(
-    "other", ["openmpi", pytest.param("mpich", marks=pytest.mark.full), "torchrun"]
-)
+@OTHERS
 def test_killed_rank_ends_all(here: Launcher, other: str) -> None:
     ran = run(here, *started_by(other), script("watched"), "kill")
     assert ran.code != 0

@@ -199,6 +199,7 @@ def write_text(folder: Path, lines_of_each: tuple[int, int, int]) -> None:
 class TestResNet:
     SMALL = ("--num-steps", "2", "--batch-size", "2", "--crop", "32")
 
+    @pytest.mark.full  # as the table of test_digits_at_two_sizes_write_all_plots
     def test_the_table_has_the_rate_of_all_workers(self, tmp_path: Path) -> None:
         screen = example("resnet.py", "--workers", "1,2", *self.SMALL, folder=tmp_path)
         assert "2 images of 32 x 32 per worker" in screen

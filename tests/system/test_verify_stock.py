@@ -38,6 +38,10 @@ FAST = ("mean_of_means",)
 """Mistakes of `make test`. The others need more runs, and are in `make test-all`."""
 
 
+WARM = pytest.mark.usefixtures("warm_programs")
+"""For tests of `make test`, whose commands and ranks are forks. The others start as a user's do."""
+
+
 def verify(shardwise: Launcher, folder: Path, *words: str) -> tuple[Ran, dict[str, object]]:
     """Run `shardwise verify` and return its end and its JSON."""
     ran = shardwise.finish(shardwise.start("verify", "--json", "found.json", *words), limit=240)
@@ -45,6 +49,7 @@ def verify(shardwise: Launcher, folder: Path, *words: str) -> tuple[Ran, dict[st
     return ran, json.loads(path.read_text()) if path.exists() else {}
 
 
+@WARM
 def test_correct_script_is_equal_within_rounding(shardwise: Launcher, tmp_path: Path) -> None:
     words = ("-n", "2", "--stock", "--accept", "rounding", "--junit", "junit.xml", SCRIPT, "none")
     ran, found = verify(shardwise, tmp_path, *words)
@@ -57,6 +62,7 @@ def test_correct_script_is_equal_within_rounding(shardwise: Launcher, tmp_path: 
     assert suite.attrib["failures"] == "0"
 
 
+@WARM
 @pytest.mark.parametrize(
     "mistake", [pytest.param(m, marks=[] if m in FAST else pytest.mark.full) for m in MISTAKES]
 )
@@ -186,6 +192,7 @@ def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
     assert found["ranks"] == 2
 
 
+@WARM
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -208,6 +215,7 @@ def test_refuses_before_a_run(shardwise: Launcher, words: tuple[str, ...], messa
     assert message in " ".join((ran.out + ran.err).split())
 
 
+@WARM
 def test_command_without_ranks_is_an_error(shardwise: Launcher, tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text("import torch\n")
     ran = shardwise.run("verify", "--stock", f"{sys.executable} alone.py")
@@ -215,6 +223,7 @@ def test_command_without_ranks_is_an_error(shardwise: Launcher, tmp_path: Path) 
     assert "started no process that has a rank" in " ".join((ran.out + ran.err).split())
 
 
+@WARM
 def test_script_without_a_step_is_an_error(shardwise: Launcher, tmp_path: Path) -> None:
     (tmp_path / "idle.py").write_text("import torch\n")
     ran = shardwise.run("verify", "-n", "2", "--stock", "idle.py")

@@ -69,7 +69,7 @@ def check(heading: str, walk: set[str], most: int) -> None:
 def test_a_gradient_and_a_save_take_the_walks_of_the_page(
     shardwise: Launcher, tmp_path: Path
 ) -> None:
-    env = {"PYTHONPATH": str(ROOT)}
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
     ran = shardwise.run("run", "-n", "2", script("walk_step"), str(tmp_path), env=env)
     assert ran.code == 0, ran.out + ran.err
     step, types = read(sorted(tmp_path.glob("step.*.walk")))

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from shardwise.tools.verify.rank_client import SERVERS, socket_path
@@ -22,6 +22,12 @@ from tests.disk import wait_until
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "warm_python"
 START_LIMIT = 240.0
+
+
+def start_quickly(environ: MutableMapping[str, str]) -> None:
+    """Add the folder of our sitecustomize to the PYTHONPATH of programs that tests start."""
+    folders = filter(None, (str(FOLDER), environ.get("PYTHONPATH")))
+    environ["PYTHONPATH"] = os.pathsep.join(folders)
 
 
 class WarmPython:
@@ -46,8 +52,7 @@ class WarmPython:
             return {}
         if not self._servers:
             self._start()
-        folders = filter(None, (str(FOLDER), os.environ.get("PYTHONPATH")))
-        return {"TESTS_WARM": self._folder.name, "PYTHONPATH": os.pathsep.join(folders)}
+        return {"TESTS_WARM": self._folder.name, "PYTHONPATH": os.environ["PYTHONPATH"]}
 
     def close(self) -> None:
         """End the warm processes and the remaining programs."""

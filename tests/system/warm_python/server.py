@@ -24,6 +24,7 @@ from typing import Any
 from shardwise.launch import program
 from shardwise.tools.verify.fork_server import PACKAGES, ForkServer
 from shardwise.tools.verify.rank_client import FREE
+from shardwise.tools.verify.stock import recorder
 
 
 class Listener(socket.socket):
@@ -66,6 +67,8 @@ def _run(words: list[str]) -> None:
             sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
+    if recorder.VARIABLE in os.environ and "RANK" in os.environ:
+        recorder.start(words=words)  # the sitecustomize of `verify --stock` starts it otherwise
     code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)
     main.__dict__.update(__file__=words[0], __builtins__=builtins)
     exec(code, main.__dict__)

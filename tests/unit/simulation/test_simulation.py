@@ -157,6 +157,7 @@ def device_by_device(made: RunModel, random: np.random.Generator) -> float:
     return work / now
 
 
+@pytest.mark.full  # simulates the failures of every device
 def test_one_poisson_process_matches_1024_devices() -> None:
     made = model(
         failing(30, "device", detect=60.0), work=0.5 * DAY, jitter=0.03, interval=500.0, save=15.0
