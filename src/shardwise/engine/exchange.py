@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +31,7 @@ def exchange(
     asked: int,
     written: bool,
     counts: bool = True,
+    experts: Sequence[int] = (),
 ) -> StepTotals:
     """Report this rank's statistics of the step, and return the global totals. Collective.
 
@@ -44,6 +46,7 @@ def exchange(
     written   True if user code has written to parameters
     counts    True on exactly one rank per replica, because all ranks of a replica see the same
     batches
+    experts   this rank's number of token copies per expert
 
     Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
     """
@@ -73,20 +76,20 @@ def exchange(
         alone=accumulation.needs_sole_loss,
         buffer_rows=buffers.shares(counts=counts),
     )
-    # Append the buffers to the report: one collective instead of two.
     report = mine.row(group.small_device)
+    # Append counts and buffers to the report: one collective instead of three.
+    copied = [float(count) if counts else 0.0 for count in experts]
+    parts = [report, report.new_tensor(copied), buffers.weighted(counts=counts)]
     # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
-    sent = torch.cat([report, buffers.weighted(counts=counts)])
-    rows = group.read(group.gather_rows(sent))
-    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
+    gathered = group.read(group.gather_rows(torch.cat(parts)))
+    rows, of_experts, values = gathered.split([part.numel() for part in parts], dim=1)
+    everyone = mine.join(rows.tolist(), aggregation)
     if everyone.news or everyone.copies_differ:
         # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,
         # and send them again. This happens only in the first steps.
         buffers.agree(differ=everyone.copies_differ)
         values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
-    else:
-        values = rows[:, report.numel() :]
-    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
+    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) :])
     buffers.stepped()
     squared = everyone.squared_norm
     # Now all ranks know which gradients are late on any rank, so they all start the same reduction.
@@ -97,7 +100,8 @@ def exchange(
     # The squares may overflow fp32 even if the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
-    return replace(everyone, squared_norm=squared)
+    totals = tuple(map(int, of_experts.sum(0).tolist()))
+    return replace(everyone, squared_norm=squared, experts=totals)
 
 
 def squared_norm(
@@ -132,7 +136,8 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]
-    row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
+    values = [totals.squared_norm, totals.options, *flags, *map(float, totals.experts)]
+    row = torch.tensor(values, dtype=torch.float64)
     rows = group.read(group.gather_rows(row.to(group.small_device)))
     options, calls = rows[:, 1].tolist(), rows[:, 7].tolist()
     return replace(
@@ -147,4 +152,6 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
         unsaved=bool(rows[:, 3].any()),
         asked=int(rows[:, 4].max()),
         written=bool(rows[:, 5].any()),
+        # Each layer runs on one stage, and the others have counted no tokens for it.
+        experts=tuple(map(int, rows[:, 9:].sum(0).tolist())),
     )

@@ -12,13 +12,14 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import units
-from shardwise.parallel.expert.fused_experts import FusedExperts, why_not
+from shardwise.parallel.expert.fused_experts import FusedExperts
 from shardwise.parallel.expert.moe import MoE
 from shardwise.parallel.expert.routing_run import RoutingRun
 from shardwise.parallel.expert.split_experts import (
     ExpertParallelModels,
     find_fused,
     find_layers,
+    unsplit_reasons,
 )
 from shardwise.world.world import World
 
@@ -40,13 +41,13 @@ def begin(
     if not layers and split is None:
         return None, None
     _check(settings, layers, models, size)
-    counts = any(layer.counts_all for _, layer in layers)
-    if counts:
+    if any(layer.has_losses or layer.bias_rate for _, layer in layers):
         _check_islands(world)
     # Only create channels that are used, because that is collective.
-    everyone = world.routing_channel if counts or split is not None else world.data
+    counts = split is not None or any(layer.has_losses for _, layer in layers)
+    everyone = world.routing_channel if counts else world.data
     run = RoutingRun(world.expert, everyone, world.current_batch)
-    run.layers = dict(layers)
+    run.layers = dict(layers) | dict(() if split is None else split.fused)
     return run, split
 
 
@@ -70,15 +71,8 @@ def _find_experts(
     split = ExpertParallelModels(world.expert, world.expert_copies)
     fused = find_fused(models)
     # Rank 0 decides, so that a trial whose result depends on the machine cannot divide the ranks.
-    reasons: dict[str, str | None] = {}
-    if world.rank == 0:
-        by_form: dict[object, str | None] = {}
-        for name, module in fused.items():
-            form = type(module), tuple(p.shape for p in module.parameters()), module.training
-            if form not in by_form:
-                by_form[form] = why_not(module)
-            reasons[name] = by_form[form]
-    reasons = world.collectives.gather_plain(reasons)[0]
+    mine = unsplit_reasons(fused) if world.rank == 0 else {}
+    reasons: dict[str, str | None] = world.collectives.gather_plain(mine)[0]
     split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
     split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
     if not layers and not split.fused:
@@ -126,14 +120,11 @@ def _check(
                 )
     if size == 1:
         return
-    for flag, is_set in {
-        "--compile": settings.compile,
-        "--shard-within host": settings.shard_within == "host",
-    }.items():
-        if is_set:
-            raise ConfigError(
-                f"--expert {size} cannot be combined with {flag} yet. Remove one of the two."
-            )
+    if settings.shard_within == "host":
+        raise ConfigError(
+            f"--expert {size} cannot be combined with --shard-within host yet. Remove one of the "
+            "two."
+        )
     inside = {m for _, layer in layers for m in layer.modules() if m is not layer}
     for model in models:
         for name, unit in units.find_units(model, settings.units):

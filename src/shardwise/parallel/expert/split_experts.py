@@ -22,7 +22,7 @@ from shardwise.comm import Collectives
 from shardwise.errors import ModelError
 from shardwise.layout.bucket_layout import Span
 from shardwise.layout.shards import Shard
-from shardwise.parallel.expert.fused_experts import FusedExperts, is_fused
+from shardwise.parallel.expert.fused_experts import FusedExperts, is_fused, why_not
 from shardwise.parallel.expert.moe import MoE
 
 Layer = MoE | FusedExperts
@@ -50,6 +50,18 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return the modules of `models` that hold experts in tensors (E, ...), by name."""
     return {name: module for name, module in _named_modules(models) if is_fused(module)}
+
+
+def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
+    """Return for each module why its experts cannot be split, or None if a trial has succeeded."""
+    by_form: dict[object, str | None] = {}
+    reasons = {}
+    for name, module in fused.items():
+        form = type(module), tuple(p.shape for p in module.parameters()), module.training
+        if form not in by_form:
+            by_form[form] = why_not(module)
+        reasons[name] = by_form[form]
+    return reasons
 
 
 class ExpertParallelModels:
