@@ -121,7 +121,9 @@ class Problem:
         logits = model(ids, positions, mask if self.masked else None).flatten(0, 1)
         if self.own_mean:
             each = F.cross_entropy(logits, labels.flatten(), reduction="none")
-            return each.sum() / (labels != -100).sum()
+            # Tokens of a part without labels count in router losses, so its loss must be finite.
+            least = 0 if self.experts is None else 1
+            return each.sum() / (labels != -100).sum().clamp(min=least)
         return F.cross_entropy(logits, labels.flatten())
 
 

@@ -32,7 +32,7 @@ CASES = {
     "a part without labels": (2, 2, Problem(unlabelled=6, settings={"zero": 2})),
     "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
     # Parts of sequences are tokens like others, also for router losses of the whole batch.
-    "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, settings={"zero": 2})),
+    "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, own_mean=True, settings={"zero": 2})),
     "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), 2),
     "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
 }

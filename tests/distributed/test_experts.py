@@ -1,5 +1,6 @@
 """`--expert`: training equals that of one process, in every row, on every number of ranks."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def compiled(world: sw.World, problem: Problem) -> tuple[dict[str, Any], int]:
         return graph
 
     plain_compile = nn.Module.compile
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # The compiler itself inspects it, for any input that is not a leaf.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         patch.setattr(nn.Module, "compile", lambda unit: plain_compile(unit, backend=backend))
         found = trained(world, problem)
     torch.compiler.reset()

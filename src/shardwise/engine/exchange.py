@@ -82,7 +82,7 @@ def exchange(
     parts = [report, report.new_tensor(copied), buffers.weighted(counts=counts)]
     # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
     gathered = group.read(group.gather_rows(torch.cat(parts)))
-    rows, of_experts, values = gathered.split([part.numel() for part in parts], dim=1)
+    rows, of_experts, values = torch.split(gathered, [part.numel() for part in parts], 1)
     everyone = mine.join(rows.tolist(), aggregation)
     if everyone.news or everyone.copies_differ:
         # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,20 @@ from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import units
 from shardwise.parallel.expert.fused_experts import FusedExperts
 from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.planned_blocks import ExpertPlan, PlannedBlock, blocks_of
 from shardwise.parallel.expert.routing_run import RoutingRun
 from shardwise.parallel.expert.split_experts import (
     ExpertParallelModels,
     find_fused,
     find_layers,
+    named_modules,
     unsplit_reasons,
 )
 from shardwise.world.world import World
 
 
 def begin(
-    world: World, settings: Settings, models: Sequence[nn.Module]
+    world: World, settings: Settings, models: Sequence[nn.Module], plan: ExpertPlan | None
 ) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
     """Return the run of the models' layers, and an empty expert-parallel state.
 
@@ -37,10 +39,19 @@ def begin(
     """
     layers = find_layers(models)
     size = world.expert_size
-    split = None if size == 1 else _find_experts(world, models, layers)
+    # On any number of ranks, so that a typo does not first show up in the large run.
+    planned = blocks_of(named_modules(models), plan or {})
+    split = None
+    try:
+        if size > 1:
+            split = _find_experts(world, models, layers, planned)
+            layers += [(block.name, block.layer) for block in planned]
+        _check(settings, layers, models, size)
+    except (ConfigError, ModelError):  # on all ranks
+        _restore_blocks(planned)
+        raise
     if not layers and split is None:
         return None, None
-    _check(settings, layers, models, size)
     if any(layer.has_losses or layer.bias_rate for _, layer in layers):
         _check_islands(world)
     # Only create channels that are used, because that is collective.
@@ -49,6 +60,11 @@ def begin(
     run = RoutingRun(world.expert, everyone, world.current_batch)
     run.layers = dict(layers) | dict(() if split is None else split.fused)
     return run, split
+
+
+def _restore_blocks(planned: Iterable[PlannedBlock]) -> None:
+    for block in planned:
+        block.disconnect()
 
 
 def _check_islands(world: World) -> None:
@@ -62,25 +78,39 @@ def _check_islands(world: World) -> None:
 
 
 def _find_experts(
-    world: World, models: Sequence[nn.Module], layers: Sequence[tuple[str, MoE]]
+    world: World,
+    models: Sequence[nn.Module],
+    layers: Sequence[tuple[str, MoE]],
+    planned: list[PlannedBlock],
 ) -> ExpertParallelModels:
     """Return an expert-parallel state that knows the modules to split besides `layers`. Collective.
 
     Raises ModelError on all ranks if there is nothing to split.
     """
     split = ExpertParallelModels(world.expert, world.expert_copies)
+    for block in planned:
+        block.keep_whole()
     fused = find_fused(models)
     # Rank 0 decides, so that a trial whose result depends on the machine cannot divide the ranks.
-    mine = unsplit_reasons(fused) if world.rank == 0 else {}
-    reasons: dict[str, str | None] = world.collectives.gather_plain(mine)[0]
+    mine: tuple[dict[str, str | None], dict[str, str | None]] = {}, {}
+    if world.rank == 0:
+        mine = unsplit_reasons(fused), {block.name: block.why_not() for block in planned}
+    reasons, refused = world.collectives.gather_plain(mine)[0]
+    split.planned = planned
+    for name, why in refused.items():
+        if why is not None:
+            raise ModelError(
+                f"--expert {world.expert_size} cannot split {name}, which expert_plan names: "
+                f"{why}. Build it with sw.MoE(router, experts, top_k=2), or leave it out."
+            )
     split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
     split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
-    if not layers and not split.fused:
+    if not layers and not split.fused and not planned:
         left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
         raise ModelError(
             f"--expert {world.expert_size} found no mixture-of-experts layer to split in "
             f"{type(models[0]).__name__}.{left} Build its layers with sw.MoE(router, experts, "
-            "top_k=2), or start without --expert."
+            "top_k=2), name them in sw.Engine(..., expert_plan=...), or start without --expert."
         )
     for model in models:
         config = getattr(model, "config", None)
@@ -137,11 +167,13 @@ def _check(
 
 def split(spec: EngineSpec) -> None:
     """Connect the layers with the run, and free the experts of other ranks."""
-    layers = find_layers(spec.models)
+    layers = _layers_of(spec)
     for _, layer in layers:
         layer.join_run(spec.routing)
     if spec.experts is not None:
         assert spec.routing is not None
+        for block in spec.experts.planned:
+            block.connect()
         for _, fused in spec.experts.fused:
             fused.connect(spec.routing)
         try:
@@ -158,11 +190,18 @@ def restore(spec: EngineSpec) -> None:
     _disconnect(spec)
 
 
+def _layers_of(spec: EngineSpec) -> list[tuple[str, MoE]]:
+    planned = () if spec.experts is None else spec.experts.planned
+    return [*find_layers(spec.models), *((block.name, block.layer) for block in planned)]
+
+
 def _disconnect(spec: EngineSpec) -> None:
-    for _, layer in find_layers(spec.models):
+    for _, layer in _layers_of(spec):
         layer.join_run(None)
-    for _, fused in () if spec.experts is None else spec.experts.fused:
-        fused.disconnect()
+    if spec.experts is not None:
+        _restore_blocks(spec.experts.planned)
+        for _, fused in spec.experts.fused:
+            fused.disconnect()
 
 
 def begin_backward(

@@ -22,6 +22,7 @@ from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.model.module_hooks import attach
 from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
@@ -49,6 +50,7 @@ class ObservedEngine(Engine):
         *,
         scaler: GradScaler | None = None,
         tensor_plan: TensorPlan | None = None,
+        expert_plan: ExpertPlan | None = None,
         **settings: Any,
     ) -> None:
         # A GradScaler only changes values, and an observed step has no values.
@@ -67,7 +69,7 @@ class ObservedEngine(Engine):
                 f"--context {self.settings.context}: shardwise plan cannot predict parts of "
                 "sequences yet. Leave it out."
             )
-        spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         if observation.tensor > 1:
             spec = split_first_part(spec, tensor_plan or {}, observation.tensor)
         self._spec = spec
