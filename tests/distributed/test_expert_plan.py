@@ -98,7 +98,7 @@ def plain(name: str) -> tuple[Model, list[float], list[float]]:
 
 
 def planned(world: sw.World, name: str, settings: dict[str, Any]) -> Any:
-    """Train with an engine and a plan. Return also what a rank holds, and the counts of a step."""
+    """Train with an engine and a plan. Return also the numbers of elements and of tokens."""
     seen: dict[str, Any] = {}
 
     def step_with(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -159,8 +159,8 @@ class Biased(Mix):
 
 MIX = PLAN["blocks.*.mix"]
 REFUSED = {
-    "one expert": (Mix, {"mix": {**MIX, "top_k": 1}}, "its output differs from that of sw.MoE"),
-    "no sum": (Mix, {"mix": {**MIX, "normalize": False}}, "its output differs"),
+    "one expert": (Mix, {"mix": {**MIX, "top_k": 1}}, "sw.MoE has another value of the output"),
+    "no sum": (Mix, {"mix": {**MIX, "normalize": False}}, "another value of the output"),
     "attribute": (Noting, {"mix": MIX}, "its forward sets attributes"),
     "buffer": (Biased, {"mix": MIX}, "it has buffers"),
     "name": (Mix, {"mixture": MIX}, "no module is called mixture"),

@@ -74,22 +74,23 @@ def exchange(
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
         alone=accumulation.needs_sole_loss,
+        experts=[float(count) if counts else 0.0 for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
+    # Append the buffers to the report: one collective instead of two.
     report = mine.row(group.small_device)
-    # Append counts and buffers to the report: one collective instead of three.
-    copied = [float(count) if counts else 0.0 for count in experts]
-    parts = [report, report.new_tensor(copied), buffers.weighted(counts=counts)]
     # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
-    gathered = group.read(group.gather_rows(torch.cat(parts)))
-    rows, of_experts, values = torch.split(gathered, [part.numel() for part in parts], 1)
-    everyone = mine.join(rows.tolist(), aggregation)
+    sent = torch.cat([report, buffers.weighted(counts=counts)])
+    rows = group.read(group.gather_rows(sent))
+    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
     if everyone.news or everyone.copies_differ:
         # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,
         # and send them again. This happens only in the first steps.
         buffers.agree(differ=everyone.copies_differ)
         values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
-    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) :])
+    else:
+        values = rows[:, report.numel() :]
+    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
     buffers.stepped()
     squared = everyone.squared_norm
     # Now all ranks know which gradients are late on any rank, so they all start the same reduction.
@@ -100,8 +101,7 @@ def exchange(
     # The squares may overflow fp32 even if the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
-    totals = tuple(map(int, of_experts.sum(0).tolist()))
-    return replace(everyone, squared_norm=squared, experts=totals)
+    return replace(everyone, squared_norm=squared)
 
 
 def squared_norm(

@@ -40,7 +40,7 @@ class ExpertCounts(tuple[int, ...]):
 class StepCounts:
     """Counts this rank's token copies per expert in the forward passes that reach a backward pass.
 
-    An evaluation has no backward pass, and the graph of a recomputation has none of its own.
+    An evaluation has no backward pass, and a recomputation has only that of its forward pass.
 
     Args:
         number: Number of experts.

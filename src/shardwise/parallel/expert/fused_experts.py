@@ -28,6 +28,7 @@ from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of,
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.tiers.copy_stream import to_device
 
 ARGUMENTS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
@@ -128,7 +129,7 @@ def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any
 def _each_once(forward: Any, rows: Tensor, sizes: list[int]) -> Tensor:
     """Run `forward` on rows sorted by expert: `sizes[i]` rows of expert i, with gates of 1."""
     experts = torch.arange(len(sizes), device=rows.device)
-    repeats = torch.tensor(sizes, device=rows.device)
+    repeats = to_device(torch.tensor(sizes), rows.device)
     index = torch.repeat_interleave(experts, repeats, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
     outputs: Tensor = forward(rows, index.unsqueeze(1), ones)

@@ -20,6 +20,7 @@ from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.tiers.copy_stream import to_device
 
 
 class MoE(nn.Module):
@@ -163,7 +164,9 @@ class MoE(nn.Module):
         # Stable, so that the rows of an expert stay in the order of the batch.
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
-        table, everyone = self._tally(flat, tokens.shape[0] if valid is None else valid.sum())
+        # `new_full` and not `tensor`, whose copy to an accelerator would make the host wait.
+        counted = flat.new_full((1,), tokens.shape[0]) if valid is None else valid.sum().reshape(1)
+        table, everyone = self._tally(flat, counted)
         copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (T k, D)
         own = table[0 if self._ranks is None else self._ranks.group.rank]
         ours = sum(own)
@@ -216,7 +219,7 @@ class MoE(nn.Module):
         """True if this forward pass needs the counts of all ranks. The same on every rank."""
         return self.training and torch.is_grad_enabled() and self.has_losses
 
-    def _tally(self, flat: Tensor, valid: Tensor | int) -> tuple[list[list[int]], list[int]]:
+    def _tally(self, flat: Tensor, valid: Tensor) -> tuple[list[list[int]], list[int]]:
         """Count the rows per expert: for each rank of the group, and in total with the tokens.
 
         The host waits for the device only here. Collective if there are other ranks.
@@ -229,7 +232,7 @@ class MoE(nn.Module):
             ]
             return [each], [*each, flat.numel() // self.top_k]
         counts = count_rows(flat, number)
-        row = torch.cat([counts, torch.as_tensor(valid, device=flat.device).reshape(1)])
+        row = torch.cat([counts, valid])
         run = self._ranks
         if run is None:
             rows = group_rows = once(row.cpu).view(1, -1)
@@ -312,7 +315,9 @@ class MoE(nn.Module):
         if self.selection_bias is not None:
             copies = torch.tensor(self.step_counts.values if counts is None else counts).double()
             change = self.bias_rate * torch.sign(copies.mean() - copies)
-            self.selection_bias += change.to(self.selection_bias)
+            self.selection_bias += to_device(
+                change.to(self.selection_bias.dtype), self.selection_bias.device
+            )
         self.step_counts.clear()
 
     def join_run(self, run: RoutingRun | None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import ModelError
 from shardwise.model import module_hooks
+from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.fused_experts import TOLERANCE
 from shardwise.parallel.expert.moe import MoE
 
@@ -41,6 +42,7 @@ class PlannedBlock:
         self.name, self.module, self._options = name, module, options
         self.layer = _layer_of(name, module, options)
 
+    @untraced
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return the output of the layer for the block's only argument."""
         (x,) = (*args, *kwargs.values())
@@ -69,18 +71,19 @@ class PlannedBlock:
             return "it has buffers, which sw.MoE does not read"
         if not isinstance(self.layer.router, nn.Linear):
             return "its router is no nn.Linear"
-        generator = torch.Generator().manual_seed(0)
-        twin = copy.deepcopy(self.module).cpu().double()
-        with torch.no_grad():
-            for parameter in twin.parameters():
-                scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
-                parameter.normal_(std=scale, generator=generator)
-        layer = _layer_of(self.name, twin, self._options).train(twin.training)
-        # Enough tokens, so that every expert gets some.
-        shape = (2, 4 * len(layer.experts), self.layer.router.in_features)
-        x = torch.randn(shape, generator=generator, dtype=torch.float64)
-        attributes = _attributes_of(twin)
         try:
+            generator = torch.Generator().manual_seed(0)
+            # The values are not needed, and a model on the meta device has none.
+            twin = copy.deepcopy(self.module).to_empty(device="cpu").double()
+            with torch.no_grad():
+                for parameter in twin.parameters():
+                    scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
+                    parameter.normal_(std=scale, generator=generator)
+            layer = _layer_of(self.name, twin, self._options).train(twin.training)
+            # Enough tokens, so that every expert gets some.
+            shape = (2, 4 * len(layer.experts), self.layer.router.in_features)
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            attributes = _attributes_of(twin)
             theirs = _results(twin, x, twin)
             if _attributes_of(twin) != attributes:
                 return "its forward sets attributes, such as a loss, which sw.MoE does not set"
@@ -91,7 +94,7 @@ class PlannedBlock:
             if one.shape != theirs[name].shape or not torch.allclose(
                 one, theirs[name], rtol=TOLERANCE, atol=TOLERANCE
             ):
-                return f"{name} differs from that of sw.MoE with these options"
+                return f"with these options, sw.MoE has another value of {name}"
         return None
 
 
@@ -159,5 +162,5 @@ def _results(run: nn.Module, x: Tensor, owner: nn.Module) -> dict[str, Tensor]:
         found = torch.autograd.grad(
             output, [fresh, *named.values()], slope, materialize_grads=True, allow_unused=True
         )
-    names = ["the gradient of its input", *(f"the gradient of {name}" for name in named)]
-    return {"its output": output.detach(), **dict(zip(names, found, strict=True))}
+    names = ["the gradient of the input", *(f"the gradient of {name}" for name in named)]
+    return {"the output": output.detach(), **dict(zip(names, found, strict=True))}
