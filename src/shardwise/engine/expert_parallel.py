@@ -23,6 +23,7 @@ from shardwise.parallel.expert.split_experts import (
     named_modules,
     unsplit_reasons,
 )
+from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
 
 
@@ -228,7 +229,12 @@ def begin_backward(
     if not run.has_losses:
         return weight
     # One number per rank: the weight that the loss of the whole batch has in this step.
-    row = torch.as_tensor(weight, dtype=torch.float64).to(run.everyone.small_device).reshape(1)
+    device = run.everyone.small_device
+    row = (
+        weight.to(device, torch.float64)
+        if isinstance(weight, Tensor)
+        else to_device(torch.tensor(weight, dtype=torch.float64), device)
+    ).reshape(1)
     weights = run.everyone.read(run.everyone.gather_rows(row)).reshape(-1)
     # Losses that are sums count once on each rank, but the router losses count once in total.
     total = run.divisor or float(weights.sum())
