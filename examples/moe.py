@@ -7,13 +7,14 @@
 A small GPT learns Python's standard library, or the text of --data. In every second block, each
 token uses 2 of 8 experts and a shared expert. The losses are the same for every number of workers
 and for every --expert. It prints losses, held-out perplexities and how often each expert was used.
-It writes usage.png and model.safetensors into runs/moe.
+It writes metrics.jsonl, tensorboard/, usage.png and model.safetensors into runs/moe.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import matplotlib
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from helpers import corpus, gpt
+from helpers.log import Log
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -89,25 +91,44 @@ def main() -> None:
     loader = sw.Loader(windows, batch_size=args.batch_size, shuffle=True)
     held_out_loader = sw.Loader(held_out, batch_size=args.batch_size, drop_last=True)
 
-    usage: dict[str, Tensor] = {}
-    world.print(f"held-out perplexity at the start: {perplexity(model, held_out_loader):,.1f}")
-    for _ in loader.epochs(args.steps):
-        for tokens, targets in loader:
-            engine.backward(gpt.token_loss(model, tokens, targets))
-            stats = engine.step(max_norm=1.0)
-            for name, counts in stats.experts.items():
-                usage.setdefault(name, torch.zeros(args.experts)).add_(torch.tensor(counts))
-            if engine.steps % args.every == 0 or engine.steps == args.steps:
-                world.print(f"step {engine.steps}: loss {stats.loss:.4f}")
-            if engine.steps == args.steps:
-                break
-        if engine.steps == args.steps:
-            break
-    world.print(f"held-out perplexity at the end: {perplexity(model, held_out_loader):,.1f}")
+    usage: dict[str, Usage] = {}
+    with Log(args.out, args.steps, visible=world.is_main) as log:
+        log.say(f"held-out perplexity at the start: {perplexity(model, held_out_loader):,.1f}")
+        train(engine, model, loader, log, usage)
+        log.say(f"held-out perplexity at the end: {perplexity(model, held_out_loader):,.1f}")
 
     engine.export(args.out / "model.safetensors")
     if world.is_main:
         show(usage, args.out / "usage.png")
+
+
+@dataclass
+class Usage:
+    """How often each expert of a layer has been used, and how evenly in each step."""
+
+    copies: Tensor
+    entropies: list[float] = field(default_factory=list)
+
+
+def train(
+    engine: sw.Engine, model: gpt.GPT, loader: sw.Loader, log: Log, usage: dict[str, Usage]
+) -> None:
+    """Train for `log.steps` steps, and record losses and the use of experts."""
+    for _ in loader.epochs(log.steps):  # always enough, because an epoch has at least one step
+        for tokens, targets in loader:
+            engine.backward(gpt.token_loss(model, tokens, targets))
+            stats = engine.step(max_norm=1.0)
+            figures = {}
+            for name, counts in stats.experts.items():
+                used = usage.setdefault(name, Usage(torch.zeros(len(counts))))
+                used.copies += torch.tensor(counts)
+                used.entropies.append(counts.entropy)
+                figures[f"{name}/entropy"] = counts.entropy
+                figures[f"{name}/imbalance"] = counts.imbalance
+            positions = float(stats.weight) * model.shape.context
+            log.trained(loss=float(stats.loss), tokens=positions, **figures)
+            if log.step == log.steps:
+                return
 
 
 @torch.no_grad()
@@ -121,9 +142,9 @@ def perplexity(model: gpt.GPT, loader: sw.Loader) -> float:
     return float(torch.tensor(float(metrics.compute()["loss"])).exp())
 
 
-def show(usage: dict[str, Tensor], path: Path) -> None:
-    """Print the share of tokens of each expert, and draw it."""
-    shares = {name: (100 * counts / counts.sum()).tolist() for name, counts in usage.items()}
+def show(usage: dict[str, Usage], path: Path) -> None:
+    """Print the share of tokens of each expert, and draw it next to the entropy of each step."""
+    shares = {name: (100 * u.copies / u.copies.sum()).tolist() for name, u in usage.items()}
     experts = len(next(iter(shares.values())))
     table = Table(title="share of token copies per expert, in %", title_justify="left")
     for heading in ("layer", *map(str, range(experts))):
@@ -133,14 +154,16 @@ def show(usage: dict[str, Tensor], path: Path) -> None:
     from rich.console import Console
 
     Console().print(table)
-    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    figure, (axes, right) = plt.subplots(1, 2, figsize=(10, 3), layout="constrained")
     width = 0.8 / len(shares)
     for number, (name, each) in enumerate(shares.items()):
         places = [expert + number * width for expert in range(experts)]
         axes.bar(places, each, width, label=name)
+        right.plot(range(1, 1 + len(usage[name].entropies)), usage[name].entropies, label=name)
     axes.axhline(100 / experts, color="0.4", linewidth=1, linestyle="--", label="equal shares")
     axes.set(xlabel="expert", ylabel="share of token copies (%)")
     axes.legend(frameon=False)
+    right.set(xlabel="step", ylabel="entropy of shares / log E")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     print(f"wrote {path}")
@@ -178,7 +201,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=16, help=f"windows per step {number}")
     parser.add_argument("--lr", type=float, default=2e-3, help=f"learning rate {number}")
     parser.add_argument("--held-out", type=int, default=64, help=f"windows to evaluate {number}")
-    parser.add_argument("--every", type=int, default=20, help=f"steps between losses {number}")
     parser.add_argument("--data", type=Path, help="text to learn (default: Python's library)")
     parser.add_argument("--out", type=Path, default="runs/moe", help=f"folder {number}")
     return parser.parse_args()

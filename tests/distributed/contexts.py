@@ -8,21 +8,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from tests.unit.experts.naive import Loops, moe
 
 WIDTH, WORDS, LONGEST = 8, 11, 16
 
 
 class Block(nn.Module):
-    """Grouped-query attention and a two-layer network."""
+    """Grouped-query attention, and a two-layer network or a mixture of them."""
 
-    def __init__(self, heads: int, groups: int) -> None:
+    def __init__(self, heads: int, groups: int, experts: dict[str, Any] | None) -> None:
         super().__init__()
         self.heads, self.groups, features = heads, groups, WIDTH // heads
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, heads * features)
         self.kv = nn.Linear(WIDTH, 2 * groups * features)
         self.out = nn.Linear(WIDTH, WIDTH)
-        self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        if experts is None:
+            self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        else:
+            self.moe = moe(WIDTH, 5, **experts)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """Return (rows, tokens, WIDTH)."""
@@ -39,16 +43,19 @@ class Block(nn.Module):
             enable_gqa=self.heads != self.groups,
         )
         x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, WIDTH))
-        return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
+        h = self.norm2(x)
+        return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
 
 
 class Model(nn.Module):
     """Embeddings of words and of given positions, two blocks, and a tied head."""
 
-    def __init__(self, heads: int = 4, groups: int = 4) -> None:
+    def __init__(
+        self, heads: int = 4, groups: int = 4, experts: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.ModuleList([Block(heads, groups) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(heads, groups, experts) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -75,13 +82,15 @@ class Problem:
     """Number of first tokens without labels, so that some ranks have tokens but no loss."""
     own_mean: bool = False
     """True if the script divides the loss by its own number of labels, which may be 0."""
+    experts: dict[str, Any] | None = None
+    """Options of `sw.MoE` in each block, or None for dense blocks."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
         torch.manual_seed(7 + self.seed)
-        return Model(self.heads, self.groups).double()
+        return Model(self.heads, self.groups, self.experts).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters."""
@@ -112,7 +121,9 @@ class Problem:
         logits = model(ids, positions, mask if self.masked else None).flatten(0, 1)
         if self.own_mean:
             each = F.cross_entropy(logits, labels.flatten(), reduction="none")
-            return each.sum() / (labels != -100).sum()
+            # Tokens of a part without labels count in router losses, so its loss must be finite.
+            least = 0 if self.experts is None else 1
+            return each.sum() / (labels != -100).sum().clamp(min=least)
         return F.cross_entropy(logits, labels.flatten())
 
 
@@ -120,18 +131,24 @@ def plain(problem: Problem) -> dict[str, Any]:
     """Train in this process with PyTorch alone. Return what to compare."""
     model = problem.model()
     optimizer = problem.optimizer_of(model)
+    loops = Loops([block.moe for block in model.blocks] if problem.experts is not None else [])
     losses, norms = [], []
     for step in range(problem.steps):
         batches = problem.batches(step)
         total = sum(int((labels != -100).sum()) for *_, labels in batches)
         mean = 0.0
         for batch in batches:
-            loss = problem.loss_of(model, batch) * int((batch[-1] != -100).sum()) / total
-            loss.backward()
-            mean += loss.item()
+            loops.losses, share = 0.0, int((batch[-1] != -100).sum()) / total
+            loss = problem.loss_of(model, batch)
+            ((loss + loops.losses) * share).backward()
+            mean += loss.item() * share
+        for parameter in model.parameters():  # as if every expert had run
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
+        loops.finish_step()
         losses.append(mean)
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "values": values, "logits": logits_of(model, problem)}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.unit.experts.naive import expert, naive
+from tests.unit.experts.naive import Loops, expert
 
 WIDTH, WORDS, EXPERTS = 6, 11, 8
 
@@ -118,43 +118,25 @@ def plain(problem: Problem) -> dict[str, Any]:
     """Train in this process with PyTorch alone and loops over tokens. Return what to compare."""
     model = problem.model()
     optimizer = problem.optimizer_of(model)
-    moes = [block.moe for block in model.blocks]
-    state: dict[str, Any] = {}
-
-    def as_a_loop(layer: sw.MoE):
-        def forward(x: Tensor, mask: Tensor) -> Tensor:
-            out, loss, counts = naive(layer, x, mask)
-            state["losses"] = state["losses"] + loss
-            layer.counted = layer.counted + counts
-            return out
-
-        return forward
-
-    for moe in moes:
-        moe.forward = as_a_loop(moe)
+    loops = Loops([block.moe for block in model.blocks])
     losses, norms = [], []
     for step in range(problem.steps):
         batches = problem.batches(step)
-        for moe in moes:
-            moe.counted = torch.zeros(len(moe.experts), dtype=torch.int64)
         total = sum(int((labels != -100).sum()) for *_, labels in batches)
         mean = 0.0
         for ids, mask, labels in batches:
-            state["losses"] = 0.0
+            loops.losses = 0.0
             loss = loss_of(model, ids, mask, labels)
             share = int((labels != -100).sum()) / total
             mean += loss.item() * share
-            ((loss + state["losses"]) * share).backward()
+            ((loss + loops.losses) * share).backward()
         for parameter in model.parameters():  # as if every expert had run
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), problem.max_norm or 1e9)))
         optimizer.step()
         optimizer.zero_grad()
-        for moe in moes:
-            if moe.selection_bias is not None:
-                counts = moe.counted.double()
-                moe.selection_bias += moe.bias_rate * torch.sign(counts.mean() - counts)
+        loops.finish_step()
         losses.append(mean)
     values = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return {"losses": losses, "norms": norms, "values": values}
@@ -197,10 +179,10 @@ def train_step(
         items = 0 if world.rows == 0 else int((labels != -100).sum())
         engine.backward(loss, weight=items, last=number == len(batches) - 1)
     stats = engine.step(max_norm=problem.max_norm)
-    counting = engine._spec.routing is not None and engine._spec.routing.layers
-    for layer, counts in stats.experts.items():
-        tokens = sum(int(mask.sum()) for _, mask, _ in batches)
-        assert sum(counts) == tokens * counting[layer].top_k
+    tokens = sum(int(mask.sum()) for _, mask, _ in batches)
+    assert stats.experts.keys() == {"blocks.0.moe", "blocks.1.moe"}
+    for counts in stats.experts.values():
+        assert sum(counts) == tokens * model.blocks[0].moe.top_k
     losses.append(stats.loss)
     norms.append(stats.grad_norm)
 

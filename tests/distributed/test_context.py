@@ -14,8 +14,11 @@ from shardwise.layout.bucket_layout import even_cuts
 from tests.distributed.contexts import WIDTH, WORDS, Model, Problem, plain, trained
 from tests.distributed.group import Groups
 
+ROUTED = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02}
+"""Router losses and a selection bias."""
+
 CASES = {
-    # ranks, parts per sequence, training
+    # ranks, parts per sequence, training, and ranks over which experts are spread
     "zero 0": (2, 2, Problem(settings={"zero": 0})),
     "zero 1": (2, 2, Problem("adamw", settings={"zero": 1})),
     "zero 2": (2, 2, Problem("adamw", rows=(2, 3), settings={"zero": 2})),
@@ -28,13 +31,40 @@ CASES = {
     "padding": (2, 2, Problem(masked=True, rows=(3,))),
     "a part without labels": (2, 2, Problem(unlabelled=6, settings={"zero": 2})),
     "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
+    # Parts of sequences are tokens like others, also for router losses of the whole batch.
+    "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, own_mean=True, settings={"zero": 2})),
+    "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), 2),
     "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
+}
+
+
+SPREAD = {
+    f"{optimizer}, zero {zero}, {context} x {expert}": (
+        4,
+        context,
+        Problem(optimizer, rows=(2, 3), experts=ROUTED, settings={"zero": zero}),
+        expert,
+    )
+    for optimizer in ("sgd", "adamw")
+    for zero in range(4)
+    for context, expert in ((2, 2), (2, 4), (4, 2))
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(group, name):
     check(group, *CASES[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "adamw, zero 3, 2 x 4" else pytest.mark.full)
+        for name in SPREAD
+    ],
+)
+def test_spreads_experts_over_parts_of_sequences(group, name):
+    check(group, *SPREAD[name])
 
 
 def random_case(seed: int) -> tuple[int, int, Problem]:
@@ -74,10 +104,10 @@ def test_random_program_equals_one_process(group, seed):
     check(group, *random_case(seed))
 
 
-def check(group: Groups, size: int, context: int, problem: Problem) -> None:
+def check(group: Groups, size: int, context: int, problem: Problem, expert: int = 1) -> None:
     """Compare a training on `size` ranks with one in this process."""
     expected = plain(problem)
-    everyone = group(size, context=context)(trained, problem)
+    everyone = group(size, context=context, expert=expert)(trained, problem)
     for rank, ours in enumerate(everyone):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)

@@ -1,5 +1,6 @@
 """`--expert`: training equals that of one process, in every row, on every number of ranks."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,29 @@ CASES = {
     ),
     "averages": (2, 2, Problem(settings={"zero": 2, "ema_decay": 0.9})),
     "whole tensors": (2, 2, Problem(optimizer="adafactor", settings={"zero": 2})),
+    "bias only": (
+        4,
+        2,
+        Problem(
+            optimizer="sgd",
+            rows=UNEVEN,
+            steps=3,
+            options={"balance": 0.0, "z_loss": 0.0},
+            settings={"zero": 1},
+        ),
+    ),
+    "no losses": (
+        2,
+        2,
+        Problem(options={"balance": 0.0, "z_loss": 0.0, "bias_rate": 0.0}, settings={"zero": 1}),
+    ),
+    # Each second backward pass runs twice, and must not count tokens twice.
+    "guarded": (2, 1, Problem(optimizer="sgd", rows=UNEVEN, steps=3, settings={"guard": 2})),
     "sigmoid": (2, 2, Problem(options={"scores": "sigmoid", "scale": 1.5}, settings={"zero": 1})),
 }
 
 
-SLOW = {"averages", "sigmoid", "recomputed", "whole"}
+SLOW = {"averages", "sigmoid", "recomputed", "whole", "no losses"}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +93,34 @@ def test_narrow_training_is_near_that_of_one_rank(group, precision):
     for ours in group(2, expert=2)(trained, problem):
         for key in ("losses", "norms"):
             assert ours[key] == pytest.approx(alone[key], rel=0.03)
+
+
+def compiled(world: sw.World, problem: Problem) -> tuple[dict[str, Any], int]:
+    """Train with `--compile`, whose graphs run unchanged. Return also the number of graphs."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        del inputs
+        graphs.append(graph)
+        return graph
+
+    plain_compile = nn.Module.compile
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        # The compiler itself inspects it, for any input that is not a leaf.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        patch.setattr(nn.Module, "compile", lambda unit: plain_compile(unit, backend=backend))
+        found = trained(world, problem)
+    torch.compiler.reset()
+    return found, len(graphs)
+
+
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
+def test_compiles_the_layers_around_the_experts(group, zero):
+    problem = Problem(optimizer="sgd", steps=3, settings={"zero": zero, "compile": True})
+    expected = plain(problem)
+    for ours, graphs in group(2, expert=2)(compiled, problem):
+        compare(ours, expected)
+        assert graphs
 
 
 @pytest.mark.full
@@ -172,8 +219,7 @@ def test_comparison_finds_planted_faults(group, fault, expert):
     problem = Problem(optimizer="sgd", settings={"zero": 2})
     expected = plain(problem)
     compare(group(2, expert=expert)(trained, problem)[0], expected)
-    # The last fault fails on the ranks already, where the counts are compared.
-    with pytest.raises(AssertionError, match=r"not close|sum\(counts\)"):
+    with pytest.raises(AssertionError, match="not close"):
         compare(group(2, expert=expert)(faulty, problem, fault)[0], expected)
 
 
@@ -313,15 +359,12 @@ def refused(world: sw.World) -> dict[str, tuple[str, str]]:
         except (ModelError, ConfigError) as error:
             found[name] = type(error).__name__, str(error)
         assert [p.shape for p in model.parameters()] == before
-    for name, settings in {
-        "compile": {"compile": True},
-        "host": {"shard_within": "host", "zero": 2},
-    }.items():
-        model = moe()
-        try:
-            sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True, **settings)
-        except (ModelError, ConfigError) as error:
-            found[name] = type(error).__name__, str(error)
+    model = moe()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        sw.Engine(model, optimizer, quiet=True, shard_within="host", zero=2)
+    except (ModelError, ConfigError) as error:
+        found["host"] = type(error).__name__, str(error)
     model = moe(experts=4)
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     engine.backward(model(torch.randn(4, 6, dtype=torch.float64)).mean())
@@ -340,6 +383,5 @@ def test_refuses_what_it_cannot_split(group):
         for name, (kind, words) in REFUSED.items():
             assert found[name][0] == kind.__name__, name
             assert words in found[name][1]
-        assert "--expert 2 cannot be combined with --compile" in found["compile"][1]
         assert "--shard-within host" in found["host"][1]
         assert "with --expert 2: no worker has the whole gradient" in found["gradients"][1]

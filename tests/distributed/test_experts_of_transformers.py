@@ -111,6 +111,8 @@ def trained(world: sw.World, kind: str, settings: dict[str, Any]) -> dict[str, A
     for step in range(len(ROWS)):
         engine.backward(loss_of(model, world.share(batch(step))))
         stats = engine.step(max_norm=0.5)
+        assert stats.experts
+        assert {sum(counts) for counts in stats.experts.values()} == {2 * batch(step).numel()}
         losses.append(stats.loss)
         norms.append(stats.grad_norm)
     held = {n: tuple(p.shape) for n, p in model.named_parameters() if n.endswith("down_proj")}

@@ -7,7 +7,7 @@ import shardwise as sw
 from shardwise.layout.bucket_layout import ALIGNMENT
 from shardwise.layout.placement import Placement
 from shardwise.tools.plan.choice import Choice
-from shardwise.tools.plan.engine_parts import note_spec, recorded
+from shardwise.tools.plan.engine_parts import note_experts, note_spec, recorded
 from shardwise.tools.plan.layout import lay_out
 from shardwise.tools.plan.memory import Hardware, predict
 from shardwise.tools.plan.plans import rounding_bytes, saved_bytes
@@ -44,6 +44,7 @@ def optimizers(kind, model):
 def record_of(engine, precision="fp32"):
     """Return the record of an engine without any operations."""
     notes = note_spec(engine._spec, 0)
+    note_experts(engine._spec, notes.parameters)
     buffers = [each for model in engine._spec.models for each in model.buffers()]
     return StepRecord(
         operations=(),
@@ -82,6 +83,34 @@ def test_planned_states_equal_the_engines(group, size, level):
         for planned, laid in group(size)(planned_and_laid, kind, level, precision, bucket_mb):
             assert planned == laid, (kind, precision)
             assert all(laid[state] for state in ("parameters", "gradients"))
+
+
+def planned_and_laid_experts(world, level):
+    """Return the plan's and the engine's bytes on a rank, and whether it holds the most experts."""
+    torch.manual_seed(0)
+    experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 9), nn.Linear(9, 16)) for _ in range(5))
+    layer = sw.MoE(nn.Linear(16, 5, bias=False), experts, shared=nn.Linear(16, 16))
+    model = nn.Sequential(nn.Linear(7, 16), layer, nn.Linear(16, 3))
+    engine = sw.Engine(model, torch.optim.AdamW(model.parameters()), zero=level, bucket_mb=0.002)
+    laid, is_last = engine._states.bytes_by_state(), world.expert.rank == world.expert.size - 1
+    engine.close()
+    record = record_of(engine)  # of the whole model
+    row, parts = Placement.zero(level), world.expert.size
+    layout = lay_out(record, row, world.size, bucket_mb=0.002, expert=parts)
+    return layout.bytes_by_state(world.rank), laid, is_last
+
+
+@pytest.mark.parametrize(
+    "level", [1, 3, *(pytest.param(n, marks=pytest.mark.full) for n in (0, 2))]
+)
+def test_planned_states_equal_those_of_the_rank_with_the_most_experts(group, level):
+    found = group(4, expert=2)(planned_and_laid_experts, level)
+    assert [is_last for *_, is_last in found] == [False, True, False, True]
+    for planned, laid, is_last in found:
+        if is_last:
+            assert planned == laid
+        else:
+            assert planned["parameters"] > laid["parameters"]
 
 
 def bound_and_copy(world, level, folder):

@@ -292,11 +292,11 @@ def cut(world: World, **mesh: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for group in (world.tensor, world.pipeline):
+        for group in (world.tensor, world.pipeline, world.expert):
             group.close()
         world.mesh, world.data, world.stage = Mesh(world.size), world.collectives, world.collectives
-        world.tensor, world.pipeline = Solo(), Solo()
-        for of_data in ("gather_order", "side_channel"):
+        world.tensor, world.pipeline, world.expert = Solo(), Solo(), Solo()
+        for of_data in ("gather_order", "side_channel", "routing_channel"):
             vars(world).pop(of_data, None)
 
 
@@ -395,6 +395,33 @@ def one_step(
     kernels = sum(order.kernels.values()) - before
     found = dict(order.synchronisations), kernels, len(engine._states.parameters.buckets)
     engine.close()
+    return found
+
+
+def expert_step(world: World, layers: int, options: dict[str, float]) -> dict[str, int]:
+    """Return the synchronisations of a step in mid-run, with experts on different ranks."""
+    from tests.phantom.streams import Device
+
+    def made_layer() -> nn.Module:
+        experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        router, shared = nn.Linear(WIDTH, 4, bias=False), nn.Linear(WIDTH, WIDTH)
+        return sw.MoE(router, experts, shared=shared, **options)
+
+    world.engines = 0
+    with cut(world, expert=2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[made_layer() for _ in range(layers)], nn.Linear(WIDTH, CLASSES))
+        model.to(world.device)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        engine = sw.Engine(model, optimizer, zero=1)
+        for step in range(4):
+            x, y = world.share(batch(world, step))
+            x = x.float()
+            Device.order.begin()
+            engine.backward(loss_of(model, x, y), weight=len(x))
+            engine.step(max_norm=0.5)
+        found = dict(Device.order.synchronisations)
+        engine.close()
     return found
 
 

@@ -37,6 +37,15 @@ def test_host_waits_once_per_step(phantom, settings, kind):
         assert sum(waits.values()) <= 1, "\n".join(f"{n} {k}" for k, n in waits.items())
 
 
+@pytest.mark.parametrize("layers", [3, pytest.param(1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("options", "others"), [({}, 1), ({"balance": 0.1, "bias_rate": 0.1}, 2)])
+def test_host_waits_once_per_layer_with_experts(phantom, layers, options, others):
+    """For the numbers of rows to exchange. The step and the router losses need a wait each."""
+    for waits in phantom(2, cases.expert_step, layers, options):
+        found = "\n".join(f"{n} {k}" for k, n in waits.items())
+        assert sum(waits.values()) <= layers + others, found
+
+
 ON_HOST = [
     ({"zero": 0, "offload_optimizer": "cpu"}, 2),
     ({"zero": 2, "offload_optimizer": "cpu"}, 2),

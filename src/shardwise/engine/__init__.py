@@ -48,6 +48,7 @@ start_lines.py, describe.py   the startup summary and the table of describe()
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.engines import Engines
+from shardwise.parallel.expert.expert_counts import ExpertCounts
 from shardwise.states.step_totals import StepStats
 
-__all__ = ["Engine", "Engines", "StepStats"]
+__all__ = ["Engine", "Engines", "ExpertCounts", "StepStats"]

@@ -16,6 +16,7 @@ from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.context.attention import ContextRun, DropsUnweighted
 from shardwise.parallel.context.sequence_trial import SequenceTrial, names_with_dropout
+from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.world.current_batch import Batch
 from shardwise.world.world import World
 
@@ -29,6 +30,9 @@ class ContextParallel:
     def __init__(self, world: World, model: nn.Module) -> None:
         self.run = ContextRun(world.context, world.current_batch)
         self._trial = SequenceTrial(model, self.run, world.device)
+        for _, layer in find_layers([self._trial.skeleton]):
+            # The router losses of parts add up to those of the batch only with an engine.
+            layer.router_loss_seed = 0.0
         self._model = model
         self._handles: list[Hooked] = []
 

@@ -40,6 +40,7 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
+from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
 from shardwise.world.world import current as current_world
@@ -60,6 +61,10 @@ class Engine(HintsAtAttributes):
         tensor_plan: With `--tensor`, how to split layers that the engine does not recognise. Keys
             are patterns of module names: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise",
             "head": "whole"}`. See docs/parallel.md.
+        expert_plan: With `--expert`, blocks with experts that are no `sw.MoE`. Keys are patterns of
+            module names, values the options of the `sw.MoE` that computes the same:
+            `{"blocks.*.moe": {"router": "gate", "experts": "experts", "top_k": 2}}`. See
+            docs/experts.md.
         **settings: Keywords of `shardwise.config.Settings`, such as `zero=2` or
             `precision="bf16-mixed"`. The TOML file, the environment and the flags override them.
 
@@ -91,6 +96,7 @@ class Engine(HintsAtAttributes):
         *,
         scaler: GradScaler | None = None,
         tensor_plan: TensorPlan | None = None,
+        expert_plan: ExpertPlan | None = None,
         **settings: Any,
     ) -> None:
         self.world = world = current_world()
@@ -113,7 +119,7 @@ class Engine(HintsAtAttributes):
             backward_kind, step_kind = RepeatableBackward, RepeatableSteps
             config.check_contradictions(self.settings)
             usage_checks.refuse_another_engine(number)
-        self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first
         # batch after it is created. StepRunner needs all other parts.

@@ -32,6 +32,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
+from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_hooks import HookedCheckpoints, Returns
 from shardwise.states.step_totals import StepTotals
@@ -171,6 +172,7 @@ def spec_of(
     models: nn.Module | Sequence[nn.Module],
     optimizers: optim.Optimizer | Sequence[optim.Optimizer],
     tensor_plan: TensorPlan | None,
+    expert_plan: ExpertPlan | None,
 ) -> EngineSpec:
     """Collect the inputs of an engine.
 
@@ -197,7 +199,7 @@ def spec_of(
         world.stage,
         world.step_group,
         world.peers,
-        *expert_parallel.begin(world, settings, model_tuple),
+        *expert_parallel.begin(world, settings, model_tuple, expert_plan),
         context_parallel.begin(world, settings, model_tuple),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +31,7 @@ def exchange(
     asked: int,
     written: bool,
     counts: bool = True,
+    experts: Sequence[int] = (),
 ) -> StepTotals:
     """Report this rank's statistics of the step, and return the global totals. Collective.
 
@@ -44,6 +46,7 @@ def exchange(
     written   True if user code has written to parameters
     counts    True on exactly one rank per replica, because all ranks of a replica see the same
     batches
+    experts   this rank's number of token copies per expert
 
     Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
     """
@@ -71,6 +74,7 @@ def exchange(
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
         alone=accumulation.needs_sole_loss,
+        experts=[float(count) if counts else 0.0 for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
     # Append the buffers to the report: one collective instead of two.
@@ -132,7 +136,8 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]
-    row = torch.tensor([totals.squared_norm, totals.options, *flags], dtype=torch.float64)
+    values = [totals.squared_norm, totals.options, *flags, *map(float, totals.experts)]
+    row = torch.tensor(values, dtype=torch.float64)
     rows = group.read(group.gather_rows(row.to(group.small_device)))
     options, calls = rows[:, 1].tolist(), rows[:, 7].tolist()
     return replace(
@@ -147,4 +152,6 @@ def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
         unsaved=bool(rows[:, 3].any()),
         asked=int(rows[:, 4].max()),
         written=bool(rows[:, 5].any()),
+        # Each layer runs on one stage, and the others have counted no tokens for it.
+        experts=tuple(map(int, rows[:, 9:].sum(0).tolist())),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +12,23 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import units
-from shardwise.parallel.expert.fused_experts import FusedExperts, why_not
+from shardwise.parallel.expert.fused_experts import FusedExperts
 from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.planned_blocks import ExpertPlan, PlannedBlock, blocks_of
 from shardwise.parallel.expert.routing_run import RoutingRun
 from shardwise.parallel.expert.split_experts import (
     ExpertParallelModels,
     find_fused,
     find_layers,
+    named_modules,
+    unsplit_reasons,
 )
+from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
 
 
 def begin(
-    world: World, settings: Settings, models: Sequence[nn.Module]
+    world: World, settings: Settings, models: Sequence[nn.Module], plan: ExpertPlan | None
 ) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
     """Return the run of the models' layers, and an empty expert-parallel state.
 
@@ -36,18 +40,32 @@ def begin(
     """
     layers = find_layers(models)
     size = world.expert_size
-    split = None if size == 1 else _find_experts(world, models, layers)
+    # On any number of ranks, so that a typo does not first show up in the large run.
+    planned = blocks_of(named_modules(models), plan or {})
+    split = None
+    try:
+        if size > 1:
+            split = _find_experts(world, models, layers, planned)
+            layers += [(block.name, block.layer) for block in planned]
+        _check(settings, layers, models, size)
+    except (ConfigError, ModelError):  # on all ranks
+        _restore_blocks(planned)
+        raise
     if not layers and split is None:
         return None, None
-    _check(settings, layers, models, size)
-    counts = any(layer.counts_all for _, layer in layers)
-    if counts:
+    if any(layer.has_losses or layer.bias_rate for _, layer in layers):
         _check_islands(world)
     # Only create channels that are used, because that is collective.
-    everyone = world.routing_channel if counts or split is not None else world.data
+    counts = split is not None or any(layer.has_losses for _, layer in layers)
+    everyone = world.routing_channel if counts else world.data
     run = RoutingRun(world.expert, everyone, world.current_batch)
-    run.layers = dict(layers)
+    run.layers = dict(layers) | dict(() if split is None else split.fused)
     return run, split
+
+
+def _restore_blocks(planned: Iterable[PlannedBlock]) -> None:
+    for block in planned:
+        block.disconnect()
 
 
 def _check_islands(world: World) -> None:
@@ -61,32 +79,39 @@ def _check_islands(world: World) -> None:
 
 
 def _find_experts(
-    world: World, models: Sequence[nn.Module], layers: Sequence[tuple[str, MoE]]
+    world: World,
+    models: Sequence[nn.Module],
+    layers: Sequence[tuple[str, MoE]],
+    planned: list[PlannedBlock],
 ) -> ExpertParallelModels:
     """Return an expert-parallel state that knows the modules to split besides `layers`. Collective.
 
     Raises ModelError on all ranks if there is nothing to split.
     """
     split = ExpertParallelModels(world.expert, world.expert_copies)
+    for block in planned:
+        block.keep_whole()
     fused = find_fused(models)
     # Rank 0 decides, so that a trial whose result depends on the machine cannot divide the ranks.
-    reasons: dict[str, str | None] = {}
+    mine: tuple[dict[str, str | None], dict[str, str | None]] = {}, {}
     if world.rank == 0:
-        by_form: dict[object, str | None] = {}
-        for name, module in fused.items():
-            form = type(module), tuple(p.shape for p in module.parameters()), module.training
-            if form not in by_form:
-                by_form[form] = why_not(module)
-            reasons[name] = by_form[form]
-    reasons = world.collectives.gather_plain(reasons)[0]
+        mine = unsplit_reasons(fused), {block.name: block.why_not() for block in planned}
+    reasons, refused = world.collectives.gather_plain(mine)[0]
+    split.planned = planned
+    for name, why in refused.items():
+        if why is not None:
+            raise ModelError(
+                f"--expert {world.expert_size} cannot split {name}, which expert_plan names: "
+                f"{why}. Build it with sw.MoE(router, experts, top_k=2), or leave it out."
+            )
     split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
     split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
-    if not layers and not split.fused:
+    if not layers and not split.fused and not planned:
         left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
         raise ModelError(
             f"--expert {world.expert_size} found no mixture-of-experts layer to split in "
             f"{type(models[0]).__name__}.{left} Build its layers with sw.MoE(router, experts, "
-            "top_k=2), or start without --expert."
+            "top_k=2), name them in sw.Engine(..., expert_plan=...), or start without --expert."
         )
     for model in models:
         config = getattr(model, "config", None)
@@ -126,14 +151,11 @@ def _check(
                 )
     if size == 1:
         return
-    for flag, is_set in {
-        "--compile": settings.compile,
-        "--shard-within host": settings.shard_within == "host",
-    }.items():
-        if is_set:
-            raise ConfigError(
-                f"--expert {size} cannot be combined with {flag} yet. Remove one of the two."
-            )
+    if settings.shard_within == "host":
+        raise ConfigError(
+            f"--expert {size} cannot be combined with --shard-within host yet. Remove one of the "
+            "two."
+        )
     inside = {m for _, layer in layers for m in layer.modules() if m is not layer}
     for model in models:
         for name, unit in units.find_units(model, settings.units):
@@ -146,11 +168,13 @@ def _check(
 
 def split(spec: EngineSpec) -> None:
     """Connect the layers with the run, and free the experts of other ranks."""
-    layers = find_layers(spec.models)
+    layers = _layers_of(spec)
     for _, layer in layers:
         layer.join_run(spec.routing)
     if spec.experts is not None:
         assert spec.routing is not None
+        for block in spec.experts.planned:
+            block.connect()
         for _, fused in spec.experts.fused:
             fused.connect(spec.routing)
         try:
@@ -167,11 +191,18 @@ def restore(spec: EngineSpec) -> None:
     _disconnect(spec)
 
 
+def _layers_of(spec: EngineSpec) -> list[tuple[str, MoE]]:
+    planned = () if spec.experts is None else spec.experts.planned
+    return [*find_layers(spec.models), *((block.name, block.layer) for block in planned)]
+
+
 def _disconnect(spec: EngineSpec) -> None:
-    for _, layer in find_layers(spec.models):
+    for _, layer in _layers_of(spec):
         layer.join_run(None)
-    for _, fused in () if spec.experts is None else spec.experts.fused:
-        fused.disconnect()
+    if spec.experts is not None:
+        _restore_blocks(spec.experts.planned)
+        for _, fused in spec.experts.fused:
+            fused.disconnect()
 
 
 def begin_backward(
@@ -198,7 +229,12 @@ def begin_backward(
     if not run.has_losses:
         return weight
     # One number per rank: the weight that the loss of the whole batch has in this step.
-    row = torch.as_tensor(weight, dtype=torch.float64).to(run.everyone.small_device).reshape(1)
+    device = run.everyone.small_device
+    row = (
+        weight.to(device, torch.float64)
+        if isinstance(weight, Tensor)
+        else to_device(torch.tensor(weight, dtype=torch.float64), device)
+    ).reshape(1)
     weights = run.everyone.read(run.everyone.gather_rows(row)).reshape(-1)
     # Losses that are sums count once on each rank, but the router losses count once in total.
     total = run.divisor or float(weights.sum())

@@ -257,6 +257,7 @@ class StepRunner:
                 written=self._objects.has_written,
                 # Tensor-parallel ranks share a batch, which must be counted once.
                 counts=self._spec.tensor_rank == 0,
+                experts=() if self._spec.routing is None else self._spec.routing.step_counts,
             )
             line = self._spec.pipeline
             return totals if line is None else over_stages(totals, line.group)
@@ -399,7 +400,7 @@ class StepRunner:
             stats = replace(stats, tokens=tokens, padding=padding, tokens_per_second=rate)
             self._ended = now
         if self._spec.routing is not None:
-            counts = self._spec.routing.stepped(skipped=stats.skipped)
+            counts = self._spec.routing.stepped(totals.experts, skipped=stats.skipped)
             stats = replace(stats, experts=counts)
         self._clear(totals)
         self._count()

@@ -76,7 +76,7 @@ class StepReport:
     | weights | losses x factor | squared norm |
     backwards | shares | options | calls | rows | shown | mix | copies |
     used, packed | late, packed |
-    news | several | unsaved | asked | written | divisor | alone | buffer rows |
+    news | several | unsaved | asked | written | divisor | alone | experts | buffer rows |
 
     The length of the first three depends on the aggregation.
 
@@ -97,6 +97,7 @@ class StepReport:
     written      user code has written to parameters
     divisor      divisor of the summed losses; 0 for means, -1 if unknown
     alone        a loss is correct only if it is the step's only loss
+    experts      number of token copies per expert
     buffer_rows  the numbers of rows that weight the averages of buffers
     """
 
@@ -120,6 +121,7 @@ class StepReport:
     written: bool
     divisor: float
     alone: bool
+    experts: list[float]
     buffer_rows: list[float]
 
     def row(self, device: torch.device) -> Tensor:
@@ -127,7 +129,7 @@ class StepReport:
         # Pack flags into fp64 numbers, because a large model has thousands of parameters.
         flags = self.news, self.several, self.unsaved, self.asked, self.written
         numbers = [*pack(self.used), *pack(self.late), *map(float, flags)]
-        numbers += [self.divisor, float(self.alone), *self.buffer_rows]
+        numbers += [self.divisor, float(self.alone), *self.experts, *self.buffer_rows]
         known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
         known += [self.shown, *self.mix, self.copies, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
@@ -142,11 +144,12 @@ class StepReport:
             words(len(self.used)),
             words(len(self.late)),
             7,
+            len(self.experts),
             len(self.buffer_rows),
         )
         # Split the rows in the same order as `row` builds them.
         ends = list(accumulate(lengths))
-        weights, losses, squares, known, used, late, flags, _ = (
+        weights, losses, squares, known, used, late, flags, experts, _ = (
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
@@ -177,6 +180,7 @@ class StepReport:
             asked=int(max(row[3] for row in flags)),
             written=any(row[4] for row in flags),
             divisor=_common(divisors) if divisors else 0.0,
+            experts=tuple(int(sum(column)) for column in zip(*experts, strict=True)),
         )
 
 

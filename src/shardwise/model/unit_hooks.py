@@ -22,7 +22,7 @@ from shardwise.errors import CollectiveError
 from shardwise.model.module_hooks import Hooked, attach
 
 
-def _untraced(function: Any) -> Any:
+def untraced(function: Any) -> Any:
     """Exclude `function` and the functions that it calls from torch.compile."""
     # Equivalent to torch.compiler.disable, but without importing the compiler, which takes seconds.
     frames = torch._C._dynamo.eval_frame
@@ -133,7 +133,7 @@ class ModuleHook:
             attach(module.register_forward_hook, self.leave, always_call=True),
         ]
 
-    @_untraced
+    @untraced
     def enter(self, module: nn.Module, args: Any) -> None:
         """Report the start of a forward pass."""
         del args
@@ -156,7 +156,7 @@ class ModuleHook:
             if recording and not refers:
                 self._manager.keep(self._number)
 
-    @_untraced
+    @untraced
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Report the end of a forward pass, even if it failed."""
         del module, args
@@ -186,7 +186,7 @@ class ModuleHook:
         with ignored, torch._C.DisableTorchFunction(), torch._C._DisableFuncTorch():
             self._manager.leave(self._number, failed=failed)
 
-    @_untraced
+    @untraced
     def _touch(self, grad: Tensor) -> None:
         del grad
         if self._manager is not None:
@@ -209,7 +209,7 @@ class _ReferenceHooks:
         """The enclosing pair of hooks, or None."""
         self._reference_of = manager.reference_of
 
-    @_untraced
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         """Return what autograd stores for `tensor`."""
         with torch._C.DisableTorchFunction():
@@ -222,7 +222,7 @@ class _ReferenceHooks:
                 tensor = tensor.clone()
         return tensor if self.outer is None else self.outer[0](tensor)
 
-    @_untraced
+    @untraced
     def unpack(self, saved: Any) -> Any:
         """Return the tensor that `saved` represents."""
         if isinstance(saved, SavedReference):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from shardwise.parallel.expert.expert_counts import ExpertCounts
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,8 @@ class StepStats:
         tokens_per_second: `tokens` divided by the time since the previous step, in 1/s. 0 in the
             first step. Measured on this rank's host, without waiting for its device.
         experts: Number of token copies per expert in this step, on all workers and in all
-            micro-batches, by the name of the `sw.MoE` layer. Only layers with `balance`, `z_loss`
-            or `bias_rate` count.
+            micro-batches, by the name of the layer: those of `sw.MoE` and, with `--expert`,
+            Transformers' experts.
         repeated: True if a worker was lost in the step, with `--survive` and in a plain loop over a
             Loader. Nothing was updated, `skipped` is True, and the Loader hands out the same rows
             again.
@@ -58,7 +60,7 @@ class StepStats:
     padding: float = 0.0
     # Not compared, because the other values are the same on all ranks.
     tokens_per_second: float = field(default=0.0, compare=False)
-    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    experts: Mapping[str, ExpertCounts] = field(default_factory=dict)
     repeated: bool = False
 
 
@@ -89,6 +91,7 @@ class StepTotals:
         written: True if user code has written into parameters on any rank.
         divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
         scale: Loss scale of the gradients, if they belong to an earlier step.
+        experts: Number of token copies per expert in the step, one layer after the other.
     """
 
     weight: float
@@ -111,6 +114,7 @@ class StepTotals:
     written: bool
     divisor: float
     scale: float | None = None
+    experts: tuple[int, ...] = ()
 
     @property
     def denominator(self) -> float:

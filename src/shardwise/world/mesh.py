@@ -239,7 +239,6 @@ def _check_context(settings: Settings, islands: int) -> None:
         "tensor": settings.tensor,
         "pipeline": settings.pipeline,
         "islands": islands,
-        "expert": settings.expert,
     }
     found = {name: number for name, number in others.items() if number > 1}
     if settings.exact is not None:

@@ -24,6 +24,38 @@ def moe(
     ).double()
 
 
+class Loops:
+    """Runs layers as plain loops, and adds up their router losses and counts.
+
+    Attributes:
+        losses: Sum of the router losses of the forward passes since it was set to 0.
+    """
+
+    def __init__(self, layers: list[sw.MoE]) -> None:
+        self.losses: Tensor | float = 0.0
+        self._counts = {layer: torch.zeros(len(layer.experts)).long() for layer in layers}
+        for layer in layers:
+            layer.forward = self._forward_of(layer)
+
+    def _forward_of(self, layer: sw.MoE):
+        def forward(x: Tensor, mask: Tensor | None = None) -> Tensor:
+            out, loss, counts = naive(layer, x, mask)
+            if torch.is_grad_enabled():
+                self.losses = self.losses + loss
+                self._counts[layer] += counts
+            return out
+
+        return forward
+
+    def finish_step(self) -> None:
+        """Update the selection biases, and start counting again."""
+        for layer, counts in self._counts.items():
+            if layer.selection_bias is not None:
+                shares = counts.double()
+                layer.selection_bias += layer.bias_rate * torch.sign(shares.mean() - shares)
+            counts.zero_()
+
+
 def naive(layer: sw.MoE, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the router losses, and the counts per expert, token by token."""
     tokens = x.reshape(-1, x.shape[-1])

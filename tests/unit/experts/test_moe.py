@@ -1,6 +1,7 @@
 """`sw.MoE` on one process, against a loop over tokens."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.engine import ExpertCounts
 from shardwise.errors import ModelError, UsageError
 from tests.unit.experts.naive import moe, naive
 
@@ -143,3 +145,32 @@ def test_refuses_wrong_shapes():
         layer(torch.zeros(3, 6, dtype=torch.float64))
     with pytest.raises(ModelError, match=r"nn\.ModuleList"):
         sw.MoE(nn.Linear(2, 2), [nn.Linear(2, 2)])
+
+
+def test_counts_each_forward_pass_once_with_gradients_only():
+    layer = moe(top_k=2)
+    x = torch.randn(5, 6, dtype=torch.float64)
+    out = layer(x)
+    layer(x)  # no backward pass reaches it
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    layer.eval()(x).sum().backward()
+    assert sum(layer.step_counts.values) == 10
+    layer.update_bias()
+    assert sum(layer.step_counts.values) == 0
+
+
+@pytest.mark.parametrize(
+    ("counts", "entropy", "imbalance"),
+    [
+        ((5, 5, 5, 5), 1.0, 1.0),
+        ((0, 7, 0, 0), 0.0, 4.0),
+        ((30, 10, 0, 0), 0.40563906, 3.0),
+        ((3,), 1.0, 1.0),
+        ((0, 0), math.nan, math.nan),
+    ],
+)
+def test_entropy_and_imbalance_of_counts(counts, entropy, imbalance):
+    found = ExpertCounts(counts)
+    assert found.entropy == pytest.approx(entropy, nan_ok=True)
+    assert found.imbalance == pytest.approx(imbalance, nan_ok=True)

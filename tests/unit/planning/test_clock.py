@@ -22,6 +22,7 @@ from shardwise.tools.plan.collectives import (
     reduce_scatter_seconds,
     send_seconds,
 )
+from shardwise.tools.plan.meshes import meshes
 from shardwise.tools.plan.operations import Work, busy
 from shardwise.tools.plan.overlap import UnitTimes, backward_pass, forward_pass
 from shardwise.tools.plan.pipeline_time import _walked, pipeline_seconds
@@ -30,6 +31,7 @@ from shardwise.tools.plan.record import (
     LayerRecord,
     Operation,
     ParameterRecord,
+    RoutedTokens,
     StepRecord,
     UnitUse,
 )
@@ -187,6 +189,63 @@ def _seconds(level: int, data: int, micros: int = 1, **more: object) -> dict[str
     estimate = step_estimate(_record(), choice, cluster)  # type: ignore[arg-type]
     assert estimate.seconds == pytest.approx(sum(estimate.parts.values()))
     return estimate.parts
+
+
+def _with_experts() -> StepRecord:
+    """Return the record with 4 experts in its first unit, each in a parameter of its own."""
+    record = _record()
+    first, *rest = record.parameters
+    experts = [
+        replace(first, name=f"e.{n}", shape=(PARAMETERS // 4,), experts=4, expert=n)
+        for n in range(4)
+    ]
+    routed = (RoutedTokens(8_000_000, 0, 4, True),)
+    return replace(record, parameters=(*experts, *rest), routed=routed)
+
+
+def test_experts_on_several_ranks_exchange_tokens() -> None:
+    record, cluster = _with_experts(), _cluster()
+
+    def parts(expert: int) -> dict[str, float]:
+        choice = Choice(row=Placement.zero(1), data=4, micro_batch=1, bucket_mb=1e6, expert=expert)
+        return step_estimate(record, choice, cluster).parts
+
+    replicated, spread = parts(1), parts(4)
+    assert "token exchanges" not in replicated
+    # Each of two exchanges per pass sends 3 of 4 parts over the links inside the host.
+    sent = 3 * (8_000_000 / 4 / cluster.inside.bandwidth + cluster.inside.latency)
+    assert spread["token exchanges"] == pytest.approx(4 * sent)
+    # No other rank holds the same experts, so their values are neither reduced nor published.
+    assert spread["publishing parameters"] == pytest.approx(replicated["publishing parameters"] / 2)
+    assert spread["update"] == pytest.approx(replicated["update"])
+
+
+@pytest.mark.parametrize(
+    ("data", "experts", "sizes"), [(8, 16, [2, 4, 8]), (8, 5, [2, 4]), (6, 8, [2]), (4, 0, [])]
+)
+def test_expert_sizes_divide_the_replicas(data: int, experts: int, sizes: list[int]) -> None:
+    cluster = Cluster(1, data, DEVICE, NEAR, FAR)
+    found = [each.expert for each in meshes(cluster, [1], 0, 0, experts) if each.expert > 1]
+    assert found == sizes
+
+
+@pytest.mark.parametrize(
+    ("experts", "expert", "ranks", "held"),
+    [
+        (0, -1, 4, 120),
+        (5, -1, 2, 72),
+        (5, 2, 2, 120),
+        (5, 1, 2, 0),
+        (5, 4, 5, 120),
+        (6, -1, 1, 120),
+    ],
+)
+def test_elements_on_the_rank_with_the_most_experts(
+    experts: int, expert: int, ranks: int, held: int
+) -> None:
+    shape = (experts or 5, 120 // (experts or 5)) if experts != 6 else (6, 20)
+    record = ParameterRecord("p", shape, "float32", 4, 0, 0, 0, experts=experts, expert=expert)
+    assert record.held(ranks) == held
 
 
 def test_step_on_one_device_is_products_and_update() -> None:

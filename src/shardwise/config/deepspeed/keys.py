@@ -269,8 +269,8 @@ _PARALLEL = [
     *_keys(
         REFUSED,
         "",
-        ("expert_parallel", _NOT_HERE, "open"),
-        ("use_data_before_expert_parallelism", _NOT_HERE),
+        ("expert_parallel", "start with --expert E instead", "open"),
+        ("use_data_before_expert_parallelism", "consecutive workers share the experts (--expert)"),
         ("hybrid_engine", "generate inside engine.uneven()", "open"),
     ),
 ]

@@ -38,6 +38,9 @@ class SequenceTrial:
         model: The model, before the engine changes it. Buffers are copied, parameters are not.
         run: The engine's context run.
         device: The device to run on.
+
+    Attributes:
+        skeleton: A copy of the model, whose parameters have shapes only.
     """
 
     def __init__(self, model: nn.Module, run: ContextRun, device: torch.device) -> None:
@@ -55,7 +58,7 @@ class SequenceTrial:
                 "are on the meta device. Build it on the CPU."
             )
         try:
-            self._skeleton = copy.deepcopy(model, dict(shapes))
+            self.skeleton = copy.deepcopy(model, dict(shapes))
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"--context {run.group.size} tests a copy of {self._name}, which cannot be copied: "
@@ -150,7 +153,7 @@ class SequenceTrial:
 
     def _filled(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model with random fp64 parameters, the same on all ranks."""
-        clone = copy.deepcopy(self._skeleton)
+        clone = copy.deepcopy(self.skeleton)
         draw = torch.Generator().manual_seed(0)
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module, live in zip(clone.modules(), model.modules(), strict=True):

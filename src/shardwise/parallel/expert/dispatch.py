@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives, Handle
 from shardwise.layout.bucket_layout import Span
+from shardwise.tiers.copy_stream import to_device
 from shardwise.timeline import recorder
 
 
@@ -183,7 +184,6 @@ class Exchange:
                 for expert in range(len(self.sizes))
                 for source in range(len(self._mine))
             ]
-            order = torch.cat(pieces)
-            inverse = inverse_of(order)
-            self._orders = order.to(device), inverse.to(device)
+            order = to_device(torch.cat(pieces), device)
+            self._orders = order, inverse_of(order)
         return self._orders

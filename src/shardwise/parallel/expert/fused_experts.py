@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,12 @@ from torch import Tensor, nn
 from shardwise.layout.bucket_layout import Span
 from shardwise.model import module_hooks
 from shardwise.model.recomputation import once
+from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.tiers.copy_stream import to_device
 
 ARGUMENTS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
@@ -125,7 +129,7 @@ def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any
 def _each_once(forward: Any, rows: Tensor, sizes: list[int]) -> Tensor:
     """Run `forward` on rows sorted by expert: `sizes[i]` rows of expert i, with gates of 1."""
     experts = torch.arange(len(sizes), device=rows.device)
-    repeats = torch.tensor(sizes, device=rows.device)
+    repeats = to_device(torch.tensor(sizes), rows.device)
     index = torch.repeat_interleave(experts, repeats, output_size=len(rows))
     ones = rows.new_ones(len(rows), 1)
     outputs: Tensor = forward(rows, index.unsqueeze(1), ones)
@@ -139,6 +143,7 @@ class FusedExperts:
         self.module = module
         self.number: int = module.num_experts  # type: ignore[assignment]
         self._run: RoutingRun | None = None
+        self.step_counts = StepCounts(self.number)
         self._spans: list[Span] = [(0, self.number)]
         self._holds_all = True
         self._plain: Any = None
@@ -168,6 +173,7 @@ class FusedExperts:
             self._run = None
             module_hooks.give_back(self.module, "forward", self)
 
+    @untraced
     def __call__(self, hidden_states: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return the weighted outputs of the experts, (T, D), for rows (T, D).
 
@@ -188,7 +194,8 @@ class FusedExperts:
         inverse = inverse_of(order)
         counts = count_rows(flat, self.number)
         table = once(partial(run.gather_counts, counts, of_all=False)).tolist()
-        ours = sum(table[run.group.rank])
+        own = table[run.group.rank]
+        ours = sum(own)
         copies = hidden_states.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
         exchange = Exchange(table, self._spans, run.group)
         received = exchange.to_experts(permuted(copies, order, inverse)[:ours], None)
@@ -203,8 +210,17 @@ class FusedExperts:
         total = total.to(hidden_states.dtype)
         if not torch.is_grad_enabled():
             return total
-        # Without a loss: the backward pass still drops gradients of weight 0.
-        return attach(total, total.new_zeros(()), run, 0.0, lambda: None)
+        # Without a loss: the backward pass counts, and drops gradients of weight 0.
+        done = self.step_counts.counter(own, training=self.module.training)
+        return attach(total, total.new_zeros(()), run, 0.0, done)
+
+    # -- as a RoutedLayer -----------------------------------------------------------------------
+
+    has_losses = False
+    """Losses of Transformers' routers are part of its models' losses."""
+
+    def update_bias(self, counts: Sequence[int]) -> None:
+        """No-op: a selection bias belongs to the router."""
 
     def _local(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Run this rank's experts on `rows`, sorted by expert."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,13 @@ from shardwise.comm import Handle
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.bucket_layout import Span
 from shardwise.model.recomputation import once
+from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.tiers.copy_stream import to_device
 
 
 class MoE(nn.Module):
@@ -54,8 +58,8 @@ class MoE(nn.Module):
         selection_bias: (E,) buffer in fp32 or wider, or None if `bias_rate` is 0.
         router_loss_seed: Gradient of the router losses without an engine.
         counts: (E,) int64 on the CPU: the number of token copies per expert in the last forward
-            pass. It includes all ranks in training with `balance`, `z_loss` or `bias_rate`,
-            otherwise only the ranks that exchange tokens.
+            pass. It includes all ranks in training with `balance` or `z_loss`, otherwise only the
+            ranks that exchange tokens. `engine.step().experts` has the counts of a step.
 
     Raises:
         ModelError: The numbers of experts do not fit, or an argument has the wrong type.
@@ -114,7 +118,7 @@ class MoE(nn.Module):
         bias = torch.zeros(len(experts)) if bias_rate else None
         self.register_buffer("selection_bias", bias)
         self.counts = torch.zeros(len(experts), dtype=torch.int64)
-        self._step_counts = torch.zeros(len(experts), dtype=torch.int64)
+        self.step_counts = StepCounts(len(experts))
         self._run: RoutingRun | None = None
         self._spans: list[Span] = [(0, len(experts))]
         """For each rank of the run's group, the experts [first, end) that it holds."""
@@ -127,23 +131,13 @@ class MoE(nn.Module):
         return bool(self.balance or self.z_loss)
 
     @property
-    def counts_all(self) -> bool:
-        """True if the layer counts the tokens of all ranks in training."""
-        return self.has_losses or self.selection_bias is not None
-
-    @property
-    def step_counts(self) -> list[int]:
-        """Number of token copies per expert in the backward passes since the last update."""
-        counts: list[int] = self._step_counts.tolist()
-        return counts
-
-    @property
     def _ranks(self) -> RoutingRun | None:
         """The engine's run if this forward pass needs other ranks, otherwise None."""
         # Inside `full_parameters` a single rank may run the model.
         run = self._run
         return None if run is None or (run.is_split and self.holds_all) else run
 
+    @untraced  # torch.compile cannot trace exchanges of rows whose numbers are only known here
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the layer's output for tokens.
 
@@ -170,16 +164,19 @@ class MoE(nn.Module):
         # Stable, so that the rows of an expert stay in the order of the batch.
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
-        table, everyone = self._tally(flat, tokens.shape[0] if valid is None else valid.sum())
+        # `new_full` and not `tensor`, whose copy to an accelerator would make the host wait.
+        counted = flat.new_full((1,), tokens.shape[0]) if valid is None else valid.sum().reshape(1)
+        table, everyone = self._tally(flat, counted)
         copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (T k, D)
-        ours = sum(table[0 if self._ranks is None else self._ranks.group.rank])
+        own = table[0 if self._ranks is None else self._ranks.group.rank]
+        ours = sum(own)
         rows = permuted(copies, order, inverse)[:ours]  # by expert, without padding
         outputs, shared = self._through_experts(rows, table, tokens)
         if ours < flat.numel():
             outputs = torch.cat([outputs, outputs.new_zeros(flat.numel() - ours, outputs.shape[1])])
         by_token = permuted(outputs, inverse, order).view(-1, self.top_k, outputs.shape[1])
         result = self._combine(by_token, routing.gates)
-        result = self._with_losses(result, routing, everyone, valid)
+        result = self._with_losses(result, routing, everyone, valid, own)
         if shared is not None:
             result = result + shared
         return result.view(*x.shape[:-1], result.shape[-1])
@@ -220,9 +217,9 @@ class MoE(nn.Module):
     @property
     def _is_counting(self) -> bool:
         """True if this forward pass needs the counts of all ranks. The same on every rank."""
-        return self.training and torch.is_grad_enabled() and self.counts_all
+        return self.training and torch.is_grad_enabled() and self.has_losses
 
-    def _tally(self, flat: Tensor, valid: Tensor | int) -> tuple[list[list[int]], list[int]]:
+    def _tally(self, flat: Tensor, valid: Tensor) -> tuple[list[list[int]], list[int]]:
         """Count the rows per expert: for each rank of the group, and in total with the tokens.
 
         The host waits for the device only here. Collective if there are other ranks.
@@ -235,7 +232,7 @@ class MoE(nn.Module):
             ]
             return [each], [*each, flat.numel() // self.top_k]
         counts = count_rows(flat, number)
-        row = torch.cat([counts, torch.as_tensor(valid, device=flat.device).reshape(1)])
+        row = torch.cat([counts, valid])
         run = self._ranks
         if run is None:
             rows = group_rows = once(row.cpu).view(1, -1)
@@ -283,40 +280,45 @@ class MoE(nn.Module):
         return total.to(outputs.dtype)
 
     def _with_losses(
-        self, result: Tensor, routing: Routing, everyone: list[int], valid: Tensor | None
+        self,
+        result: Tensor,
+        routing: Routing,
+        everyone: list[int],
+        valid: Tensor | None,
+        own: list[int],
     ) -> Tensor:
+        """Return `result`, whose backward pass adds the router losses and counts `own` tokens."""
+        done = self.step_counts.counter(own, training=self.training)
         if self._is_counting:
             counts = torch.tensor(everyone[:-1])
             loss = router_loss(
                 routing, counts, everyone[-1], valid, balance=self.balance, z_loss=self.z_loss
             )
-            done = partial(self._count, counts)
             return attach(result, loss, self._run, self.router_loss_seed, done)
         if self._ranks is not None and self._ranks.is_split and torch.is_grad_enabled():
             # Without losses, the backward pass still drops gradients of weight 0. A layer may be
             # fine-tuned in evaluation mode.
-            return attach(result, result.new_zeros(()), self._run, 0.0, lambda: None)
+            return attach(result, result.new_zeros(()), self._run, 0.0, done)
+        if result.requires_grad:
+            result.register_hook(lambda _: done())  # type: ignore[no-untyped-call]
         return result
 
-    def _count(self, counts: Tensor) -> None:
-        # Count in the backward pass: an evaluation has none, and recomputation makes no second one.
-        self._step_counts = self._step_counts + counts
-
     @torch.no_grad()
-    def update_bias(self) -> None:
-        """Update the selection bias from the counts since the last update.
+    def update_bias(self, counts: Sequence[int] | None = None) -> None:
+        """Update the selection bias, and discard the counts of the step.
 
         Engines call it in each step. Without an engine, call it after `optimizer.step()`.
+
+        Args:
+            counts: Number of token copies per expert in the step. Default: those of this process.
         """
         if self.selection_bias is not None:
-            counts = self._step_counts.to(torch.float64)
-            change = self.bias_rate * torch.sign(counts.mean() - counts)
-            self.selection_bias += change.to(self.selection_bias)
-        self.forget_counts()
-
-    def forget_counts(self) -> None:
-        """Discard the counts since the last update, because their step was skipped."""
-        self._step_counts = torch.zeros_like(self._step_counts)
+            copies = torch.tensor(self.step_counts.values if counts is None else counts).double()
+            change = self.bias_rate * torch.sign(copies.mean() - copies)
+            self.selection_bias += to_device(
+                change.to(self.selection_bias.dtype), self.selection_bias.device
+            )
+        self.step_counts.clear()
 
     def join_run(self, run: RoutingRun | None) -> None:
         """Connect the layer with an engine's run, or disconnect it. Engines call it."""

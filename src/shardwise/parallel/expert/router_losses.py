@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.tiers.copy_stream import to_device
 
 
 def router_loss(
@@ -52,7 +53,7 @@ def router_loss(
     if balance:
         kept = probabilities if valid is None else probabilities * valid.unsqueeze(-1)
         copies = max(tokens * routing.experts.shape[1], 1)
-        frequency = counts.to(device=logits.device, dtype=logits.dtype) / copies
+        frequency = to_device(counts.to(logits.dtype), logits.device) / copies
         total = total + balance * logits.shape[1] * share * (frequency * kept.sum(0)).sum()
     if z_loss:
         squares = logits.logsumexp(-1).square()

@@ -10,13 +10,16 @@ and whether the current batch is a stand-in. The engine sets two values before e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
+from shardwise.parallel.expert.expert_counts import ExpertCounts, StepCounts
 from shardwise.world.current_batch import CurrentBatch
 
 
@@ -28,18 +31,11 @@ class RoutedLayer(Protocol):
         """True if the layer has router losses in training."""
 
     @property
-    def counts_all(self) -> bool:
-        """True if the layer counts the tokens of all ranks in training."""
+    def step_counts(self) -> StepCounts:
+        """Counts this rank's token copies per expert since the last update."""
 
-    @property
-    def step_counts(self) -> list[int]:
-        """Number of token copies per expert since the last update."""
-
-    def update_bias(self) -> None:
-        """Update the selection bias from the counts since the last update."""
-
-    def forget_counts(self) -> None:
-        """Discard the counts since the last update."""
+    def update_bias(self, counts: Sequence[int]) -> None:
+        """Update the selection bias from the counts of all ranks."""
 
 
 @dataclass(eq=False)
@@ -62,7 +58,7 @@ class RoutingRun:
     divisor: float = 0.0
     """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
     layers: dict[str, RoutedLayer] = field(default_factory=dict)
-    """The layers of the engine's models, by name."""
+    """The layers of the engine's models, by name, in the same order on all ranks."""
 
     @property
     def has_losses(self) -> bool:
@@ -78,23 +74,34 @@ class RoutingRun:
         """
         return self.is_split or self.has_losses
 
-    def stepped(self, *, skipped: bool) -> dict[str, list[int]]:
+    @property
+    def step_counts(self) -> list[int]:
+        """This rank's number of token copies per expert in the step, one layer after the other."""
+        return [count for layer in self.layers.values() for count in layer.step_counts.values]
+
+    def stepped(self, counts: Sequence[int], *, skipped: bool) -> dict[str, ExpertCounts]:
         """Update the selection biases after a step, unless it was skipped.
 
-        Returns the number of token copies per expert in the step, for the layers that count them.
+        Args:
+            counts: The sum of all ranks' `step_counts`.
+            skipped: True if the step has changed no parameter.
+
+        Returns:
+            The number of token copies per expert in the step, by layer.
         """
-        self.has_tokens = False
-        counts = {n: layer.step_counts for n, layer in self.layers.items() if layer.counts_all}
-        for layer in self.layers.values():
-            if skipped:
-                layer.forget_counts()
-            else:
-                layer.update_bias()
-        return counts
+        found, rest = {}, iter(counts)
+        for name, layer in self.layers.items():
+            found[name] = ExpertCounts(islice(rest, len(layer.step_counts.values)))
+            if not skipped:
+                layer.update_bias(found[name])
+        self.abandon()
+        return found
 
     def abandon(self) -> None:
-        """Discard the counts of a failed step."""
-        self.stepped(skipped=True)
+        """Discard the counts of a step that has ended or failed."""
+        self.has_tokens = False
+        for layer in self.layers.values():
+            layer.step_counts.clear()
 
     @property
     def is_split(self) -> bool:

@@ -22,8 +22,9 @@ from shardwise.comm import Collectives
 from shardwise.errors import ModelError
 from shardwise.layout.bucket_layout import Span
 from shardwise.layout.shards import Shard
-from shardwise.parallel.expert.fused_experts import FusedExperts, is_fused
+from shardwise.parallel.expert.fused_experts import FusedExperts, is_fused, why_not
 from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.planned_blocks import PlannedBlock
 
 Layer = MoE | FusedExperts
 """Experts that can be spread over ranks."""
@@ -31,10 +32,10 @@ Layer = MoE | FusedExperts
 
 def find_layers(models: Sequence[nn.Module]) -> list[tuple[str, MoE]]:
     """Return the `sw.MoE` layers of `models` with their names, each once."""
-    return [(n, module) for n, module in _named_modules(models) if isinstance(module, MoE)]
+    return [(n, module) for n, module in named_modules(models) if isinstance(module, MoE)]
 
 
-def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module once, with a name that is unique among several models."""
     seen: set[nn.Module] = set()
     for number, model in enumerate(models):
@@ -49,7 +50,19 @@ def _named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module
 
 def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return the modules of `models` that hold experts in tensors (E, ...), by name."""
-    return {name: module for name, module in _named_modules(models) if is_fused(module)}
+    return {name: module for name, module in named_modules(models) if is_fused(module)}
+
+
+def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
+    """Return for each module why its experts cannot be split, or None if a trial has succeeded."""
+    by_form: dict[object, str | None] = {}
+    reasons = {}
+    for name, module in fused.items():
+        form = type(module), tuple(p.shape for p in module.parameters()), module.training
+        if form not in by_form:
+            by_form[form] = why_not(module)
+        reasons[name] = by_form[form]
+    return reasons
 
 
 class ExpertParallelModels:
@@ -67,6 +80,8 @@ class ExpertParallelModels:
         self.layers: list[tuple[str, Layer]] = []
         self.fused: list[tuple[str, FusedExperts]] = []
         """Modules with fused experts that passed a trial, before they are cut."""
+        self.planned: list[PlannedBlock] = []
+        """Blocks that the user's plan names."""
         self.reasons_unsplit: dict[str, str] = {}
         """Modules that look like experts but are not split, with the reason."""
         self.is_whole = False

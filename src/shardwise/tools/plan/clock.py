@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import Cluster
-from shardwise.tools.plan.collectives import all_reduce_seconds
+from shardwise.tools.plan.collectives import all_reduce_seconds, all_to_all_seconds
 from shardwise.tools.plan.operations import Work, busy
 from shardwise.tools.plan.parallelism import Parallelism
 from shardwise.tools.plan.record import Operation, StepRecord
@@ -66,6 +66,7 @@ def parallelism_of(choice: Choice) -> Parallelism:
         data=choice.data,
         tensor=choice.tensor,
         pipeline=choice.pipeline,
+        expert=choice.expert,
         schedule=choice.schedule,
         stages_per_rank=choice.stages_per_rank,
         micro_batch=choice.micro_batch,
@@ -107,7 +108,10 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     order = [BEFORE, *dict.fromkeys(unit for unit in used if unit >= 0), AFTER]
     outputs = _outputs(record)
     # Numbers of elements, because the bytes per element depend on the purpose (see `Bytes`).
-    held, trained = _parameters(record)
+    held, trained, experts = _parameters(record, run.expert)
+    exchanges = _exchanges(record, run, cluster)
+    # A recomputation sends the tokens again.
+    again = 2 if record.activations == "recomputed" else 1
     group = run.tensor_group(cluster)
     # A record made with tensor ranks already contains one rank's part only.
     parts = run.tensor // record.tensor
@@ -130,6 +134,9 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
                 shared,
                 shared,
                 trained=trained[unit] / part,
+                experts=experts[unit],
+                exchange_forward=exchanges[unit],
+                exchange_backward=again * exchanges[unit],
             )
         )
     return works
@@ -160,8 +167,23 @@ def _outputs(record: StepRecord) -> dict[int, int]:
     return outputs
 
 
-def _parameters(record: StepRecord) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the number of parameter elements per unit, and how many of them are trained.
+def _exchanges(record: StepRecord, run: Parallelism, cluster: Cluster) -> dict[int, float]:
+    """Return the seconds in which each unit sends tokens to experts and back, in one pass."""
+    seconds: dict[int, float] = defaultdict(float)
+    group = run.expert_group(cluster)
+    for each in record.routed:
+        unit = each.unit if each.unit >= 0 else AFTER
+        # Assumes that all experts get equally many tokens.
+        seconds[unit] += 2 * all_to_all_seconds(each.nbytes, group)
+    return seconds
+
+
+def _parameters(
+    record: StepRecord, expert: int
+) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
+    """Return the numbers of parameter elements per unit: all, the trained ones, and experts'.
+
+    If experts are spread over `expert` ranks, the first two do not include them.
 
     A parameter outside units belongs to BEFORE (for example an embedding) if its gradient is
     complete only after the backward pass of all units, and to AFTER otherwise.
@@ -170,13 +192,17 @@ def _parameters(record: StepRecord) -> tuple[dict[int, float], dict[int, float]]
     last = inside[-1] if inside else -1
     held: dict[int, float] = defaultdict(float)
     trained: dict[int, float] = defaultdict(float)
+    experts: dict[int, float] = defaultdict(float)
     for each in record.parameters:
         unit = each.unit
         if unit < 0:
             unit = BEFORE if each.arrived > last else AFTER
+        if expert > 1 and each.experts:
+            experts[unit] += each.held(expert)
+            continue
         held[unit] += each.numel
         trained[unit] += each.numel if each.group >= 0 else 0
-    return held, trained
+    return held, trained, experts
 
 
 def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[Work]:

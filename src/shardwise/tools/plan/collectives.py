@@ -72,6 +72,18 @@ def all_reduce_seconds(count: float, group: Group) -> float:
     return min(ring, near + 2 * _tree(count / group.inside, group.hosts, group.far))
 
 
+def all_to_all_seconds(count: float, group: Group) -> float:
+    """Return the time in seconds until each rank has sent equal parts of `count` bytes to all."""
+    if group.ranks == 1 or not count:
+        return 0.0
+    # Each rank sends over its own links, to the ranks of its host and of other hosts at once.
+    near, far = group.inside - 1, group.ranks - group.inside
+    return max(
+        near * (count / group.ranks / group.near.bandwidth + group.near.latency),
+        far * (count / group.ranks / group.far.bandwidth + group.far.latency),
+    )
+
+
 def send_seconds(count: float, link: NetworkLink) -> float:
     """Return the time in seconds to send `count` bytes to one other rank."""
     return link.latency + count / link.bandwidth if count else 0.0

@@ -18,6 +18,7 @@ from shardwise.comm import Solo
 from shardwise.engine import tensor_parallel, unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
+from shardwise.parallel.expert.split_experts import find_fused, find_layers, unsplit_reasons
 from shardwise.parallel.pipeline import partition
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.states.optimizer.optimizer_kind import may_fuse
@@ -38,6 +39,10 @@ class ObservedParameter:
     group: int
     arrived: int = -1
     layer: int = 0
+    experts: int = 0
+    """Number of experts of the layer that it belongs to, or 0."""
+    expert: int = -1
+    """Index of its expert, or -1 if it holds all of them."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,37 @@ def note_layers(
     return records, {layer.module: number for number, layer in enumerate(layers)}
 
 
+def note_experts(
+    spec: EngineSpec, parameters: Sequence[ObservedParameter]
+) -> list[tuple[nn.Module, int, bool]]:
+    """Return the modules with experts, the number of these, and whether they can be divided.
+
+    Also sets `experts` and `expert` of each of `parameters`.
+    """
+    found: list[tuple[nn.Module, int, bool]] = []
+    owners: dict[nn.Parameter, tuple[int, int]] = {}
+    for _, layer in find_layers(spec.models):
+        number = len(layer.experts)
+        found.append((layer, number, not any(True for _ in layer.experts.buffers())))
+        for index, expert in enumerate(layer.experts):
+            owners |= dict.fromkeys(expert.parameters(), (number, index))
+    fused = find_fused(spec.models)
+    # The engine refuses a model that computes a router loss from one worker's tokens.
+    refused = any(
+        getattr(getattr(model, "config", None), "output_router_logits", False)
+        for model in spec.models
+    )
+    reasons = unsplit_reasons(fused)
+    for name, module in fused.items():
+        if reasons[name] is None:
+            number = int(module.num_experts)  # type: ignore[arg-type]
+            found.append((module, number, not refused))
+            owners |= dict.fromkeys(module.parameters(), (number, -1))
+    for each in parameters:
+        each.experts, each.expert = owners.get(each.named.parameter, (0, -1))
+    return found
+
+
 def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[nn.Parameter, int]]:
     """Return the parameter groups, and a map from each parameter to the number of its group."""
     kinds = OptimizerKinds()
@@ -145,6 +181,8 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
         arrived=each.arrived,
         is_float=named.can_rest,
         layer=each.layer,
+        experts=each.experts,
+        expert=each.expert,
     )
 
 

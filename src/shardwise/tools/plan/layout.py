@@ -30,6 +30,8 @@ class LaidBucket:
     dtype: str
     unit: int
     group: GroupRecord | None
+    holders: int = 1
+    """Number of adjacent ranks that hold different experts, of which this is one part."""
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +40,7 @@ class LaidBucket:
 
     def share(self, rank: int) -> int:
         """Return the number of elements that `rank` owns."""
-        first, end = self.layout.interval(rank)
+        first, end = self.layout.interval(rank // self.holders)
         return end - first
 
     @property
@@ -52,7 +54,8 @@ class StateLayout:
     """The buckets of a record with placement `row` on `ranks` ranks.
 
     `frozen` are buckets of frozen parameters, which exist only if parameters are sharded. `apart`
-    is True if devices have their own memory, so that the tier `cpu` is separate from it.
+    is True if devices have their own memory, so that the tier `cpu` is separate from it. `expert`
+    ranks hold different experts. The layout is that of the last one, which has the most.
     """
 
     record: StepRecord
@@ -61,6 +64,7 @@ class StateLayout:
     buckets: tuple[LaidBucket, ...]
     frozen: tuple[LaidBucket, ...]
     apart: bool
+    expert: int = 1
 
     def bytes_by_state(self, rank: int) -> dict[str, int]:
         """Return the bytes of each state on `rank`, on any tier, as in `engine.describe()`.
@@ -135,7 +139,7 @@ class StateLayout:
         # Frozen parameters are in buckets only if parameters are sharded.
         laid = self.row.is_sharded("parameters")
         return sum(
-            each.nbytes
+            each.held(self.expert) * each.itemsize
             for each in self.record.parameters
             if each.group < 0 and not (laid and each.is_float)
         )
@@ -155,10 +159,12 @@ def lay_out(
     *,
     bucket_mb: float = 25.0,
     apart: bool = False,
+    expert: int = 1,
 ) -> StateLayout:
     """Return the buckets of `record` with placement `row` on `ranks` ranks.
 
-    `bucket_mb` is the maximum size of a bucket in MiB. `apart` is as in `StateLayout`.
+    `bucket_mb` is the maximum size of a bucket in MiB. `apart` and `expert` are as in
+    `StateLayout`.
     """
     # Units are gathered one by one, so a bucket must not contain parameters of two units.
     by_unit = row.is_sharded("parameters")
@@ -174,9 +180,12 @@ def lay_out(
         record,
         row,
         ranks,
-        _laid(record, trained, ranks, capacity, by_unit=by_unit, as_given=cuts_nothing),
-        _laid(record, frozen, ranks, capacity, by_unit=True, as_given=False) if by_unit else (),
+        _laid(record, trained, ranks, capacity, expert, by_unit=by_unit, as_given=cuts_nothing),
+        _laid(record, frozen, ranks, capacity, expert, by_unit=True, as_given=False)
+        if by_unit
+        else (),
         apart,
+        expert,
     )
 
 
@@ -185,6 +194,7 @@ def _laid(
     parameters: Sequence[ParameterRecord],
     ranks: int,
     capacity: int,
+    expert: int,
     *,
     by_unit: bool,
     as_given: bool,
@@ -200,12 +210,26 @@ def _laid(
         # A bucket never mixes units (if gathered by unit), parameter groups or dtypes.
         owner = (group.number, group.index) if group is not None else (-1, None)
         key = (each.unit if by_unit else 0, *owner, each.dtype)
+        is_split = expert > 1 and each.experts > 0
+        # As in engine.build: all ranks count the same size, because they hold different experts.
+        most = each.numel if each.expert >= 0 else each.held(expert)
         specs.append(
-            Spec(name=each.name, numel=each.numel, itemsize=each.itemsize, key=key, whole=whole)
+            Spec(
+                name=each.name,
+                numel=each.held(expert),
+                itemsize=each.itemsize,
+                key=key,
+                whole=whole,
+                room=-(-most // expert) if is_split else None,
+                axis=bucket_layout.EXPERT_COPIES if is_split else bucket_layout.DATA,
+            )
         )
     buckets = []
-    for layout in bucket_layout.lay_out(specs, ranks=ranks, capacity=capacity):
+    for layout in bucket_layout.lay_out(
+        specs, ranks=ranks, capacity=capacity, expert_copies=ranks // expert
+    ):
         first = parameters[layout.slots[0].parameter]
         group = record.groups[first.group] if first.group >= 0 else None
-        buckets.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group))
+        holders = expert if layout.axis == bucket_layout.EXPERT_COPIES else 1
+        buckets.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group, holders))
     return tuple(buckets)

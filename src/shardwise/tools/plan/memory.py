@@ -145,6 +145,7 @@ def predict(
         choice.data,
         bucket_mb=choice.bucket_mb,
         apart=hardware.apart,
+        expert=choice.expert,
     )
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}

@@ -22,6 +22,7 @@ class AxisSizes:
     tensor: int = 1
     pipeline: int = 1
     schedule: str = "1f1b"
+    expert: int = 1
 
 
 def tensor_sizes(cluster: Cluster) -> list[int]:
@@ -41,12 +42,15 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(max(most, 1).bit_length()) if 2**power <= most]
 
 
-def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iterator[AxisSizes]:
+def meshes(
+    cluster: Cluster, tensor: list[int], layers: int, total: int, experts: int = 0
+) -> Iterator[AxisSizes]:
     """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
 
     `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
     `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
-    `total` replicas.
+    `total` replicas. `experts` is the smallest number of experts of a layer, or 0 if experts cannot
+    be spread over replicas.
     """
     for parts in tensor:
         devices = cluster.devices // parts
@@ -55,6 +59,10 @@ def meshes(cluster: Cluster, tensor: list[int], layers: int, total: int) -> Iter
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
                 yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
+            # The engine spreads experts only if each replica is one rank.
+            for expert in _powers(min(data, experts))[1:] if parts == stages == 1 else ():
+                if data % expert == 0:
+                    yield AxisSizes(data=data, expert=expert)
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:

@@ -12,7 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import Settings
 from shardwise.tools.plan.engine_parts import ObservedParameter, recorded
-from shardwise.tools.plan.record import GroupRecord, LayerRecord, StepRecord, UnitUse
+from shardwise.tools.plan.record import (
+    GroupRecord,
+    LayerRecord,
+    RoutedTokens,
+    StepRecord,
+    UnitUse,
+)
 from shardwise.tools.plan.step_recorder import StepRecorder
 
 
@@ -55,6 +61,7 @@ class Observation:
     tensor: int = 1
     """Number of tensor-parallel ranks. The first one is observed."""
     layers: list[LayerRecord] = field(default_factory=list)
+    routed: list[RoutedTokens] = field(default_factory=list)
     pipelined: bool = False
     """Whether the loop calls engine.forward_backward."""
     disordered: str = ""
@@ -98,6 +105,7 @@ def finish(observation: Observation) -> None:
         tensor=observation.tensor,
         layers=tuple(observation.layers),
         no_pipeline=_why_no_pipeline(observation),
+        routed=tuple(observation.routed),
     ).write(observation.path)
     observation.written = True
     # The record is complete, so running the rest of the script would only take time.

@@ -183,7 +183,8 @@ def _advice(why: str) -> str:
 
 def _alike(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same operations and tensors."""
-    if len(one.operations) != len(other.operations) or len(one.tensors) != len(other.tensors):
+    lengths = [(len(r.operations), len(r.tensors), len(r.routed)) for r in (one, other)]
+    if lengths[0] != lengths[1]:
         return False
     # Sizes can only be fitted if operation n and tensor n correspond in both records.
     same = all(a.name == b.name for a, b in zip(one.operations, other.operations, strict=True))
@@ -223,5 +224,9 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
         large,
         operations=tuple(map(operation, small.operations, large.operations)),
         tensors=tuple(map(tensor, small.tensors, large.tensors)),
+        routed=tuple(
+            replace(b, nbytes=line(a.nbytes, b.nbytes))
+            for a, b in zip(small.routed, large.routed, strict=True)
+        ),
         batch_size=samples,
     )

@@ -21,18 +21,21 @@ from shardwise.errors import ConfigError
 from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.model.module_hooks import attach
+from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
 from shardwise.tools.plan.engine_parts import (
     ObservedParameter,
+    note_experts,
     note_layers,
     note_spec,
     replace_in,
     split_first_part,
 )
 from shardwise.tools.plan.observation import Observation, finish
-from shardwise.tools.plan.record import UnitUse
+from shardwise.tools.plan.record import RoutedTokens, UnitUse
 from shardwise.world.world import World
 from shardwise.world.world import current as current_world
 
@@ -47,6 +50,7 @@ class ObservedEngine(Engine):
         *,
         scaler: GradScaler | None = None,
         tensor_plan: TensorPlan | None = None,
+        expert_plan: ExpertPlan | None = None,
         **settings: Any,
     ) -> None:
         # A GradScaler only changes values, and an observed step has no values.
@@ -65,7 +69,7 @@ class ObservedEngine(Engine):
                 f"--context {self.settings.context}: shardwise plan cannot predict parts of "
                 "sequences yet. Leave it out."
             )
-        spec = spec_of(world, self.settings, models, optimizers, tensor_plan)
+        spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         if observation.tensor > 1:
             spec = split_first_part(spec, tensor_plan or {}, observation.tensor)
         self._spec = spec
@@ -80,9 +84,13 @@ class ObservedEngine(Engine):
         observation.parameters += noted.parameters
         layers, inside = note_layers(spec, noted.parameters)
         observation.layers += layers
+        experts = note_experts(spec, noted.parameters)
         self._take_memory(noted.parameters)
         self._enter_settings(world)
         self._hook_modules(noted.modules, inside)
+        for module, number, divisible in experts:
+            hook = self._routing(number, divisible)
+            attach(module.register_forward_pre_hook, hook, with_kwargs=True)
         observation.engines.append(self)
 
     # -- construction -----------------------------------------------------------------------
@@ -184,6 +192,26 @@ class ObservedEngine(Engine):
             self._depth += 1
 
         return enter
+
+    def _routing(self, experts: int, divisible: bool) -> Callable[..., None]:
+        """Return a hook that records how many bytes of tokens a layer sends to its experts."""
+        recorder = self._observation.recorder
+
+        def route(module: nn.Module, args: Any, kwargs: Any) -> None:
+            values = [*args, *kwargs.values()]
+            if not recorder.active or recorder.backward:
+                return
+            # Transformers' experts also receive the chosen experts, (T, k).
+            top_k = module.top_k if isinstance(module, MoE) else values[1].shape[-1]
+            tokens = RoutedTokens(
+                values[0].numel() * values[0].element_size() * int(top_k),
+                recorder.unit,
+                experts,
+                divisible,
+            )
+            self._observation.routed.append(tokens)
+
+        return route
 
     def _leaving(self, number: int) -> Callable[..., None]:
         recorder = self._observation.recorder

@@ -23,6 +23,7 @@ class Parallelism:
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     micro_batch: int = 1
@@ -54,6 +55,14 @@ class Parallelism:
         """Return a group of ranks that average gradients with each other."""
         stride = self.tensor if self.stages_last else self.tensor * self.pipeline
         return group_of(cluster, self.data, stride)
+
+    def copies_group(self, cluster: Cluster) -> Group:
+        """Return a group of ranks that hold the same experts."""
+        return group_of(cluster, self.data // self.expert, self.expert)
+
+    def expert_group(self, cluster: Cluster) -> Group:
+        """Return a group of ranks that together hold every expert once."""
+        return group_of(cluster, self.expert, 1)
 
     def tensor_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that split each layer between them."""

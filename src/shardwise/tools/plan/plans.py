@@ -266,7 +266,9 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
     A rank saves its shard of parameters and optimizer state. Replicated states and frozen
     parameters are divided among the replicas. Rank 0 also saves the module buffers.
     """
-    row, states, data = line.choice.row, line.memory.states, line.choice.data
+    row, states = line.choice.row, line.memory.states
+    # Only the ranks with the same experts divide them, which makes this an upper bound for others.
+    data = line.choice.data // line.choice.expert
     replicated = [line.memory.at_peak()["frozen"]]
     total = record.buffer_bytes
     for name in ("parameters", "optimizer"):

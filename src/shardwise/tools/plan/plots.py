@@ -98,7 +98,7 @@ def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
 
 
 TIME_COLORS = (
-    BLUE, TEAL, BROWN, PURPLE, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
+    BLUE, TEAL, BROWN, PURPLE, MINT, ORANGE, CRIMSON, OCHRE, SAND, GREEN, AMBER, SLATE
 )  # fmt: skip
 """The color of each kind in TIME_KINDS."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 
-VERSION = 4
+VERSION = 5
 """Version of the file format. Increase it with every change of the format."""
 
 
@@ -91,6 +91,8 @@ class ParameterRecord:
         arrived: Index of the operation that completed its gradient, or -1 without a gradient.
         is_float: True if its dtype is floating-point or complex, so that it can be sharded.
         layer: Index into StepRecord.layers.
+        experts: Number of experts of the layer that it belongs to, or 0 if it is no expert's.
+        expert: Index of its expert, or -1 if it holds all of them along its first dim.
     """
 
     name: str
@@ -102,6 +104,8 @@ class ParameterRecord:
     arrived: int
     is_float: bool = True
     layer: int = 0
+    experts: int = 0
+    expert: int = -1
 
     @property
     def numel(self) -> int:
@@ -110,6 +114,18 @@ class ParameterRecord:
         for size in self.shape:
             count *= size
         return count
+
+    def held(self, ranks: int) -> int:
+        """Return the number of elements on the last of `ranks` ranks that share the experts.
+
+        If the numbers of experts differ, the last rank has the most.
+        """
+        if not self.experts or ranks == 1:
+            return self.numel
+        first = self.experts * (ranks - 1) // ranks  # as in parallel/expert/split_experts.py
+        if self.expert < 0:
+            return self.numel // self.experts * (self.experts - first)
+        return self.numel if self.expert >= first else 0
 
     @property
     def nbytes(self) -> int:
@@ -143,6 +159,23 @@ class UnitUse:
     phase: str
     first: int
     end: int
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The tokens that a layer with experts sends to them in a forward pass.
+
+    Attributes:
+        nbytes: Size of the token copies in bytes.
+        unit: Index into StepRecord.units, or -1 outside units.
+        experts: Number of experts of the layer.
+        divisible: True if its experts can be held by different ranks.
+    """
+
+    nbytes: int
+    unit: int
+    experts: int
+    divisible: bool
 
 
 @dataclass(frozen=True)
@@ -211,6 +244,8 @@ class StepRecord:
     """The layers between which a pipeline can be split, in order."""
     no_pipeline: str = ""
     """Reason why the model cannot be split into pipeline stages, or "" if it can."""
+    routed: tuple[RoutedTokens, ...] = ()
+    """The tokens of each pass through a layer with experts."""
 
     @cached_property
     def parts(self) -> dict[range, StepRecord]:
@@ -252,6 +287,7 @@ _KINDS: dict[str, type] = {
     "uses": UnitUse,
     "assumed": Assumption,
     "layers": LayerRecord,
+    "routed": RoutedTokens,
 }
 
 

@@ -105,7 +105,16 @@ class Question:
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
         parts = sorted({parts for _, parts in self.steps})
-        return list(meshes(self.cluster, parts, layers, record.total_batch))
+        return list(meshes(self.cluster, parts, layers, record.total_batch, self._experts))
+
+    @property
+    def _experts(self) -> int:
+        """The smallest number of experts of a layer, or 0 if the engine would not spread them."""
+        record = self.step.large
+        fused = any(each.experts and each.expert < 0 for each in record.parameters)
+        fits = all(g.separable and (g.elementwise or not fused) for g in record.groups)
+        divisible = all(each.divisible for each in record.routed)
+        return min((r.experts for r in record.routed), default=0) if fits and divisible else 0
 
     def ways(self, mesh: AxisSizes) -> list[Way]:
         """Return the observations made with the mesh's tensor-parallel size."""
@@ -151,13 +160,14 @@ def search(question: Question) -> list[Line]:
 
 def _order(line: Line) -> tuple[bool, float, float, int]:
     # Sort by fit, then by time. Break ties by simplicity: fewer offloaded states, no recomputation,
-    # fewer micro-batches, fewer model-parallel ranks.
+    # fewer micro-batches, fewer ranks that split the model.
     choice = line.choice
     if not line.fits:
         return True, float(line.over + line.over_host), 0.0, 0
     seconds = line.estimate.seconds if line.estimate is not None else math.inf
     away = sum(tier.kind != "device" for tier in choice.row.tiers)
-    cost = away + choice.recomputed + choice.micro_batches / 1e3 + choice.tensor * choice.pipeline
+    split = choice.tensor * choice.pipeline * choice.expert
+    cost = away + choice.recomputed + choice.micro_batches / 1e3 + split
     return False, seconds, cost, choice.row.level
 
 
@@ -231,6 +241,7 @@ def measure(
         tensor=mesh.tensor,
         pipeline=mesh.pipeline,
         schedule=mesh.schedule,
+        expert=mesh.expert,
         in_rows=not record.no_pipeline,
     )
     predicted = predict_pipeline if mesh.pipeline > 1 else predict
@@ -260,6 +271,8 @@ def flags_of(line: Line) -> list[str]:
     """Return the flags of `shardwise run` for a candidate, without the number of workers."""
     choice, row = line.choice, line.choice.row
     words = ["--zero", str(row.level)] if choice.data > 1 else []
+    if choice.expert > 1:
+        words += ["--expert", str(choice.expert)]
     if choice.tensor > 1:
         words += ["--tensor", str(choice.tensor)]
     if choice.pipeline > 1:
@@ -314,6 +327,7 @@ def _changes(one: Line, other: Line) -> int:
             a.row.tiers != b.row.tiers,
             a.recomputed != b.recomputed,
             a.tensor != b.tensor,
+            a.expert != b.expert,
             (a.pipeline, a.schedule) != (b.pipeline, b.schedule),
         )
     )

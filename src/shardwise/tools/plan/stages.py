@@ -26,12 +26,13 @@ from shardwise.tools.plan.parallelism import Parallelism
 from shardwise.tools.plan.pipeline_time import pipeline_seconds
 
 TENSOR = "tensor parallel"
+EXCHANGE = "token exchanges"
 GATHER, REDUCE, PUBLISH = "waits for parameters", "waits for gradients", "publishing parameters"
 SEND, BUBBLE = "pipeline sends", "pipeline waits"
 UPDATE, OFFLOAD = "update", "offload"
 
 KINDS = (
-    MATMUL, MEMORY, LAUNCH, TENSOR, GATHER, REDUCE, SEND, BUBBLE, UPDATE, PUBLISH, OFFLOAD
+    MATMUL, MEMORY, LAUNCH, TENSOR, EXCHANGE, GATHER, REDUCE, SEND, BUBBLE, UPDATE, PUBLISH, OFFLOAD
 )  # fmt: skip
 
 
@@ -42,6 +43,9 @@ class UnitWork:
     `forward` and `backward` are the computation of its passes. `parameters` is the number of
     parameter elements on the device, and `trained` how many of them have a gradient (default: all).
     `tensor_forward` and `tensor_backward` are the seconds spent in tensor-parallel collectives.
+    `experts` is the number of elements of experts on the device, which are not in the other
+    numbers. `exchange_forward` and `exchange_backward` are the seconds in which tokens are sent to
+    experts and back.
     """
 
     forward: Busy
@@ -50,6 +54,9 @@ class UnitWork:
     tensor_forward: float = 0.0
     tensor_backward: float = 0.0
     trained: float | None = None
+    experts: float = 0.0
+    exchange_forward: float = 0.0
+    exchange_backward: float = 0.0
 
     @property
     def gradients(self) -> float:
@@ -141,6 +148,7 @@ class _StagePasses:
     ) -> None:
         self.units = units
         self.trained = sum(unit.gradients for unit in units)
+        self.experts = sum(unit.experts for unit in units)
         hidden = cluster.device.numbers.get("overlap", 1.0)
         times = [_unit_times(unit, run, cluster, size) for unit in units]
         self.forward = forward_pass(times, hidden=hidden).computed
@@ -165,14 +173,19 @@ def _unit_times(unit: UnitWork, run: Parallelism, cluster: Cluster, size: Bytes)
     group, row = run.data_group(cluster), run.placement
     # As in the engine: every rank needs the full gradient unless the optimizer is sharded.
     reduce_seconds = reduce_scatter_seconds if row.is_sharded("optimizer") else all_reduce_seconds
-    gather = 0.0
+    gather, reduction = 0.0, _by_bucket(reduce_seconds, unit.gradients, size.gradient, group, size)
     if row.is_sharded("parameters"):
         gather = _by_bucket(all_gather_seconds, unit.parameters, size.parameter, group, size)
+    if unit.experts:
+        copies = run.copies_group(cluster)
+        reduction += _by_bucket(reduce_seconds, unit.experts, size.gradient, copies, size)
+        if row.is_sharded("parameters"):
+            gather += _by_bucket(all_gather_seconds, unit.experts, size.parameter, copies, size)
     return UnitTimes(
-        unit.forward.seconds + unit.tensor_forward,
-        unit.backward.seconds + unit.tensor_backward,
+        unit.forward.seconds + unit.tensor_forward + unit.exchange_forward,
+        unit.backward.seconds + unit.tensor_backward + unit.exchange_backward,
         gather,
-        _by_bucket(reduce_seconds, unit.gradients, size.gradient, group, size),
+        reduction,
     )
 
 
@@ -202,6 +215,7 @@ def _computed(held: Sequence[_StagePasses], micros: int) -> dict[str, float]:
         MEMORY: busy.memory,
         LAUNCH: busy.launch,
         TENSOR: sum(unit.tensor_forward + unit.tensor_backward for unit in units),
+        EXCHANGE: sum(unit.exchange_forward + unit.exchange_backward for unit in units),
         GATHER: sum(each.gather_waits for each in held),
         REDUCE: sum(each.reduce_waits for each in held),
     }
@@ -212,16 +226,22 @@ def _update(
     held: Sequence[_StagePasses], run: Parallelism, cluster: Cluster, size: Bytes
 ) -> dict[str, float]:
     """Return a rank's seconds for the update, for offloading it and for publishing parameters."""
-    trained = sum(each.trained for each in held)
+    trained, experts = sum(each.trained for each in held), sum(each.experts for each in held)
     row, device = run.placement, cluster.device
     # With a sharded optimizer, each rank updates only its own shard.
-    own = trained / run.data if row.is_sharded("optimizer") else trained
+    own = trained + experts
+    if row.is_sharded("optimizer"):
+        own = trained / run.data + experts * run.expert / run.data
     seconds = {UPDATE: memory_seconds(own * size.update, device), PUBLISH: 0.0, OFFLOAD: 0.0}
     # After an update, parameters are published only if they are not sharded: sharded parameters
     # are gathered before their next use instead.
     if row.is_sharded("optimizer") and not row.is_sharded("parameters"):
         group = run.data_group(cluster)
         seconds[PUBLISH] = _by_bucket(all_gather_seconds, trained, size.parameter, group, size)
+        if experts:
+            copies = run.copies_group(cluster)
+            published = _by_bucket(all_gather_seconds, experts, size.parameter, copies, size)
+            seconds[PUBLISH] += published
     tier = row.tier("optimizer").kind
     # If the device is a CPU, host memory is its own memory, and there is no link to cross.
     if tier != "device" and device.number("host_gb_per_s"):

@@ -1,0 +1,65 @@
+"""Counts how many token copies each expert of a layer processes in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+
+class ExpertCounts(tuple[int, ...]):
+    """Number of token copies that each expert of a layer has processed.
+
+    Example:
+        >>> from shardwise.engine import ExpertCounts
+        >>> counts = ExpertCounts([30, 10, 0, 0])
+        >>> round(counts.entropy, 3), counts.imbalance
+        (0.406, 3.0)
+    """
+
+    @property
+    def entropy(self) -> float:
+        """Entropy of the experts' shares, divided by its maximum, log E.
+
+        1 if all experts are used equally often, 0 if all tokens use the same expert. NaN without
+        tokens.
+        """
+        total = sum(self)
+        if not total:
+            return math.nan
+        if len(self) == 1:
+            return 1.0
+        shares = [count / total for count in self if count]
+        return -sum(share * math.log(share) for share in shares) / math.log(len(self))
+
+    @property
+    def imbalance(self) -> float:
+        """Largest number of an expert, divided by the mean. At least 1; NaN without tokens."""
+        return max(self) * len(self) / sum(self) if sum(self) else math.nan
+
+
+class StepCounts:
+    """Counts this rank's token copies per expert in the forward passes that reach a backward pass.
+
+    An evaluation has no backward pass, and a recomputation has only that of its forward pass.
+
+    Args:
+        number: Number of experts.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.values = [0] * number
+
+    def counter(self, own: Sequence[int], *, training: bool) -> Callable[[], None]:
+        """Return a function that counts `own` tokens, once, if the layer is in training mode."""
+        # A second pass through the same graph (--guard, several losses) must not count again.
+        rest = [own] if training else []
+
+        def count() -> None:
+            if rest:
+                self.values = [a + b for a, b in zip(self.values, rest.pop(), strict=True)]
+
+        return count
+
+    def clear(self) -> None:
+        """Set all counts to 0."""
+        self.values = [0] * len(self.values)
