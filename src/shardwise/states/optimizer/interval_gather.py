@@ -58,12 +58,11 @@ class IntervalGather:
         }
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
-        bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
+        bucket = self._parameters.buckets[index]
         # Gather on the device that computes, because the transport can send its memory. A master
         # may be on the host or on a disk.
         _, device = self._parameters.kind(index)
-        group = self._groups.of(bucket) if self._scattered else None
-        flat = gather_bucket(bucket, own, part.to(device), group)
+        flat = self._gathered(index, part.to(device))
         tensors = {}
         for slot in bucket.slots:
             named = self._parameters.named[slot.parameter]
@@ -71,6 +70,12 @@ class IntervalGather:
             # Copy, because a view would keep the full bucket alive.
             tensors[named.parameter] = view.clone(memory_format=torch.preserve_format)
         return tensors
+
+    def _gathered(self, index: int, part: Tensor) -> Tensor:
+        """Return the full bucket, (bucket.numel,), gathered from the `part` of each rank."""
+        bucket = self._parameters.buckets[index]
+        group = self._groups.of(bucket) if self._scattered else None
+        return gather_bucket(bucket, self._optimizer.intervals[index].own, part, group)
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Return each parameter's value in the master dtype."""
