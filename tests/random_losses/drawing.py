@@ -67,7 +67,7 @@ def draw(seed: int) -> Run:
                 rank=rank,
                 moment=moment,
                 at=at,
-                name="STOP" if rng.random() < 0.08 else "KILL",
+                name=rng.choices(["KILL", "STOP", "TERM"], [80, 5, 15])[0],
                 seconds=rng.random() * LATER if rng.random() < 0.4 else 0.0,
             )
         )

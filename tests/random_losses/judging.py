@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise.net.restarts import SAVED
 from tests.random_losses.drawing import Run, draw
 from tests.random_losses.reference import STEPS, check
 from tests.seeded import Command, Result
@@ -21,7 +22,14 @@ COMMAND = Command(
     about="Lose ranks at random moments, and compare the end with the undisturbed run.",
     thing="loss",
     things="losses",
-    fine=("exact", "exact, lost too late", "too many at once", "pair lost"),
+    fine=(
+        "exact",
+        "exact, lost too late",
+        "too many at once",
+        "pair lost",
+        "saved",
+        "in the evaluation",
+    ),
     wrong=("other result", "ended", "hang", "left behind"),
 )
 _LOST = re.compile(r"^shardwise: rank (\d+) ended", re.MULTILINE)
@@ -71,10 +79,14 @@ class Runner:
 def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
     """Return the kind of result, and a few words about it."""
     last = ran.err.strip().splitlines()[-1][:300] if ran.err.strip() else ""
+    if ran.code == SAVED and [loss.name for loss in run.losses] == ["TERM", "TERM"]:
+        return "saved", last
     if ran.code:
         # Two ranks that were lost at nearly the same time may have been lost at once.
         if len(run.losses) > run.most and "were lost at once" in ran.err:
             return "too many at once", last
+        if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
+            return "in the evaluation", last
         pair = run.zero and len(run.losses) > 1 and "held the second copy of" in ran.err
         return ("pair lost" if pair else "ended"), last
     lost = {int(rank) for rank in _LOST.findall(ran.err)}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
 
+from shardwise.net.restarts import SAVED
+from tests.disk import wait_until
 from tests.random_losses.drawing import MOMENTS, PUBLISHES
 from tests.random_losses.reference import STEPS, check
 from tests.system.launcher import Launcher, script
@@ -22,6 +25,7 @@ CASES = [
     (3, 2, "auto", "plain", "sgd", "0:halfway:6"),
     (3, 2, "auto", "steps", "adamw", "2:publish:4"),
     (3, 1, "auto", "plain", "adamw", "0:begun:4"),
+    (3, 2, "auto", "steps", "sgd", "1:forward:6:TERM"),
 ]
 MORE = [
     (3, at % 3, transport, loop, "sgd", f"{rank}:{moment}:{at}")
@@ -95,3 +99,18 @@ def test_a_stopped_rank_is_killed(shardwise: Launcher, zero: int) -> None:
     ran = shardwise.run("run", *flags, script("survives"), "steps", "sgd", "out", "1:reduce:3:STOP")
     assert ran.code == 0, ran.err
     check(shardwise.folder, "sgd", [0, 2])
+
+
+@pytest.mark.full
+def test_sigterm_to_the_launcher_saves_and_stops_the_run(shardwise: Launcher) -> None:
+    """The other test sends SIGTERM to a rank, which leaves alone."""
+    folder = shardwise.folder
+    process = shardwise.start(
+        *("run", "-n", "2", "--survive", "1", script("survives"), "plain", "sgd", "out"),
+        "0:backward:6:STOP:9999",
+    )
+    wait_until(lambda: any((folder / "checkpoints").glob("step-*")), 60)
+    process.send_signal(signal.SIGTERM)
+    ran = shardwise.finish(process)
+    assert ran.code in (0, SAVED)  # 0: it was faster than the signal
+    assert "leaves after step" not in ran.err

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import copy
 import math
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,6 +88,8 @@ class RepeatableSteps(StepRunner):
         self._has_stepped = False
         self._is_layout_due = False
         """True from a loss until the states are laid out for the ranks that are left."""
+        self._leaving: tuple[int, ...] = ()
+        """Ranks of the run that leave after the step in progress, because of a signal."""
         self._survival.follow = self._follow_group
         self._survival.lay_out = self._lay_out
         self._survival.confirm = self._confirm
@@ -108,7 +112,17 @@ class RepeatableSteps(StepRunner):
         stats = super().step(max_norm, None)
         self._start.keep_buffers()
         self._has_stepped = True
+        if self._leaving:
+            self._part()
         return stats
+
+    def _part(self) -> None:
+        """Leave the run, or continue without the ranks that leave. Collective."""
+        survival, leaving, self._leaving = self._survival, self._leaving, ()
+        if self._world.collectives.status_server.rank in leaving:
+            self._world.preemption.leave_alone(self._state.steps)
+        survival.replace_group(self._state.steps, is_updated=True)
+        self._lay_out()
 
     def reduce(self) -> float:
         """See Engine.reduce."""
@@ -140,12 +154,16 @@ class RepeatableSteps(StepRunner):
         try:
             if survival.loss is not None:
                 raise survival.loss
-            self._reduced("engine.step()")
+            totals = self._reduced("engine.step()")
             states = self._state.states
             if states.copies is not None:
                 states.copies.receive(states.gradients.buckets)
-            survival.group.confirm()
+            leaving = survival.group.confirm(leaves=self._world.preemption.leaves_alone)
             survival.in_step = False
+            if survival.group.allows(leaving):
+                self._leaving = leaving
+            else:  # the run stops: a scheduler has sent the signal to all of its processes
+                self._state.totals = replace(totals, asked=signal.SIGTERM)
         except PeerLost:
             pass
         else:
@@ -213,7 +231,10 @@ class RepeatableSteps(StepRunner):
                     handle.wait()
                 for handle in gathers:
                     handle.reusable()
-        if survival.loss is not None:
+        # The ranks that stay may already have closed their connections to one that leaves.
+        if self._leaving:
+            survival.loss = None
+        elif survival.loss is not None:
             survival.replace_group(self._state.steps + 1, is_updated=True)
         self._lay_out()
         self._objects.states.parameters.settle()

@@ -159,7 +159,7 @@ class _Held:
     ) -> None:
         self._buckets = buckets
         self._states = (own, copy)
-        self.groups = own.groups
+        self.groups, self.intervals = own.groups, own.intervals
         self.is_flat = own.is_flat
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:

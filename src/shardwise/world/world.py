@@ -153,6 +153,7 @@ class World(BatchRows, HintsAtAttributes):
         """Repeats steps after a loss, with `--survive`; otherwise None."""
         if isinstance(group, SurvivorGroup):
             self.survival = Survival(group, self.print)
+            self.preemption.is_alone = True
             group.watch_members(self._follow_group)
         group.watch_members(self._update_main)
 

@@ -100,21 +100,24 @@ def halfway(owner: Any, name: str) -> None:
 
 
 def confirm(
-    self: SurvivorGroup, call: Callable[[SurvivorGroup], None] = SurvivorGroup.barrier
-) -> None:
+    self: SurvivorGroup,
+    call: Callable[..., tuple[int, ...]] = SurvivorGroup.confirm,
+    **keywords: bool,
+) -> tuple[int, ...]:
     """Confirm a step."""
     global is_confirming
     reach("confirm")
     is_confirming = True
-    call(self)
+    leaving = call(self, **keywords)
     is_confirming = False
     reach("update")
+    return leaving
 
 
 if mine:
     around(Gradients, "reduce", before="reduce", after="exchange")
     around(ReplicatedParameters, "publish", before="publish", after="published")
-    SurvivorGroup.barrier = confirm  # type: ignore[method-assign]
+    SurvivorGroup.confirm = confirm  # type: ignore[method-assign]
     around(Draft, "begin", before="save")
     around(CheckpointSaver, "_begin", after="begun")
     around(CheckpointSaver, "_write", after="written")

@@ -81,13 +81,25 @@ class SurvivorGroup(Collectives):
     def watch_members(self, changed: Callable[[], None]) -> None:
         self._changed.append(changed)
 
-    def confirm(self) -> None:
-        """Wait until every rank is prepared for the same commit. Collective."""
+    def confirm(self, *, leaves: bool = False) -> tuple[int, ...]:
+        """Wait until every rank is prepared for the same commit. Collective.
+
+        Args:
+            leaves: True if this rank leaves the run after the commit.
+
+        Returns:
+            The ranks of the run that leave.
+        """
         self.prepared = self.confirmed + 1
-        # A rank comes here only with all that it needs. So a rank that leaves the barrier knows
-        # that all others can finish the commit without it.
-        self.barrier()
+        # A rank comes here only with all that it needs. So a rank that has every row knows that all
+        # others can finish the commit without it.
+        rows = self.gather_rows(torch.tensor([float(leaves)]))
         self.confirmed += 1
+        return tuple(rank for rank, row in zip(self.members, rows, strict=True) if row.any())
+
+    def allows(self, leaving: Sequence[int]) -> bool:
+        """Return whether the run continues if the ranks `leaving` leave at once."""
+        return len(leaving) <= min(self._most, self.size - 1)
 
     def steadily(self, work: Callable[[], T]) -> T:
         if self._is_steady:
@@ -138,8 +150,8 @@ class SurvivorGroup(Collectives):
             if said := membership.too_many(before, decision.members, self._most):
                 if listener is not None:
                     listener.close()
-                lost = [rank for rank in before if rank not in decision.members]
-                raise CollectiveError(said).blaming(lost)
+                blamed = [rank for rank in before if rank not in decision.members]
+                raise CollectiveError(said).blaming(blamed)
             self.status_server.continue_with(decision.members, decision.generation)
             try:
                 self._store, inner = connecting.connect(
