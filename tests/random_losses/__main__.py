@@ -4,12 +4,14 @@ python -m tests.random_losses --losses 200 --seed 1     seeds 1 to 200
 python -m tests.random_losses --loss 17                 only seed 17, with its whole output
 """
 
+import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from tests.random_losses.judging import COMMAND, Runner
+from tests.seeded import console
 from tests.system.warm import WarmPython
 
 
@@ -19,9 +21,15 @@ def prepared() -> Iterator[Runner]:
     warm = WarmPython()
     try:
         with tempfile.TemporaryDirectory(prefix="loss") as folder:
-            yield Runner(Path(folder), warm.environ())
+            runner = Runner(Path(folder), warm.environ())
+            yield runner
     finally:
         warm.close()
+        if found := runner.continued:
+            console.print(
+                f"{len(found)} times the others continued, after {statistics.median(found):.2f} s "
+                f"(median) to {max(found):.2f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ COMMAND = Command(
     ),
     wrong=("other result", "ended", "hang", "left behind"),
 )
+_CONTINUED = re.compile(r"continues? after (\d+\.\d+) s")
 _LOST = re.compile(r"^shardwise: rank (\d+) ended", re.MULTILINE)
 
 
@@ -41,6 +42,8 @@ class Runner:
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
         self._folder = folder
         self._environ = dict(environ)
+        self.continued: list[float] = []
+        """Seconds after which the others continued, for each loss of all runs."""
 
     def __call__(self, seed: int) -> Result:
         """Try the losses of `seed`."""
@@ -53,6 +56,7 @@ class Runner:
             kind, words = judge(run, ran, folder)
             if alive := launcher.wait_until_gone(4):
                 kind, words = "left behind", f"processes {alive}"
+            self.continued += map(float, _CONTINUED.findall(ran.out))
             story = f"exit code {ran.code}\n{ran.out[-3000:]}{ran.err[-6000:]}"
         except AssertionError as error:  # it did not end
             kind, words, story = "hang", "", str(error)

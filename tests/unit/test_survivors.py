@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from shardwise.comm.survivors.membership import (
     Decision,
     Report,
+    check_number,
     decide,
     holders,
     leader,
     stands,
-    too_many,
 )
 from shardwise.errors import CollectiveError
 
@@ -96,11 +98,12 @@ def test_the_lowest_rank_that_is_left_decides(
 def test_more_losses_at_once_than_allowed_are_refused(
     left: tuple[int, ...], most: int, refused: bool
 ) -> None:
-    said = too_many((0, 1, 2, 3), left, most)
-    assert bool(said) == refused
-    if refused:
-        assert f"--survive {most}" in said
-        assert "checkpoint" in said
+    with (
+        pytest.raises(CollectiveError, match=f"--survive {most}.*checkpoint")
+        if refused
+        else (nullcontext())
+    ):
+        check_number((0, 1, 2, 3), left, most)
 
 
 @pytest.mark.parametrize(

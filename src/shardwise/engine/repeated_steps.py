@@ -110,6 +110,7 @@ class RepeatableSteps(StepRunner):
                 self._survival.repeat_later()
                 return StepStats(math.nan, 0.0, 0.0, skipped=True, repeated=True)
         stats = super().step(max_norm, None)
+        self._lay_out()  # if a step is skipped, there was no update after which it was done
         self._start.keep_buffers()
         self._has_stepped = True
         if self._leaving:

@@ -325,8 +325,9 @@ class StatusServer:
 
     def kill(self, rank: int) -> None:
         """Kill the process of `rank`, which is on this host."""
-        with suppress(ProcessLookupError):
-            os.kill(self._places[rank].pid, signal.SIGKILL)
+        if (place := self._places.get(rank)) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
 
     def ask_to_report(self, rank: int) -> bool:
         """Ask `rank` to report a long wait to the user. Return whether it will."""

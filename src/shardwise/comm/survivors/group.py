@@ -91,11 +91,16 @@ class SurvivorGroup(Collectives):
             The ranks of the run that leave.
         """
         self.prepared = self.confirmed + 1
-        # A rank comes here only with all that it needs. So a rank that has every row knows that all
-        # others can finish the commit without it.
-        rows = self.gather_rows(torch.tensor([float(leaves)]))
+        flags = torch.zeros(self.size)
+        flags[self.rank] = float(leaves)
+        # A rank comes here only with all that it needs. So a rank that has the sum of all flags
+        # knows that all others can finish the commit without it. A sum takes one message to each
+        # rank, as a barrier does.
+        handle = self.all_reduce(flags)
+        handle.wait()
+        handle.reusable()
         self.confirmed += 1
-        return tuple(rank for rank, row in zip(self.members, rows, strict=True) if row.any())
+        return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag)
 
     def allows(self, leaving: Sequence[int]) -> bool:
         """Return whether the run continues if the ranks `leaving` leave at once."""
@@ -147,11 +152,12 @@ class SurvivorGroup(Collectives):
             )
             decision, listener = self._agreement.reach(mine, before, self._timeout)
             self.generation = decision.generation
-            if said := membership.too_many(before, decision.members, self._most):
+            try:
+                membership.check_number(before, decision.members, self._most)
+            except CollectiveError:
                 if listener is not None:
                     listener.close()
-                blamed = [rank for rank in before if rank not in decision.members]
-                raise CollectiveError(said).blaming(blamed)
+                raise
             self.status_server.continue_with(decision.members, decision.generation)
             try:
                 self._store, inner = connecting.connect(

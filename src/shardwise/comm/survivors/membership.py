@@ -100,16 +100,15 @@ def stands(decision: Decision, mine: Report) -> bool:
     return decision.confirmed > mine.confirmed
 
 
-def too_many(members: Sequence[int], left: Sequence[int], most: int) -> str:
-    """Return why the run cannot continue with `left`, or "" if at most `most` were lost."""
+def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None:
+    """Raise CollectiveError if more than `most` of `members` are no longer among `left`."""
     lost = [rank for rank in members if rank not in left]
-    if len(lost) <= most:
-        return ""
-    named = ", ".join(map(str, lost))
-    return (
-        f"{len(lost)} workers were lost at once (ranks {named}), more than --survive {most} "
-        "allows. Start again from the last checkpoint; with --restarts the launcher does so."
-    )
+    if len(lost) > most:
+        raise CollectiveError(
+            f"{len(lost)} workers were lost at once (ranks {', '.join(map(str, lost))}), more than "
+            f"--survive {most} allows. Start again from the last checkpoint; with --restarts the "
+            "launcher does so."
+        ).blaming(lost)
 
 
 def holders(members: Sequence[int], left: Sequence[int]) -> list[int]:

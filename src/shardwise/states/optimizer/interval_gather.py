@@ -35,7 +35,7 @@ class GatheredState(Protocol):
     """The optimizer state that a rank contributes to a gather. See `OptimizerState`."""
 
     groups: Sequence[ParameterGroup]
-    intervals: Sequence[BucketUpdate]
+    intervals: list[BucketUpdate]
 
     def state_of(self, index: int, /) -> list[tuple[UpdatedTensor, dict[str, Any]]]: ...
     def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any, /) -> bool: ...
