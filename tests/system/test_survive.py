@@ -114,3 +114,17 @@ def test_sigterm_to_the_launcher_saves_and_stops_the_run(shardwise: Launcher) ->
     ran = shardwise.finish(process)
     assert ran.code in (0, SAVED)  # 0: it was faster than the signal
     assert "leaves after step" not in ran.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_resumed_run_loses_a_rank(shardwise: Launcher, zero: int) -> None:
+    """The second copies are those of the loaded states."""
+    flags = ["-n", "3", "--zero", str(zero)]
+    words = [script("survives"), "steps", "adamw", "out"]
+    ran = shardwise.run("run", *flags, "--stop-after", "8", *words)
+    assert ran.code == 0, ran.err
+    ran = shardwise.run("run", *flags, "--survive", "1", *words, "1:reduce:9")
+    assert ran.code == 0, ran.err
+    assert "at step 4" in ran.out  # the save of step 8 would have come after the stop
+    check(shardwise.folder, "adamw", [0, 2], first=4)

@@ -107,10 +107,11 @@ class SecondCopies:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes of the copies and of the gradients received for them."""
-        optimizer = self.optimizer
-        held = sum(interval.target.nbytes for interval in optimizer.intervals)
-        return optimizer.state_bytes + held + sum(each.reduced.nbytes for each in self._gradients)
+        """Memory in bytes of the copies, once the optimizer has created all of its state."""
+        intervals = self.optimizer.intervals
+        states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
+        held = sum(interval.target.nbytes for interval in intervals)
+        return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
         """Send this rank's reduced gradients to the next rank, and receive the owner's. Collective.

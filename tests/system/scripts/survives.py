@@ -52,6 +52,8 @@ engine = sw.Engine(model, optimizer)
 engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
+engine.track(loader=loader)
+engine.resume("checkpoints")
 
 
 def reach(moment: str) -> None:
