@@ -21,7 +21,7 @@ from pathlib import Path
 
 FOLDER = Path("runs/recovery")
 KILLS = {1: 40, 2: 90}
-"""Rank at the start of the run -> the step in which it is killed."""
+"""Rank at the start of the run -> number of steps after which it is killed."""
 
 
 def train(path: Path, *, kills: bool) -> None:

@@ -1,4 +1,4 @@
-"""Runs the script with losses, and compares what is left with the undisturbed run."""
+"""Runs the script with losses, and compares the end with the undisturbed run."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def order() -> tuple[int, ...]:
 
 
 def check(folder: Path, kind: str, left: list[int], first: int = 0) -> None:
-    """Compare what the ranks that are left have stored in `folder` with the undisturbed run.
+    """Compare the results in `folder` of the ranks that are left with the undisturbed run.
 
     `first` is the number of steps before those that they have stored.
     """

@@ -242,7 +242,7 @@ class RepeatableSteps(StepRunner):
 
 
 class _StepStart:
-    """What a step may have changed before it was confirmed: buffers and tracked objects."""
+    """The values that a step may change before it is confirmed: buffers and tracked objects."""
 
     def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
         self._state = state
@@ -272,7 +272,7 @@ class _StepStart:
     def go_back(self) -> None:
         """Write the buffers' copies back, because the step's forward passes run again.
 
-        Also forget what this rank has agreed on with others in the interrupted step.
+        Also undo agreements with other ranks in the interrupted step.
         """
         with torch.no_grad():
             for buffer, version, copied in self._buffers.values():

@@ -102,7 +102,7 @@ class Survival:
             self.loss = error
 
     def check_loop(self) -> None:
-        """Raise UsageError if `engine.step()` is called where a step cannot be repeated."""
+        """Raise UsageError if `engine.step()` is called outside of a loop that can repeat it."""
         if self._open == "plain":
             return
         if self._open == "steps":

@@ -40,7 +40,7 @@ class Fence:
 
     def _run(self) -> None:
         tick = min(TICK, self._limit / 8)
-        stopped: dict[int, float] = {}  # rank -> the time at which it was first seen stopped
+        stopped: dict[int, float] = {}  # rank -> when it was first seen stopped
         last = time.monotonic()
         while not self._closed.wait(tick):
             now = time.monotonic()

@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class Loss(NamedTuple):
-    """What a loss has changed.
+    """The result of a loss.
 
     Args:
-        stands: True if what this rank was about to confirm is complete, so that it must finish it.
+        stands: True if the commit in progress is complete on all ranks, so this rank finishes it.
         lost: The ranks of the run that were lost.
         seconds: Time from the start of the agreement until all ranks had a new transport.
     """
@@ -48,9 +48,9 @@ class SurvivorGroup(Collectives):
         most: Number of ranks that may be lost at once.
 
     Attributes:
-        prepared: Number of commits for which this rank has all that it needs. A step is a commit,
-            and so is a call in `steadily`.
-        confirmed: Number of commits of which it knows that every rank was prepared.
+        prepared: Number of commits that this rank could finish alone. A step is a commit, and so
+            is a call in `steadily`.
+        confirmed: Number of commits that every rank was prepared for, as far as this one knows.
         between_steps: Called after a loss in `steadily`.
     """
 
@@ -93,8 +93,8 @@ class SurvivorGroup(Collectives):
         self.prepared = self.confirmed + 1
         flags = torch.zeros(self.size)
         flags[self.rank] = float(leaves)
-        # A rank comes here only with all that it needs. So a rank that has the sum of all flags
-        # knows that all others can finish the commit without it. A sum takes one message to each
+        # A rank calls this only once it could finish the commit alone. So a rank that has the sum
+        # of all flags knows that the others can finish without it. A sum takes one message to each
         # rank, as a barrier does.
         handle = self.all_reduce(flags)
         handle.wait()

@@ -2,8 +2,8 @@
 
 A commit is a step, or a call such as `engine.save`. Each rank counts:
 
-    prepared    number of commits for which this rank has all that it needs (a step's totals)
-    confirmed   number of commits for which this rank knows that every rank was prepared
+    prepared    number of commits that this rank could finish alone: it has a step's totals
+    confirmed   number of commits that every rank was prepared for, as far as this one knows
 
 A rank updates only after it has confirmed the step. So a step that one rank has confirmed is
 prepared on all, and everybody can finish it. A step that no remaining rank has confirmed has
@@ -21,13 +21,13 @@ from shardwise.errors import CollectiveError
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank says when it has lost another one.
+    """The report of a rank that has lost another one.
 
     Args:
         rank: Its number in the run.
-        generation: Number of groups that were decided on before, as far as it knows.
-        prepared: Number of commits for which it has all that it needs.
-        confirmed: Number of commits of which it knows that every rank was prepared.
+        generation: Number of decisions before this one, as far as it knows.
+        prepared: Number of commits that it could finish alone.
+        confirmed: Number of commits that every rank was prepared for, as far as it knows.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class Decision:
     """Who is left, and which steps stand.
 
     Args:
-        generation: Number of this group, higher than that of every report.
+        generation: Number of this group, higher than in every report.
         members: Ranks of the run that are left, in ascending order. The first one hosts the store
             in which they meet.
         confirmed: Number of commits that all members finish before they continue.
