@@ -269,7 +269,7 @@ class Settings:
     compile: bool = _switch("precision", "compile each unit with torch.compile")
     survive: int = _setting(
         "recover",
-        "continue without lost workers, at most K at once; repeat their step",
+        "continue without lost workers, at most K at once",
         values.whole(0, values.MOST_RANKS),
         "K",
         default=0,
