@@ -66,7 +66,7 @@ class Runner:
         return Result(
             kind=kind,
             fine=kind in COMMAND.fine,
-            of=f"zero {run.zero}, {run.transport}, {run.losses[0].moment}",
+            of=run.losses[0].moment,
             words=f"{run}: {words}",
             story=story,
             seconds=time.monotonic() - began,
