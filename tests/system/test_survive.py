@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from functools import cache
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from shardwise.data.order import epoch_order
+from shardwise.net.restarts import SAVED
+from tests.disk import wait_until
+from tests.random_losses.drawing import MOMENTS, PUBLISHES
+from tests.random_losses.reference import STEPS, check
 from tests.system.launcher import Launcher, script
 
 pytestmark = [
@@ -18,71 +18,18 @@ pytestmark = [
     pytest.mark.usefixtures("warm_programs"),
 ]
 
-STEPS = 14
-"""Two epochs of 50 samples, in batches of 8."""
-
-
-@cache
-def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.Tensor]:
-    """Train in one plain PyTorch process on the samples in `order`."""
-    drawn = torch.Generator().manual_seed(5)
-    rows = torch.randn(50, 6, generator=drawn, dtype=torch.float64)
-    labels = torch.randint(0, 3, (50,), generator=drawn)
-    torch.manual_seed(4)
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    model[1].eval()
-    optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        if kind == "sgd"
-        else torch.optim.AdamW(model.parameters(), lr=0.01)
-    )
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-    losses = []
-    for epoch in (order[:50], order[50:]):
-        for first in range(0, 50, 8):
-            batch = list(epoch[first : first + 8])
-            loss = nn.functional.cross_entropy(model(rows[batch]), labels[batch])
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            losses.append(loss.item())
-    return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
-
-
-@cache
-def order() -> tuple[int, ...]:
-    """Return the Loader's order of the samples in both epochs."""
-    epochs = (epoch_order(3, epoch, 50, shuffle=True) for epoch in range(2))
-    return tuple(int(index) for epoch in epochs for index in epoch)
-
-
-def check(shardwise: Launcher, kind: str, left: list[int]) -> None:
-    """Compare the ranks that are left with the undisturbed run."""
-    losses, weights = undisturbed(kind, order())
-    for rank in left:
-        found: dict[str, Any] = torch.load(shardwise.folder / f"out-{rank}.pt")
-        assert found["losses"] == pytest.approx(losses, rel=1e-8)
-        assert torch.allclose(found["weights"], weights, rtol=1e-8, atol=1e-10)
-
-
 CASES = [
-    # size, transport, loop, optimizer, kills
-    (3, "auto", "steps", "sgd", "1:backward:4"),
-    (3, "gloo", "plain", "adamw", "0:reduce:9"),
-    (3, "auto", "plain", "sgd", "0:halfway:6"),
-    (3, "auto", "steps", "adamw", "2:exchange:0"),
+    # size, --zero, transport, loop, optimizer, kills
+    (3, 0, "auto", "steps", "sgd", "1:backward:4"),
+    (3, 1, "gloo", "plain", "adamw", "0:reduce:9"),
+    (3, 2, "auto", "plain", "sgd", "0:halfway:6"),
+    (3, 2, "auto", "steps", "adamw", "2:publish:4"),
+    (3, 1, "auto", "plain", "adamw", "0:begun:4"),
+    (3, 2, "auto", "steps", "sgd", "1:forward:6:TERM"),
 ]
 MORE = [
-    (3, transport, loop, "sgd", f"{rank}:{moment}:{at}")
-    for number, moment in enumerate(
-        ("forward", "backward", "reduce", "exchange", "confirm", "halfway", "update")
-    )
+    (3, at % 3, transport, loop, "sgd", f"{rank}:{moment}:{at}")
+    for number, moment in enumerate((*MOMENTS, *PUBLISHES))
     for transport in ("auto", "gloo")
     for loop in ("steps", "plain")
     for rank, at in [(number % 3, 2 * number)]
@@ -90,22 +37,23 @@ MORE = [
 
 
 @pytest.mark.parametrize(
-    ("size", "transport", "loop", "kind", "kill"),
+    ("size", "zero", "transport", "loop", "kind", "kill"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)],
 )
 def test_a_killed_rank_costs_at_most_its_step(
-    shardwise: Launcher, size: int, transport: str, loop: str, kind: str, kill: str
+    shardwise: Launcher, size: int, zero: int, transport: str, loop: str, kind: str, kill: str
 ) -> None:
-    flags = ["-n", str(size), "--survive", "1", "--transport", transport]
+    flags = ["-n", str(size), "--survive", "1", "--zero", str(zero), "--transport", transport]
     ran = shardwise.run("run", *flags, script("survives"), loop, kind, "out", kill)
     assert ran.code == 0, ran.err
     lost = int(kill[0])
     left = [rank for rank in range(size) if rank != lost]
     assert f"rank {lost} ended" in ran.err
-    assert f"shardwise: lost rank {lost} in step" in ran.out
+    where = "outside of a step" if "begun" in kill else "in step"
+    assert f"shardwise: lost rank {lost} {where}" in ran.out
     for place, rank in enumerate(left):
         assert f"rank {rank} is {place} of {size - 1} after step {STEPS}" in ran.out
-    check(shardwise, kind, left)
+    check(shardwise.folder, kind, left)
 
 
 @pytest.mark.full
@@ -116,7 +64,7 @@ def test_ranks_are_lost_one_after_another_until_one_is_left(shardwise: Launcher)
     )
     assert ran.code == 0, ran.err
     assert f"rank 2 is 0 of 1 after step {STEPS}" in ran.out
-    check(shardwise, "adamw", [2])
+    check(shardwise.folder, "adamw", [2])
 
 
 @pytest.mark.full
@@ -132,4 +80,51 @@ def test_two_ranks_are_lost_at_once(shardwise: Launcher, most: int) -> None:
         return
     # With --survive 1, the second may be lost only after the others have agreed.
     assert ran.code == 0, ran.err
-    check(shardwise, "sgd", [0, 3])
+    check(shardwise.folder, "sgd", [0, 3])
+
+
+@pytest.mark.full
+def test_a_rank_lost_with_its_second_copy_returns_to_the_checkpoint(shardwise: Launcher) -> None:
+    flags = ["-n", "4", "--survive", "2", "--zero", "2"]
+    kills = ["1:reduce:3", "2:reduce:3"]
+    ran = shardwise.run("run", *flags, script("survives"), "steps", "sgd", "out", *kills)
+    assert ran.code
+    assert "Ranks 1 and 2 were lost together" in ran.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_stopped_rank_is_killed(shardwise: Launcher, zero: int) -> None:
+    flags = ["-n", "3", "--survive", "1", "--zero", str(zero), "--timeout", "20"]
+    ran = shardwise.run("run", *flags, script("survives"), "steps", "sgd", "out", "1:reduce:3:STOP")
+    assert ran.code == 0, ran.err
+    check(shardwise.folder, "sgd", [0, 2])
+
+
+@pytest.mark.full
+def test_sigterm_to_the_launcher_saves_and_stops_the_run(shardwise: Launcher) -> None:
+    """The other test sends SIGTERM to a rank, which leaves alone."""
+    folder = shardwise.folder
+    process = shardwise.start(
+        *("run", "-n", "2", "--survive", "1", script("survives"), "plain", "sgd", "out"),
+        "0:backward:6:STOP:9999",
+    )
+    wait_until(lambda: any((folder / "checkpoints").glob("step-*")), 60)
+    process.send_signal(signal.SIGTERM)
+    ran = shardwise.finish(process)
+    assert ran.code in (0, SAVED)  # 0: it was faster than the signal
+    assert "leaves after step" not in ran.err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_resumed_run_loses_a_rank(shardwise: Launcher, zero: int) -> None:
+    """The second copies are those of the loaded states."""
+    flags = ["-n", "3", "--zero", str(zero)]
+    words = [script("survives"), "steps", "adamw", "out"]
+    ran = shardwise.run("run", *flags, "--stop-after", "8", *words)
+    assert ran.code == 0, ran.err
+    ran = shardwise.run("run", *flags, "--survive", "1", *words, "1:reduce:9")
+    assert ran.code == 0, ran.err
+    assert "at step 4" in ran.out  # the save of step 8 would have come after the stop
+    check(shardwise.folder, "adamw", [0, 2], first=4)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from shardwise.comm.survivors.membership import (
     Decision,
     Report,
+    check_number,
     decide,
+    holders,
     leader,
     stands,
-    too_many,
 )
 from shardwise.errors import CollectiveError
 
@@ -95,8 +98,32 @@ def test_the_lowest_rank_that_is_left_decides(
 def test_more_losses_at_once_than_allowed_are_refused(
     left: tuple[int, ...], most: int, refused: bool
 ) -> None:
-    said = too_many((0, 1, 2, 3), left, most)
-    assert bool(said) == refused
-    if refused:
-        assert f"--survive {most}" in said
-        assert "checkpoint" in said
+    with (
+        pytest.raises(CollectiveError, match=f"--survive {most}.*checkpoint")
+        if refused
+        else (nullcontext())
+    ):
+        check_number((0, 1, 2, 3), left, most)
+
+
+@pytest.mark.parametrize(
+    ("members", "left", "expected"),
+    [
+        ((0, 1, 2, 3), (0, 1, 2, 3), [0, 1, 2, 3]),
+        ((0, 1, 2, 3), (0, 2, 3), [0, 1, 1, 2]),  # rank 2 holds the copy of rank 1
+        ((0, 1, 2, 3), (0, 1, 2), [0, 1, 2, 0]),  # rank 0 holds that of the last one
+        ((0, 1, 2, 3), (1, 3), [0, 0, 1, 1]),  # two at once that are not neighbours
+        ((0, 2, 5), (2, 5), [0, 0, 1]),  # after an earlier loss
+        ((1, 3), (3,), [0, 0]),
+    ],
+)
+def test_a_lost_ranks_state_is_on_the_next_rank(
+    members: tuple[int, ...], left: tuple[int, ...], expected: list[int]
+) -> None:
+    assert holders(members, left) == expected
+
+
+@pytest.mark.parametrize(("left", "named"), [((0, 3), "1 and 2"), ((1, 2), "3 and 0"), ((3,), "0")])
+def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], named: str) -> None:
+    with pytest.raises(CollectiveError, match=f"Ranks {named}.*last checkpoint"):
+        holders((0, 1, 2, 3), left)

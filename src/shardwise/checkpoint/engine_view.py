@@ -33,6 +33,9 @@ class Objects(Protocol):
     def look_for_changes(self) -> None:
         """Detect and apply the changes that user code has made since the last call."""
 
+    def renew_copies(self) -> None:
+        """Make the second copies of optimizer state equal to their originals, after a load."""
+
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Add moving averages for the frozen parameters in `names`.
 

@@ -111,6 +111,7 @@ class CheckpointLoader:
             # Only weights were loaded, so step count, optimizers and random streams do not change.
             if parsed is None:
                 state.extra_sets.start_again()
+                objects.renew_copies()
                 self._report_lack(checkpoint, model_only=model_only)
                 return None
             fill = partial(load_tensors.fill_spans, tensors, checkpoint)
@@ -120,6 +121,7 @@ class CheckpointLoader:
             )
             for line in state.extra_sets.notes(checkpoint.fields):
                 world.say_once(line)
+        objects.renew_copies()
         engine_fields.restore(state, parsed.engine)
         if checkpoint.foreign is not None:
             for line in checkpoint.foreign.notes:

@@ -70,7 +70,8 @@ class CheckpointSaver:
         group = self._spec.world_group
         # With elastic groups, write in the foreground. If a group left during a background save,
         # its part would be missing, and the save would have to be repeated.
-        in_background = background and not group.has_changing_ranks
+        changes = group.has_changing_ranks or self._world.survival is not None
+        in_background = background and not changes
 
         def save() -> Path:
             return self._save(folder, keep=keep, background=in_background, split=split)

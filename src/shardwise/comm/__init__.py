@@ -52,7 +52,7 @@ from shardwise.comm.nccl import Nccl
 from shardwise.comm.ordered_sums import Sum
 from shardwise.comm.same_host import host_key, ranks_by_host
 from shardwise.comm.shared_memory import SharedMemory
-from shardwise.comm.survivors import SurvivorGroup
+from shardwise.comm.survivors import Loss, SurvivorGroup, holders
 from shardwise.net.torchrun_store import exposed
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Handle",
     "Hierarchical",
     "HostStaged",
+    "Loss",
     "Nccl",
     "OnMeeting",
     "SharedMemory",
@@ -76,6 +77,7 @@ __all__ = [
     "disconnect",
     "exposed",
     "for_thread",
+    "holders",
     "host_key",
     "place",
     "ranks_by_host",

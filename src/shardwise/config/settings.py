@@ -269,7 +269,7 @@ class Settings:
     compile: bool = _switch("precision", "compile each unit with torch.compile")
     survive: int = _setting(
         "recover",
-        "continue without up to K workers lost at once; repeat the step",
+        "continue without lost workers, at most K at once",
         values.whole(0, values.MOST_RANKS),
         "K",
         default=0,
@@ -439,8 +439,17 @@ _GROUPS = "it makes groups of workers, and these groups are not made again after
 
 _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = {
     "zero": (
-        lambda settings: settings.placement.level > 0,
-        "a lost worker's part of the state has no second copy",
+        lambda settings: settings.placement.is_sharded("parameters"),
+        "a worker that is lost in a forward pass leaves units that nobody can gather; --zero 2 "
+        "keeps second copies of the optimizer state",
+    ),
+    "shard_within": (
+        lambda settings: settings.shard_within == "host" and settings.placement.level > 0,
+        _GROUPS,
+    ),
+    "ema_decay": (
+        lambda settings: settings.ema_decay is not None and settings.placement.level > 0,
+        "a lost worker's part of the averages has no second copy",
     ),
     "offload_optimizer": (
         lambda settings: any(tier != DEVICE for tier in settings.placement.tiers),

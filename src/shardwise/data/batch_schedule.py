@@ -183,9 +183,8 @@ def check_same_dataset(world: World, dataset: Any) -> None:
         return
     contents = repr(list(_contents(dataset)))
     digest = hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()
-    gathered = comparison_group(world).gather_objects(
-        (type(dataset).__name__, len(dataset), digest)
-    )
+    group, mine = comparison_group(world), (type(dataset).__name__, len(dataset), digest)
+    gathered = group.steadily(lambda: group.gather_objects(mine))
     for rank, theirs in enumerate(gathered):
         if theirs != gathered[0]:
             one, other = (f"{kind} of {length}" for kind, length, _ in (gathered[0], theirs))

@@ -121,6 +121,8 @@ class LoaderPass:
             self._in_hand = True
             self.tokens += micro.tokens
             self.positions += micro.positions
+        elif self._world.survival is not None:
+            self._world.survival.has_counted = True
         if micro.last:
             self._stepped(micro.total)
         return data
@@ -151,7 +153,7 @@ class LoaderPass:
         assert items is not None
         self._items = items
         self._world.step_log.given_again()
-        item = self._fetch()
+        item = self._fetch_first()
         assert item is not None, "the step had rows before"
         return item
 
@@ -162,10 +164,16 @@ class LoaderPass:
 
     def _fetch_first(self) -> Item | None:
         """Wait for the first micro-batch of the next step, or return None at the end."""
-        # A rank that could finish its step after a loss still has the shares of all ranks.
-        if self._world.survival is not None and (items := self._shared_again(False)) is not None:
-            self._items = items
-        return self._fetch()
+        if self._world.survival is None:
+            return self._fetch()
+        while True:
+            # A rank that could finish its step after a loss still has the shares of all ranks.
+            if (items := self._shared_again(False)) is not None:
+                self._items = items
+            size, item = self._world.size, self._fetch()
+            # An epoch begins with a collective, in which ranks may be lost too.
+            if size == self._world.size:
+                return item
 
     def _fetch(self) -> Item | None:
         """Wait for the next micro-batch and return it, or None at the end of the pass."""

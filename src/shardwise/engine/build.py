@@ -32,6 +32,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
+from shardwise.states.second_copies import SecondCopies
 from shardwise.states.step_hooks import Kept, StepHooks
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -61,7 +62,7 @@ class States:
     """Parameters, gradients and optimizer state, laid out and connected.
 
     `shown` gathers parameters if they are sharded. `averages` is set if `ema_decay` is. `hooks` is
-    `spec.hooks`.
+    `spec.hooks`. `copies` are those of another rank's optimizer state, with `--survive`.
     """
 
     parameters: Parameters
@@ -72,6 +73,7 @@ class States:
     storage_factories: dict[str, StorageFactory]
     averages: Averages | None
     hooks: StepHooks | None
+    copies: SecondCopies | None
 
     @property
     def state_bytes(self) -> int:
@@ -84,6 +86,7 @@ class States:
         """Return the sizes of averages and anchor in bytes by name, if they exist."""
         kept = {
             "averages": self.averages,
+            "second copies": self.copies,
             "" if self.hooks is None else self.hooks.bytes_name: self.hooks,
         }
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
@@ -161,6 +164,13 @@ def build(
     # All parameters of a bucket are in the same parameter group, because `_spec` puts the group
     # into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
+    copies = None
+    if spec.settings.survive and scattered and spec.shard_group.size > 1:
+        # First, because the optimizer state below takes existing state from the user's optimizer.
+        factory = storage_factories["optimizer"]
+        copies = SecondCopies(
+            parameters, groups, gradients.buckets, factory, dict(masters), spec.shard_group
+        )
     optimizer = OptimizerState(
         parameters,
         groups,
@@ -189,6 +199,7 @@ def build(
         storage_factories,
         moving,
         spec.hooks,
+        copies,
     )
 
 
@@ -254,7 +265,18 @@ def take_apart(
     anchor = None
     if states.hooks is not None:
         anchor = states.hooks.take_apart(states.parameters, states.gathering)
-    for parameter, state in states.gathering.optimizer_state().items():
+    give_back(spec, states, states.gathering.optimizer_state())
+    return masters, averages, anchor
+
+
+def give_back(
+    spec: EngineSpec, states: States, gathered: Mapping[nn.Parameter, dict[str, Any]]
+) -> None:
+    """Move parameters, and the `gathered` state of each, back into the user's objects.
+
+    Collective if parameters are sharded.
+    """
+    for parameter, state in gathered.items():
         for optimizer in spec.optimizers:
             if any(parameter is p for group in optimizer.param_groups for p in group["params"]):
                 held(optimizer)[parameter] = state
@@ -268,7 +290,6 @@ def take_apart(
     # Close the files last, when no state needs them any more.
     for factory in states.storage_factories.values():
         factory.close()
-    return masters, averages, anchor
 
 
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:

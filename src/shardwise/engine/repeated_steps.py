@@ -6,26 +6,35 @@ lost, all that are left agree (comm/survivors/membership.py) whether the step st
 
     no rank that is left has confirmed    nothing has changed: discard the gradients, and repeat
     one of them has                       all know the totals: finish the step with them
+
+If the optimizer state is sharded, every rank sends its reduced gradients to the holder of its
+second copy before it confirms, and updates both states (states/second_copies.py). After a loss the
+states are laid out again for the ranks that are left: at once if the step is repeated, otherwise
+after its update, whose all-gather is then left out.
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import signal
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.comm import Handle
 from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.step import StepRunner
 from shardwise.errors import PeerLost, UsageError
 from shardwise.model.buffers import version_of, write
-from shardwise.states.step_totals import StepStats
+from shardwise.states.step_totals import StepStats, StepTotals
+from shardwise.timeline import span
 from shardwise.world.survival import Survival
 
 
@@ -76,6 +85,13 @@ class RepeatableSteps(StepRunner):
         super().__init__(state, backward, randoms, checkpoints, *others)
         self._survival = _survival(state)
         self._start = _StepStart(state, checkpoints)
+        self._has_stepped = False
+        self._is_layout_due = False
+        """True from a loss until the states are laid out for the ranks that are left."""
+        self._leaving: tuple[int, ...] = ()
+        """Ranks of the run that leave after the step in progress, because of a signal."""
+        self._survival.follow = self._follow_group
+        self._survival.lay_out = self._lay_out
         self._survival.confirm = self._confirm
         self._survival.remember = self._start.remember
         self._survival.return_tracked = self._start.return_tracked
@@ -94,8 +110,20 @@ class RepeatableSteps(StepRunner):
                 self._survival.repeat_later()
                 return StepStats(math.nan, 0.0, 0.0, skipped=True, repeated=True)
         stats = super().step(max_norm, None)
+        self._lay_out()  # if a step is skipped, there was no update after which it was done
         self._start.keep_buffers()
+        self._has_stepped = True
+        if self._leaving:
+            self._part()
         return stats
+
+    def _part(self) -> None:
+        """Leave the run, or continue without the ranks that leave. Collective."""
+        survival, leaving, self._leaving = self._survival, self._leaving, ()
+        if self._world.collectives.status_server.rank in leaving:
+            self._world.preemption.leave_alone(self._state.steps)
+        survival.replace_group(self._state.steps, is_updated=True)
+        self._lay_out()
 
     def reduce(self) -> float:
         """See Engine.reduce."""
@@ -127,12 +155,16 @@ class RepeatableSteps(StepRunner):
         try:
             if survival.loss is not None:
                 raise survival.loss
-            self._reduced("engine.step()")
-            survival.prepared = survival.confirmed + 1
-            # A rank comes here only with all totals. So a rank that leaves the barrier knows that
-            # all others can finish the step without it.
-            self._world.step_group.barrier()
-            survival.confirmed += 1
+            totals = self._reduced("engine.step()")
+            states = self._state.states
+            if states.copies is not None:
+                states.copies.receive(states.gradients.buckets)
+            leaving = survival.group.confirm(leaves=self._world.preemption.leaves_alone)
+            survival.in_step = False
+            if survival.group.allows(leaving):
+                self._leaving = leaving
+            else:  # the run stops: a scheduler has sent the signal to all of its processes
+                self._state.totals = replace(totals, asked=signal.SIGTERM)
         except PeerLost:
             pass
         else:
@@ -143,29 +175,74 @@ class RepeatableSteps(StepRunner):
 
     def _continue_with_the_others(self) -> bool:
         """Join the ranks that are left. Return whether the step must be repeated. Collective."""
-        state, survival = self._state, self._survival
+        if self._survival.replace_group(self._state.steps + 1):
+            self._survival.in_step = False
+            return False
+        self._backward.abandon()
+        self._lay_out()
+        if not self._has_stepped:
+            self._state.weighting.begin_again()
+        self._start.go_back()
+        self._randoms.reseed()
+        return True
+
+    def _follow_group(self) -> None:
+        """Adopt this rank's number among the ranks that are left. Forget calls with the others."""
+        state = self._state
         state.states.gradients.forget_calls()
-        stands, lost, seconds = survival.replace_group()
         state.aggregation.follow(self._world.data_rank)
-        state.states.gradients.follow_group()
-        if not stands:
-            self._backward.abandon()
-            if not survival.confirmed:
-                state.weighting.begin_again()
-            self._start.go_back()
+        if state.states.copies is None:
+            state.states.gradients.follow_group()
+        else:
+            self._is_layout_due = True
+        if not self._is_pending:
             self._randoms.reseed()
-        named = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-        size = self._world.size
-        self._world.print(
-            f"shardwise: lost {named} in step {state.steps + 1}: "
-            f"{'the step is complete' if stands else 'the step is repeated'}, and {size} "
-            f"worker{'s' * (size > 1)} continue{'s' * (size == 1)} after {seconds:.2f} s"
-        )
-        return not stands
+
+    def _lay_out(self) -> None:
+        """Lay the states out for the ranks that are left, if that is due. Collective."""
+        if not self._is_layout_due:
+            return
+        self._is_layout_due = False  # if ranks are lost meanwhile, the others gather again
+        if self._accumulation.backwards:
+            self._backward.abandon()
+        self._objects.lay_out_without_lost()
+        self._is_layout_due = False
+        self._survival.loss = None
+
+    def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
+        """Update both states that this rank holds. A loss no longer changes the result."""
+        states, survival = self._objects.states, self._survival
+        if states.copies is None:
+            super()._update(totals, stats, max_norm)
+            return
+        factor = self._factor(totals, stats, max_norm)
+        gathers: list[Handle] = []
+        with self._backward.abandoning(), span("update"), torch.no_grad():
+            states.parameters.begin_update()
+            for inner in states.optimizer.inners:
+                inner.step(totals.used, factor)
+                if survival.loss is None and not self._is_layout_due:
+                    with survival.noticing():
+                        gathers += [states.parameters.publish(n) for n in inner.buckets]
+            states.optimizer.write_back_options()
+            states.copies.update(totals.used, factor)
+        with span("publish"), survival.noticing():
+            if survival.loss is None:
+                for handle in gathers:
+                    handle.wait()
+                for handle in gathers:
+                    handle.reusable()
+        # The ranks that stay may already have closed their connections to one that leaves.
+        if self._leaving:
+            survival.loss = None
+        elif survival.loss is not None:
+            survival.replace_group(self._state.steps + 1, is_updated=True)
+        self._lay_out()
+        self._objects.states.parameters.settle()
 
 
 class _StepStart:
-    """What a step may have changed before it was confirmed: buffers and tracked objects."""
+    """The values that a step may change before it is confirmed: buffers and tracked objects."""
 
     def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
         self._state = state
@@ -195,7 +272,7 @@ class _StepStart:
     def go_back(self) -> None:
         """Write the buffers' copies back, because the step's forward passes run again.
 
-        Also forget what this rank has agreed on with others in the interrupted step.
+        Also undo agreements with other ranks in the interrupted step.
         """
         with torch.no_grad():
             for buffer, version, copied in self._buffers.values():

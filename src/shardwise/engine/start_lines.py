@@ -60,6 +60,12 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
             f"  exact: {many(count, 'micro-shard')} per step, summed in one tree, one thread per "
             f"worker: the same bits on {sizes} workers"
         )
+    if world.survival is not None:
+        copies = ""
+        if states.copies is not None:
+            copies = "; each worker keeps a second copy of another one's optimizer state"
+        most = spec.settings.survive
+        world.print(f"  continues if at most {many(most, 'worker')} at once are lost{copies}")
     if states.hooks is not None:
         world.print(f"  {states.hooks.describe()}")
     for name, others in sorted(_optimizers_by_trial(states).items()):

@@ -253,7 +253,7 @@ class StepRunner:
                 self._options.number(),
                 self._world.calls,
                 unsaved=self._saver.has_failed,
-                asked=self._world.preemption.asked,
+                asked=self._world.preemption.asked_of_all,
                 written=self._objects.has_written,
                 # Tensor-parallel ranks share a batch, which must be counted once.
                 counts=self._spec.tensor_rank == 0,

@@ -39,6 +39,7 @@ from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.parallel.pipeline import install
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.optimizer.optimizer_kind import is_torchs
+from shardwise.states.second_copies import HeldGather
 from shardwise.states.step_hooks import Kept
 from shardwise.world.world import World
 
@@ -334,6 +335,8 @@ class UserObjects:
         if written := states.parameters.written():
             if states.optimizer.has_masters:
                 states.optimizer.refresh_masters(written)
+            if states.copies is not None:
+                states.copies.take_in_writes(written)
             if not alone:  # the step's exchange compares them across ranks
                 self._written |= written
             states.parameters.remember()
@@ -377,6 +380,33 @@ class UserObjects:
         if self.spec.hooks is not None:
             self.spec.hooks.write_common_values(anchor, self._optimized())
         return masters, averages, anchor
+
+    def renew_copies(self) -> None:
+        """Lay the states out again if there are second copies, after a load. Collective."""
+        if self.states.copies is not None:
+            self._rebuild_states(*self._take_apart())
+
+    def lay_out_without_lost(self) -> None:
+        """Lay the states out for the ranks that are left after a loss. Collective.
+
+        Raises CollectiveError if a rank and the holder of its second copies are both lost.
+        """
+        states, group = self.states, self.spec.shard_group
+        assert states.copies is not None
+        copies = states.copies
+
+        def gather() -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
+            held = HeldGather(states.parameters, states.optimizer, copies, group)
+            return held.masters(), held.optimizer_state()
+
+        # Nothing is released before every rank has gathered all states.
+        masters, optimizer_state = group.steadily(gather)
+        build.give_back(self.spec, states, optimizer_state)
+        # The parameters themselves may hold values of two steps, if the all-gather was interrupted.
+        with torch.no_grad():
+            for parameter, master in masters.items():
+                parameter.copy_(master)
+        self._rebuild_states(masters, None)
 
     def _optimized(self) -> set[nn.Parameter]:
         """Return the parameters of all optimizers, including frozen parameters."""

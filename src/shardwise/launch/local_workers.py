@@ -182,7 +182,9 @@ class LocalWorkers:
             # Signal only the process of a rank that saves, because it still needs its DataLoader
             # workers.
             if worker in saving:
-                worker.send_to_process(number)
+                # With --survive, SIGTERM would only ask this rank to leave.
+                all_save = self._spec.survives and number == signal.SIGTERM
+                worker.send_to_process(signal.SIGUSR1 if all_save else number)
             else:
                 worker.send_signal(number)
         if saving:

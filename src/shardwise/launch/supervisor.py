@@ -264,7 +264,7 @@ class Supervisor:
                 (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
         ends = self._ends()
         left = [end for end in ends if end.rank not in self._killed]
-        if left and all(end.code == 0 for end in left):
+        if left and all(end.code in (0, SAVED) for end in left):
             ends = left  # they have finished without those that were killed
         judged = failure_report.judge(ends, reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())

@@ -125,8 +125,10 @@ def _short(file: str) -> str:
     return from_here(file)
 
 
+STOPPED = "stopped (T)"
+
 _STATES = {
-    "T": "stopped (T)",
+    "T": STOPPED,
     "t": "stopped by a debugger (t)",
     "Z": "ended",
     "X": "ended",
@@ -135,7 +137,7 @@ _STATES = {
     "S": "asleep (S)",
 }
 ENDED = "ended"
-SILENT = (_STATES["T"], _STATES["t"], ENDED)
+SILENT = (STOPPED, _STATES["t"], ENDED)
 """States of a process that cannot answer."""
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, Protocol
@@ -316,6 +318,16 @@ class StatusServer:
     def has_ended(self, rank: int) -> bool:
         """Return whether the process of `rank`, which is on this host, has ended."""
         return rank != self.rank and self._known_state(rank) == process_status.ENDED
+
+    def is_stopped(self, rank: int) -> bool:
+        """Return whether the process of `rank`, which is on this host, is stopped by a signal."""
+        return rank != self.rank and self._known_state(rank) == process_status.STOPPED
+
+    def kill(self, rank: int) -> None:
+        """Kill the process of `rank`, which is on this host."""
+        if (place := self._places.get(rank)) is not None:
+            with suppress(ProcessLookupError):
+                os.kill(place.pid, signal.SIGKILL)
 
     def ask_to_report(self, rank: int) -> bool:
         """Ask `rank` to report a long wait to the user. Return whether it will."""

@@ -5,6 +5,9 @@
 
 The ranks save when the script requests the next training batch, so that learning-rate schedulers
 have completed their step too.
+
+With `--survive`, SIGTERM to a single rank only asks this rank to leave after its step. The launcher
+therefore forwards its own SIGTERM as SIGUSR1.
 """
 
 from __future__ import annotations
@@ -43,6 +46,8 @@ class Preemption:
     """
 
     def __init__(self, progress: ProgressWriter, say: Callable[..., None]) -> None:
+        self.is_alone = False
+        """True if SIGTERM asks only this rank to leave (`--survive`)."""
         self.asked = 0
         self.agreed = 0
         self._progress = progress
@@ -51,6 +56,26 @@ class Preemption:
         self._pid = os.getpid()
         self._savers: list[tuple[WeakMethod[Callable[[], bool]], WeakMethod[Save]]] = []
         self._ours: list[signal.Signals] = []
+
+    @property
+    def leaves_alone(self) -> bool:
+        """True if this rank, and not the run, was asked to stop."""
+        return self.is_alone and self.asked == signal.SIGTERM
+
+    @property
+    def asked_of_all(self) -> int:
+        """The signal by which this rank was told that the run must stop, or 0."""
+        return 0 if self.leaves_alone else self.asked
+
+    def leave_alone(self, step: int) -> NoReturn:
+        """End this process, while the other ranks continue."""
+        print(f"shardwise: SIGTERM: this worker leaves after step {step}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # The default action, because the launcher continues only without ranks that were killed.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("SIGTERM ends the process")
 
     def heed(self, ready: Callable[[], bool], save: Save) -> None:
         """Call `save`, if `ready()` is true, before a signal stops this process.

@@ -14,14 +14,14 @@ In a plain loop over a Loader the engine confirms the step in `engine.step()`, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from shardwise.comm import SurvivorGroup
+from shardwise.comm import Loss, SurvivorGroup
 from shardwise.config import Settings
-from shardwise.errors import ConfigError, PeerLost, UsageError
+from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 
@@ -29,11 +29,19 @@ from shardwise.net.identity import Identity
 class Survival:
     """The state of a run that may lose ranks.
 
+    Args:
+        group: All ranks that are left.
+        say: Prints a line on the main rank.
+
     Attributes:
+        group: All ranks that are left.
         loss: The error of the loss that this rank has noticed in the current step, or None.
-        prepared: Number of steps whose totals this rank knows.
-        confirmed: Number of steps of which it knows that every rank was prepared.
+        in_step: True from the first rows of a training step until the step is confirmed.
+        has_counted: True if a loop without gradients has used rows of its share, and the results
+            of all ranks have not been joined since.
         repeated: Number of steps that were repeated.
+        follow: Makes the engine adopt the ranks that are left. The engine sets it.
+        lay_out: Lays sharded states out for the ranks that are left. The engine sets it.
         confirm: Reduces and confirms the step in progress, if there is one. Returns True if it must
             be repeated. Takes whether the loop is a plain one. The engine sets it.
         remember: Called when a loop begins a step, with `plain`. The engine sets it.
@@ -41,11 +49,15 @@ class Survival:
             the body did to schedulers. The engine sets it.
     """
 
-    def __init__(self, group: SurvivorGroup, follow: Callable[[], None]) -> None:
-        self._group = group
-        self._follow = follow
+    def __init__(self, group: SurvivorGroup, say: Callable[[str], None]) -> None:
+        self.group = group
+        group.between_steps = self._continue_between_steps
+        self._say = say
         self.loss: PeerLost | None = None
-        self.prepared = self.confirmed = self.repeated = 0
+        self.in_step = self.has_counted = False
+        self.repeated = 0
+        self.follow: Callable[[], None] | None = None
+        self.lay_out: Callable[[], None] | None = None
         self.confirm: Callable[[bool], bool] | None = None
         self.remember: Callable[..., None] | None = None
         self.return_tracked: Callable[[], None] | None = None
@@ -58,6 +70,7 @@ class Survival:
     def begins(self, *, plain: bool) -> None:
         """Record that a Loader hands out the first rows of a training step."""
         self._open = "plain" if plain else "steps"
+        self.in_step, self.has_counted = True, False
         if self.remember is not None:
             self.remember(plain=plain)
 
@@ -74,7 +87,9 @@ class Survival:
             if self.return_tracked is not None:
                 self.return_tracked()
             return True
-        return self.confirm is not None and self.confirm(plain)
+        repeats = self.confirm is not None and self.confirm(plain)
+        self.in_step = False
+        return repeats
 
     # -- called by the engine -----------------------------------------------------------------
 
@@ -87,7 +102,7 @@ class Survival:
             self.loss = error
 
     def check_loop(self) -> None:
-        """Raise UsageError if `engine.step()` is called where a step cannot be repeated."""
+        """Raise UsageError if `engine.step()` is called outside of a loop that can repeat it."""
         if self._open == "plain":
             return
         if self._open == "steps":
@@ -106,20 +121,52 @@ class Survival:
         """Make the Loader of the plain loop hand out the rows of this step again."""
         self._is_due = True
 
-    def replace_group(self) -> tuple[bool, tuple[int, ...], float]:
-        """Join the ranks that are left. Collective.
+    def replace_group(self, step: int, *, is_updated: bool = False) -> bool:
+        """Join the ranks that are left. Return whether `step` in progress stands. Collective.
 
-        Returns:
-            Whether the step in progress stands; the ranks of the run that were lost; and the
-            seconds that it took.
+        `is_updated` is True if this rank has updated in `step`, so that nothing is in progress.
         """
-        mine, self.loss = self.confirmed, None
-        found = self._group.replace(self.prepared, self.confirmed)
-        self._follow()
-        self.confirmed = self.prepared = found.decision.confirmed
-        stands = found.decision.confirmed > mine
+        self.loss = None
+        loss = self.group.replace()
+        if self.follow is not None:
+            self.follow()
+        stands = loss.stands or is_updated
         self.repeated += not stands
-        return stands, found.lost, found.seconds
+        if loss.lost:  # otherwise a call within the step has already said so
+            self._announce(
+                loss.lost, loss.seconds, f"in step {step}: the step is {_how(stands=stands)}"
+            )
+        return stands
+
+    def _continue_between_steps(self, loss: Loss) -> None:
+        """Adopt the ranks that are left after a loss in a save or another steady call."""
+        if self.follow is not None:
+            self.follow()
+        if self.has_counted:
+            lost = ", ".join(map(str, loss.lost))
+            raise CollectiveError(
+                f"Ranks {lost} were lost after an evaluation whose rows the ranks had shared out, "
+                "and no world.sum, world.gather or sw.Metrics has joined their results since. "
+                "Start again from the last checkpoint."
+            ).blaming(loss.lost)
+        if self.lay_out is not None:
+            self.lay_out()
+        if self.in_step:
+            # The rows of this step were shared out among all ranks, and gradients were on their
+            # way. So run it again.
+            self.loss = PeerLost("A rank was lost in a call within the step.")
+        how = _how(stands=loss.stands)
+        self._announce(loss.lost, loss.seconds, f"outside of a step: the call is {how}")
+
+    def _announce(self, lost: Sequence[int], seconds: float, what: str) -> None:
+        named = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+        size = self.group.size
+        workers = "1 worker continues" if size == 1 else f"{size} workers continue"
+        self._say(f"shardwise: lost {named} {what}, and {workers} after {seconds:.2f} s")
+
+
+def _how(*, stands: bool) -> str:
+    return "complete" if stands else "repeated"
 
 
 def check(

@@ -152,7 +152,9 @@ class World(BatchRows, HintsAtAttributes):
         self.survival: Survival | None = None
         """Repeats steps after a loss, with `--survive`; otherwise None."""
         if isinstance(group, SurvivorGroup):
-            self.survival = Survival(group, self._follow_group)
+            self.survival = Survival(group, self.print)
+            self.preemption.is_alone = True
+            group.watch_members(self._follow_group)
         group.watch_members(self._update_main)
 
     @cached_property
@@ -388,7 +390,9 @@ class World(BatchRows, HintsAtAttributes):
         self.current_batch.check_even("world.gather")
         self._check_inside("world.gather")
         self._warn_of_stand_in("world.gather")
-        return self.collectives.gather_objects(value)
+        gathered = self.collectives.gather_objects(value)
+        self._join_counts()
+        return gathered
 
     def sum(self, value: Tensor, groups: Sequence[Sequence[int]] | None = None) -> Tensor:
         """Return the sum of a tensor across all ranks or within groups of ranks. Collective.
@@ -432,7 +436,13 @@ class World(BatchRows, HintsAtAttributes):
                 "has left: divided by world.size, the sum would be wrong. Use sw.Metrics, or "
                 "world.gather, which returns one value per remaining worker."
             )
+        self._join_counts()
         return total.to(value.device)
+
+    def _join_counts(self) -> None:
+        """Record that the results of an evaluation on all ranks are joined."""
+        if self.survival is not None:
+            self.survival.has_counted = False
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call `print` on the main rank only, and flush."""

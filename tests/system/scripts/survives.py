@@ -1,13 +1,16 @@
 """Trains in fp64 while ranks are killed at chosen moments, and stores the losses and the weights.
 
-    survives.py steps|plain sgd|adamw OUT [RANK:MOMENT:STEP ...]
+    survives.py steps|plain sgd|adamw OUT [RANK:MOMENT:STEP[:SIGNAL[:SECONDS]] ...]
 
-A rank is named by its number at the start of the run. MOMENT is one of `moments`.
+A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
+this moment of the step, or so many seconds later.
 """
 
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,15 +19,23 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.atomic_folders import Draft
+from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import SurvivorGroup
 from shardwise.comm.socket_mesh import SocketMesh
 from shardwise.states.gradients.gradients import Gradients
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.parameters.parameters import ReplicatedParameters
 
 loop, kind, out, *kills = sys.argv[1:]
 world = sw.init(seed=3, precision="fp64")
 number, process = world.rank, os.getpid()
-planned = [kill.split(":") for kill in kills]
-mine = {(moment, int(at)) for rank, moment, at in planned if int(rank) == number}
+planned = [[*kill.split(":"), *["KILL", "0"][kill.count(":") - 2 :]] for kill in kills]
+mine = {
+    (moment, int(at)): (getattr(signal, f"SIG{name}"), float(seconds))
+    for rank, moment, at, name, seconds in planned
+    if int(rank) == number
+}
 torch.set_default_dtype(torch.float64)
 drawn = torch.Generator().manual_seed(5)
 rows = torch.randn(50, 6, generator=drawn)
@@ -41,12 +52,22 @@ engine = sw.Engine(model, optimizer)
 engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
+engine.track(loader=loader)
+engine.resume("checkpoints")
 
 
 def reach(moment: str) -> None:
-    """Kill this process if it is to be killed at this moment."""
-    if (moment, engine.steps) in mine:
-        os.kill(process, signal.SIGKILL)
+    """Send this process its signal if it is due at this moment."""
+    if (found := mine.pop((moment, engine.steps), None)) is None:
+        return
+    sent, seconds = found
+    if seconds:
+        timer = threading.Timer(seconds, os.kill, (process, sent))
+        timer.daemon = True
+        timer.start()
+        return
+    os.kill(process, sent)
+    time.sleep(0.05)  # SIGSTOP takes effect with a delay
 
 
 def around(owner: Any, name: str, before: str = "", after: str = "") -> None:
@@ -81,20 +102,27 @@ def halfway(owner: Any, name: str) -> None:
 
 
 def confirm(
-    self: SurvivorGroup, call: Callable[[SurvivorGroup], None] = SurvivorGroup.barrier
-) -> None:
+    self: SurvivorGroup,
+    call: Callable[..., tuple[int, ...]] = SurvivorGroup.confirm,
+    **keywords: bool,
+) -> tuple[int, ...]:
     """Confirm a step."""
     global is_confirming
     reach("confirm")
     is_confirming = True
-    call(self)
+    leaving = call(self, **keywords)
     is_confirming = False
     reach("update")
+    return leaving
 
 
 if mine:
     around(Gradients, "reduce", before="reduce", after="exchange")
-    SurvivorGroup.barrier = confirm  # type: ignore[method-assign]
+    around(ReplicatedParameters, "publish", before="publish", after="published")
+    SurvivorGroup.confirm = confirm  # type: ignore[method-assign]
+    around(Draft, "begin", before="save")
+    around(CheckpointSaver, "_begin", after="begun")
+    around(CheckpointSaver, "_write", after="written")
     halfway(SocketMesh, "send")
     halfway(torch.distributed, "isend")
 
@@ -111,6 +139,13 @@ def train(x: torch.Tensor, y: torch.Tensor) -> None:
     engine.backward(nn.functional.cross_entropy(scores, y))
 
 
+def save() -> None:
+    """Save every few steps."""
+    if engine.steps % 4 == 0:
+        reach("saving")
+        engine.save("checkpoints", keep=2)
+
+
 for _ in loader.epochs(2):
     if loop == "steps":
         for step in loader.steps():
@@ -120,6 +155,7 @@ for _ in loader.epochs(2):
             losses.append(engine.step(max_norm=1.0).loss)
             used += taken
             scheduler.step()
+            save()
     else:
         for x, y, index in loader:
             train(x, y)
@@ -128,6 +164,18 @@ for _ in loader.epochs(2):
                 losses.append(stats.loss)
                 used += index.tolist()
             scheduler.step()
+            if not stats.repeated:
+                save()
+
+
+def held(state: OptimizerState) -> list[torch.Tensor]:
+    """Return the masters and the state of all segments that `state` updates."""
+    found = []
+    for index in range(len(state.intervals)):
+        for segment, entries in state.state_of(index):
+            found += [segment.tensor, *(each for each in entries.values() if each is not None)]
+    return [tensor.detach().clone() for tensor in found]
+
 
 assert os.getpid() == process
 with torch.no_grad():
@@ -135,5 +183,9 @@ with torch.no_grad():
 assert world.sum(torch.tensor(seen)).item() == 50
 engine.save("checkpoints")
 weights = torch.cat([each.detach().flatten() for each in model.parameters()])
-torch.save({"losses": losses, "weights": weights, "used": used}, f"{out}-{number}.pt")
+states = engine._states
+stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
+if states.copies is not None:
+    stored["copy"] = held(states.copies.optimizer)
+torch.save(stored, f"{out}-{number}.pt")
 print(f"rank {number} is {world.rank} of {world.size} after step {engine.steps}")

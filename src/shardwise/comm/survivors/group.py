@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,20 +18,23 @@ from shardwise.comm.base import Collectives, Counts, Cuts, Handle
 from shardwise.comm.ordered_sums import PLAIN, Sum
 from shardwise.comm.survivors import connecting, membership
 from shardwise.comm.survivors.agreement import Agreement
-from shardwise.comm.survivors.membership import Decision, Report
-from shardwise.errors import CollectiveError, LaunchError
+from shardwise.comm.survivors.fence import Fence
+from shardwise.comm.survivors.membership import Report
+from shardwise.errors import CollectiveError, LaunchError, PeerLost
+
+T = TypeVar("T")
 
 
 class Loss(NamedTuple):
-    """What a loss has changed.
+    """The result of a loss.
 
     Args:
-        decision: The ranks that are left, and the steps that stand.
+        stands: True if the commit in progress is complete on all ranks, so this rank finishes it.
         lost: The ranks of the run that were lost.
         seconds: Time from the start of the agreement until all ranks had a new transport.
     """
 
-    decision: Decision
+    stands: bool
     lost: tuple[int, ...]
     seconds: float
 
@@ -43,6 +46,12 @@ class SurvivorGroup(Collectives):
         inner: The transport of all ranks. On one host, on the CPU.
         timeout: Limit for every wait, in seconds.
         most: Number of ranks that may be lost at once.
+
+    Attributes:
+        prepared: Number of commits that this rank could finish alone. A step is a commit, and so
+            is a call in `steadily`.
+        confirmed: Number of commits that every rank was prepared for, as far as this one knows.
+        between_steps: Called after a loss in `steadily`.
     """
 
     def __init__(self, inner: Collectives, timeout: float, most: int) -> None:
@@ -51,6 +60,8 @@ class SurvivorGroup(Collectives):
         self.members: tuple[int, ...] = tuple(range(inner.size))
         """The ranks of the run that are left. Their numbers in the run never change."""
         self.generation = 0
+        self.prepared = self.confirmed = 0
+        self.between_steps: Callable[[Loss], None] | None = None
         self._timeout = timeout
         self._most = most
         self._number = inner.rank
@@ -58,7 +69,9 @@ class SurvivorGroup(Collectives):
         self._store: connecting.RunStore | None = None
         self._made: list[Collectives] = []
         self._changed: list[Callable[[], None]] = []
+        self._is_steady = False
         self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
+        self._fence = Fence(inner.status_server, lambda: self.members, timeout / 2)
         self._adopt(inner)
 
     @property
@@ -68,12 +81,53 @@ class SurvivorGroup(Collectives):
     def watch_members(self, changed: Callable[[], None]) -> None:
         self._changed.append(changed)
 
-    def replace(self, prepared: int, confirmed: int) -> Loss:
-        """Agree with all ranks that are left who they are, and connect to them. Collective.
+    def confirm(self, *, leaves: bool = False) -> tuple[int, ...]:
+        """Wait until every rank is prepared for the same commit. Collective.
 
         Args:
-            prepared: See `membership.Report`.
-            confirmed: See `membership.Report`.
+            leaves: True if this rank leaves the run after the commit.
+
+        Returns:
+            The ranks of the run that leave.
+        """
+        self.prepared = self.confirmed + 1
+        flags = torch.zeros(self.size)
+        flags[self.rank] = float(leaves)
+        # A rank calls this only once it could finish the commit alone. So a rank that has the sum
+        # of all flags knows that the others can finish without it. A sum takes one message to each
+        # rank, as a barrier does.
+        handle = self.all_reduce(flags)
+        handle.wait()
+        handle.reusable()
+        self.confirmed += 1
+        return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag)
+
+    def allows(self, leaving: Sequence[int]) -> bool:
+        """Return whether the run continues if the ranks `leaving` leave at once."""
+        return len(leaving) <= min(self._most, self.size - 1)
+
+    def steadily(self, work: Callable[[], T]) -> T:
+        if self._is_steady:
+            return work()
+        while True:
+            self._is_steady = True
+            try:
+                found = work()
+                self.confirm()
+                return found
+            except PeerLost:
+                pass
+            finally:
+                self._is_steady = False
+            # Not inside `except`, see RepeatableSteps.
+            loss = self.replace()
+            if self.between_steps is not None:
+                self.between_steps(loss)
+            if loss.stands:  # then `work` has returned on every rank
+                return found
+
+    def replace(self) -> Loss:
+        """Agree with all ranks that are left who they are, and connect to them. Collective.
 
         Raises:
             CollectiveError: More ranks are lost than the run may lose at once, or a rank that has
@@ -93,17 +147,17 @@ class SurvivorGroup(Collectives):
             mine = Report(
                 rank=self._number,
                 generation=self.generation,
-                prepared=prepared,
-                confirmed=confirmed,
+                prepared=self.prepared,
+                confirmed=self.confirmed,
             )
             decision, listener = self._agreement.reach(mine, before, self._timeout)
             self.generation = decision.generation
-            refusal = membership.too_many(before, decision.members, self._most)
-            if refusal:
+            try:
+                membership.check_number(before, decision.members, self._most)
+            except CollectiveError:
                 if listener is not None:
                     listener.close()
-                lost = [rank for rank in before if rank not in decision.members]
-                raise CollectiveError(refusal).blaming(lost)
+                raise
             self.status_server.continue_with(decision.members, decision.generation)
             try:
                 self._store, inner = connecting.connect(
@@ -130,8 +184,10 @@ class SurvivorGroup(Collectives):
         self._gathered = decision.generation << 32
         for changed in self._changed:
             changed()
-        lost = [rank for rank in before if rank not in decision.members]
-        return Loss(decision, tuple(lost), time.monotonic() - began)
+        lost = tuple(rank for rank in before if rank not in decision.members)
+        stands = membership.stands(decision, mine)
+        self.prepared = self.confirmed = decision.confirmed
+        return Loss(stands, lost, time.monotonic() - began)
 
     def _adopt(self, inner: Collectives) -> None:
         self.inner = inner
@@ -202,6 +258,7 @@ class SurvivorGroup(Collectives):
         return made
 
     def close(self) -> None:
+        self._fence.close()
         self.inner.close()
         if self._store is not None:
             self._store.close()

@@ -1,9 +1,9 @@
 """Decides which ranks are left after a loss, and whether the step in progress stands.
 
-A step has two numbers on each rank:
+A commit is a step, or a call such as `engine.save`. Each rank counts:
 
-    prepared    number of steps whose exchange is complete on this rank: it knows all totals
-    confirmed   number of steps for which this rank knows that every rank was prepared
+    prepared    number of commits that this rank could finish alone: it has a step's totals
+    confirmed   number of commits that every rank was prepared for, as far as this one knows
 
 A rank updates only after it has confirmed the step. So a step that one rank has confirmed is
 prepared on all, and everybody can finish it. A step that no remaining rank has confirmed has
@@ -21,13 +21,13 @@ from shardwise.errors import CollectiveError
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank says when it has lost another one.
+    """The report of a rank that has lost another one.
 
     Args:
         rank: Its number in the run.
-        generation: Number of groups that were decided on before, as far as it knows.
-        prepared: Number of steps whose totals it knows.
-        confirmed: Number of steps of which it knows that every rank was prepared.
+        generation: Number of decisions before this one, as far as it knows.
+        prepared: Number of commits that it could finish alone.
+        confirmed: Number of commits that every rank was prepared for, as far as it knows.
     """
 
     rank: int
@@ -41,10 +41,10 @@ class Decision:
     """Who is left, and which steps stand.
 
     Args:
-        generation: Number of this group, higher than that of every report.
+        generation: Number of this group, higher than in every report.
         members: Ranks of the run that are left, in ascending order. The first one hosts the store
             in which they meet.
-        confirmed: Number of steps that all members finish before they continue.
+        confirmed: Number of commits that all members finish before they continue.
         address: Where the first member listens.
         port: Its port.
     """
@@ -100,13 +100,34 @@ def stands(decision: Decision, mine: Report) -> bool:
     return decision.confirmed > mine.confirmed
 
 
-def too_many(members: Sequence[int], left: Sequence[int], most: int) -> str:
-    """Return why the run cannot continue with `left`, or "" if at most `most` were lost."""
+def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None:
+    """Raise CollectiveError if more than `most` of `members` are no longer among `left`."""
     lost = [rank for rank in members if rank not in left]
-    if len(lost) <= most:
-        return ""
-    named = ", ".join(map(str, lost))
-    return (
-        f"{len(lost)} workers were lost at once (ranks {named}), more than --survive {most} "
-        "allows. Start again from the last checkpoint; with --restarts the launcher does so."
-    )
+    if len(lost) > most:
+        raise CollectiveError(
+            f"{len(lost)} workers were lost at once (ranks {', '.join(map(str, lost))}), more than "
+            f"--survive {most} allows. Start again from the last checkpoint; with --restarts the "
+            "launcher does so."
+        ).blaming(lost)
+
+
+def holders(members: Sequence[int], left: Sequence[int]) -> list[int]:
+    """Return who holds the sharded state of each of `members`: the index of a rank in `left`.
+
+    Each member's state has a second copy on the next member; the last one's is on the first.
+
+    Raises:
+        CollectiveError: A member and the one that held its copy are both lost.
+    """
+    found = []
+    for place, rank in enumerate(members):
+        copy = members[(place + 1) % len(members)]
+        holder = rank if rank in left else copy
+        if holder not in left:
+            raise CollectiveError(
+                f"Ranks {rank} and {copy} were lost together, and rank {copy} held the second copy "
+                f"of rank {rank}'s optimizer state. Start again from the last checkpoint; with "
+                "--restarts the launcher does so."
+            ).blaming([rank, copy])
+        found.append(left.index(holder))
+    return found

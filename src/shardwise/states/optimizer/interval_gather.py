@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardwise.comm import Collectives
 from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.optimizer.optimizer_kind import placed
-from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
+from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.states.shard_groups import ShardGroups
 from shardwise.tiers.copy_stream import to_host
@@ -30,13 +31,24 @@ def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collective
     return flat
 
 
+class GatheredState(Protocol):
+    """The optimizer state that a rank contributes to a gather. See `OptimizerState`."""
+
+    groups: Sequence[ParameterGroup]
+    intervals: list[BucketUpdate]
+
+    def state_of(self, index: int, /) -> list[tuple[UpdatedTensor, dict[str, Any]]]: ...
+    def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any, /) -> bool: ...
+    def whole(self, index: int, key: str, dtype: torch.dtype, /) -> Tensor: ...
+
+
 class IntervalGather:
     """Gathers masters and optimizer state from the ranks' intervals. Every call is collective."""
 
     def __init__(
         self,
         parameters: Parameters,
-        optimizer: OptimizerState,
+        optimizer: GatheredState,
         groups: ShardGroups,
         *,
         scattered: bool,
@@ -58,12 +70,11 @@ class IntervalGather:
         }
 
     def _bucket(self, index: int, part: Tensor) -> dict[nn.Parameter, Tensor]:
-        bucket, own = self._parameters.buckets[index], self._optimizer.intervals[index].own
+        bucket = self._parameters.buckets[index]
         # Gather on the device that computes, because the transport can send its memory. A master
         # may be on the host or on a disk.
         _, device = self._parameters.kind(index)
-        group = self._groups.of(bucket) if self._scattered else None
-        flat = gather_bucket(bucket, own, part.to(device), group)
+        flat = self._gathered(index, part.to(device))
         tensors = {}
         for slot in bucket.slots:
             named = self._parameters.named[slot.parameter]
@@ -71,6 +82,12 @@ class IntervalGather:
             # Copy, because a view would keep the full bucket alive.
             tensors[named.parameter] = view.clone(memory_format=torch.preserve_format)
         return tensors
+
+    def _gathered(self, index: int, part: Tensor) -> Tensor:
+        """Return the full bucket, (bucket.numel,), gathered from the `part` of each rank."""
+        bucket = self._parameters.buckets[index]
+        group = self._groups.of(bucket) if self._scattered else None
+        return gather_bucket(bucket, self._optimizer.intervals[index].own, part, group)
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         """Return each parameter's value in the master dtype."""

@@ -20,14 +20,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn, optim
 
+from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW
-from shardwise.states.gradients.bucket import GradientBucket
 from shardwise.states.optimizer.existing_optimizer_state import ExistingState
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, in_memory
 from shardwise.states.optimizer.offloaded_update import by_spans
@@ -37,13 +37,28 @@ from shardwise.states.optimizer.optimizer_options import (
     write_back_attributes,
     write_back_options,
 )
-from shardwise.states.optimizer.update_interval import BucketUpdate, UpdatedTensor
+from shardwise.states.optimizer.update_interval import (
+    BucketUpdate,
+    ReducedGradient,
+    UpdatedTensor,
+)
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
-from shardwise.states.parameters.parameters import Parameters
-from shardwise.states.storage.storage import in_spans, spans_of
+from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.storage.storage import Storage, in_spans, spans_of
 from shardwise.states.storage.storage_factory import StorageFactory
 
 _MASTER = "master"
+
+
+class UpdatedParameters(Protocol):
+    """Parameters in buckets, as an optimizer updates them. See `Parameters`."""
+
+    named: Sequence[NamedParameter]
+    buckets: Sequence[Bucket]
+    wide: dict[int, Tensor]
+
+    def kind(self, index: int, /) -> tuple[torch.dtype, torch.device]: ...
+    def part(self, index: int, own: Span, /) -> Storage: ...
 
 
 class OptimizerState:
@@ -59,20 +74,23 @@ class OptimizerState:
         by_spans: True if some state is on a disk.
         sends: True if updated buckets are sent to other ranks.
         known: Values of parameters in the master dtype, which replace the rounded parameters.
+        is_copy: True for a copy of another rank's state, which leaves the user's optimizer alone.
     """
 
     def __init__(
         self,
-        parameters: Parameters,
+        parameters: UpdatedParameters,
         groups: Sequence[ParameterGroup],
-        gradients: Sequence[GradientBucket],
+        gradients: Sequence[ReducedGradient],
         factory: StorageFactory,
         *,
         by_spans: bool,
         sends: bool,
         known: Mapping[nn.Parameter, Tensor],
+        is_copy: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._is_copy = is_copy
         self._one_by_one = sends or by_spans
         self.groups = groups
         self.intervals = self._lay_out(gradients, factory, by_spans)
@@ -90,7 +108,7 @@ class OptimizerState:
     # -- building -------------------------------------------------------------------------
 
     def _lay_out(
-        self, gradients: Sequence[GradientBucket], factory: StorageFactory, by_spans: bool
+        self, gradients: Sequence[ReducedGradient], factory: StorageFactory, by_spans: bool
     ) -> list[BucketUpdate]:
         """Allocate the masters, and state on a disk, for this rank's interval of each bucket."""
         own = [bucket.own for bucket in gradients]
@@ -153,7 +171,7 @@ class OptimizerState:
         members: dict[Hashable, list[int]] = {}
         for index, key in enumerate(keys):
             members.setdefault(key, []).append(index)
-        led = set[optim.Optimizer]()
+        led = {group.optimizer for group in self.groups} if self._is_copy else set()
         inner_by_key: dict[Hashable, InnerOptimizer] = {}
         for key, indices in members.items():
             optimizer = self.groups[indices[0]].optimizer
@@ -167,7 +185,7 @@ class OptimizerState:
         # it would be a second copy in memory. An optimizer that updates its own parameters gets it
         # back below.
         taken = {named.parameter for named in self._parameters.named}
-        for optimizer in {group.optimizer for group in self.groups}:
+        for optimizer in {group.optimizer for group in self.groups if not self._is_copy}:
             resting = held(optimizer)
             for parameter in [p for p in resting if p in taken]:
                 del resting[parameter]

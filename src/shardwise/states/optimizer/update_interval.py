@@ -10,15 +10,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, optim
 
 from shardwise.layout.bucket_layout import Bucket, Slot, Span
-from shardwise.states.gradients.bucket import GradientBucket
 from shardwise.states.storage.host_storage import HostCopy
 from shardwise.states.storage.storage import Storage
+
+
+class ReducedGradient(Protocol):
+    """The sum of a bucket's gradients: of the elements that a rank updates."""
+
+    own: Span
+    """These elements of the bucket."""
+
+    @property
+    def reduced(self) -> Storage:
+        """Their reduced gradient."""
 
 
 @dataclass(eq=False)
@@ -51,7 +61,7 @@ class BucketUpdate:
     """State entry -> its storage, if the optimizer's state is on a disk."""
     spans: Sequence[Span]
     """The pieces that are loaded into memory one at a time, in elements of the interval."""
-    gradient: GradientBucket
+    gradient: ReducedGradient
     """Holds the reduced gradient of the elements `own`."""
     segments: list[UpdatedTensor] = field(default_factory=list)
     host_copy: HostCopy | None = None

@@ -1,0 +1,55 @@
+"""Kills ranks of this host that are stopped for long, so that the others continue without them.
+
+A stopped rank keeps its sockets open: the others would wait for it until `--timeout`, and if it
+woke up later, it would act on a state that the others have left behind.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from shardwise.watch.status_server import StatusServer
+
+TICK = 1.0
+"""Longest time in seconds between two looks at the states of the processes."""
+
+
+class Fence:
+    """A thread that looks at the processes of `members`.
+
+    Args:
+        server: This rank's status server, which knows the processes.
+        members: Returns the ranks that are left.
+        limit: Seconds that a process may be stopped.
+    """
+
+    def __init__(
+        self, server: StatusServer, members: Callable[[], Sequence[int]], limit: float
+    ) -> None:
+        self._server = server
+        self._members = members
+        self._limit = limit
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="shardwise-fence", daemon=True).start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+
+    def _run(self) -> None:
+        tick = min(TICK, self._limit / 8)
+        stopped: dict[int, float] = {}  # rank -> when it was first seen stopped
+        last = time.monotonic()
+        while not self._closed.wait(tick):
+            now = time.monotonic()
+            # Ctrl-Z stops all ranks, this one too. When they wake up, begin to count again.
+            if now - last > 3 * tick:
+                stopped.clear()
+            last = now
+            seen = {rank for rank in self._members() if self._server.is_stopped(rank)}
+            stopped = {rank: stopped.get(rank, now) for rank in seen}
+            for rank, since in stopped.items():
+                if now - since > self._limit:
+                    self._server.kill(rank)

@@ -1,0 +1,226 @@
+"""Second copies of another rank's optimizer state, which the run continues with if it is lost.
+
+With `--survive` and sharded optimizer state, rank r also holds the masters and the optimizer state
+of rank r - 1 (its *owner*; of the last rank for rank 0), and makes the same updates to them:
+
+    rank       0          1          2
+    owns       interval 0 interval 1 interval 2
+    copies     interval 2 interval 0 interval 1
+
+In every step each rank sends the reduced gradient of its interval to the next one: 4 bytes per
+parameter of the interval in fp32. The update is the same code on the same numbers, so a copy has
+the same bits as its original. After a loss, `HeldGather` gathers the states from the ranks that
+are left, and they are laid out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Collectives, holders
+from shardwise.layout.bucket_layout import Bucket, Span
+from shardwise.states.gradients.bucket import GradientBucket
+from shardwise.states.optimizer.interval_gather import IntervalGather
+from shardwise.states.optimizer.optimizer_options import ParameterGroup
+from shardwise.states.optimizer.optimizer_state import OptimizerState
+from shardwise.states.optimizer.update_interval import UpdatedTensor
+from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.shard_groups import ShardGroups
+from shardwise.states.storage.storage import MemoryStorage, Storage
+from shardwise.states.storage.storage_factory import StorageFactory
+
+
+class _CopiedParameters:
+    """The parameters of the owner's intervals, in separate memory."""
+
+    def __init__(self, parameters: Parameters) -> None:
+        self.parameters = parameters
+        self.named = parameters.named
+        self.buckets = parameters.buckets
+        self.kind = parameters.kind
+        self.wide: dict[int, Tensor] = {}
+
+    def part(self, index: int, own: Span) -> Storage:
+        """Return a copy of the elements `own` of bucket `index`."""
+        # Not the parameters themselves: the owner sends its updated values into them while this
+        # rank updates its copy.
+        return MemoryStorage(self.parameters.part(index, own).loaded().clone())
+
+
+@dataclass
+class _CopiedGradient:
+    """The reduced gradient of the owner's interval `own` of a bucket."""
+
+    own: Span
+    reduced: Storage
+
+
+class SecondCopies:
+    """The optimizer state and masters of the rank before this one. They are replicated parameters.
+
+    Args:
+        parameters: The parameters in buckets.
+        groups: The user's parameter group of each bucket.
+        gradients: The gradients of each bucket.
+        factory: Creates the storage of masters.
+        known: See `OptimizerState`.
+        group: The ranks that shard the state.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        groups: Sequence[ParameterGroup],
+        gradients: Sequence[GradientBucket],
+        factory: StorageFactory,
+        known: dict[nn.Parameter, Tensor],
+        group: Collectives,
+    ) -> None:
+        self._group = group
+        self._buckets = parameters.buckets
+        self.members = tuple(group.places)
+        """The ranks of the run that shard the state in this layout."""
+        owner = (group.rank - 1) % group.size
+        self._gradients = [
+            _CopiedGradient(
+                bucket.interval(owner),
+                MemoryStorage(gradient.reduced.loaded().new_zeros(_length(bucket, owner))),
+            )
+            for bucket, gradient in zip(parameters.buckets, gradients, strict=True)
+        ]
+        self._parameters = _CopiedParameters(parameters)
+        self.optimizer = OptimizerState(
+            self._parameters,
+            groups,
+            self._gradients,
+            factory,
+            by_spans=False,
+            sends=True,
+            known=known,
+            is_copy=True,
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory in bytes of the copies, once the optimizer has created all of its state."""
+        intervals = self.optimizer.intervals
+        states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
+        held = sum(interval.target.nbytes for interval in intervals)
+        return states + held + sum(each.reduced.nbytes for each in self._gradients)
+
+    def receive(self, gradients: Sequence[GradientBucket]) -> None:
+        """Send this rank's reduced gradients to the next rank, and receive the owner's. Collective.
+
+        Args:
+            gradients: The gradients of each bucket, whose sums are complete.
+        """
+        size = self._group.size
+        handles = []
+        for bucket, gradient, copied in zip(self._buckets, gradients, self._gradients, strict=True):
+            mine = gradient.reduced.loaded()
+            if copied.reduced.dtype != mine.dtype:  # all ranks widen their sums at the same step
+                copied.reduced = MemoryStorage(copied.reduced.loaded().to(mine.dtype))
+            counts = [
+                [_length(bucket, rank) if to == (rank + 1) % size else 0 for to in range(size)]
+                for rank in range(size)
+            ]
+            handles.append(self._group.all_to_all(mine, counts, copied.reduced.loaded()))
+        for handle in handles:
+            handle.wait()
+        # The update multiplies the sums in place, so wait until the next rank has read them.
+        for handle in handles:
+            handle.reusable()
+
+    def update(self, used: Sequence[bool], factor: float) -> None:
+        """Make the update that the owner makes. See `InnerOptimizer.step`."""
+        for inner in self.optimizer.inners:
+            inner.step(used, factor)
+
+    def take_in_writes(self, written: set[int]) -> None:
+        """Update the copies of the parameters `written` by user code, on all ranks alike."""
+        for index, interval in enumerate(self.optimizer.intervals):
+            now = self._parameters.parameters.part(index, interval.own).loaded()
+            for piece in interval.all_pieces:
+                if piece.parameter in written:
+                    a, b = piece.start - interval.own[0], piece.end - interval.own[0]
+                    interval.target.loaded()[a:b] = now[a:b]
+        self.optimizer.refresh_masters(written)
+
+
+class _Held:
+    """Both optimizer states that this rank holds, as one over full buckets."""
+
+    def __init__(
+        self, buckets: Sequence[Bucket], own: OptimizerState, copy: OptimizerState
+    ) -> None:
+        self._buckets = buckets
+        self._states = (own, copy)
+        self.groups, self.intervals = own.groups, own.intervals
+        self.is_flat = own.is_flat
+
+    def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
+        """See `OptimizerState.state_of`."""
+        return [each for state in self._states for each in state.state_of(index)]
+
+    def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
+        """See `OptimizerState.whole`, for the full bucket."""
+        return self._joined(index, [state.whole(index, key, dtype) for state in self._states])
+
+    def master(self, index: int) -> Tensor:
+        """Return the masters of bucket `index` that this rank holds, in a full bucket."""
+        parts = [state.intervals[index].master.loaded() for state in self._states]
+        return self._joined(index, parts)
+
+    def _joined(self, index: int, parts: Sequence[Tensor]) -> Tensor:
+        flat = parts[0].new_zeros(self._buckets[index].numel)
+        for state, part in zip(self._states, parts, strict=True):
+            first, end = state.intervals[index].own
+            flat[first:end] = part
+        return flat
+
+
+class HeldGather(IntervalGather):
+    """Gathers states of a former layout from the ranks that are left, each interval from a holder.
+
+    Args:
+        parameters: The parameters in buckets.
+        optimizer: This rank's optimizer state.
+        copies: The copies that it holds.
+        group: The ranks that are left.
+
+    Raises:
+        CollectiveError: A rank and the one that held its copy are both lost.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        optimizer: OptimizerState,
+        copies: SecondCopies,
+        group: Collectives,
+    ) -> None:
+        held = _Held(parameters.buckets, optimizer, copies.optimizer)
+        super().__init__(parameters, held, ShardGroups(group), scattered=True)
+        self._held = held
+        self._holders = holders(copies.members, group.places)
+
+    def masters(self) -> dict[nn.Parameter, Tensor]:
+        return self.tensors(self._held.master(i) for i in range(len(self._parameters.buckets)))
+
+    def _gathered(self, index: int, part: Tensor) -> Tensor:
+        bucket = self._parameters.buckets[index]
+        for former, holder in enumerate(self._holders):
+            first, end = bucket.interval(former)
+            if first < end:
+                self._groups.data.broadcast(part[first:end], holder).reusable()
+        return part
+
+
+def _length(bucket: Bucket, rank: int) -> int:
+    first, end = bucket.interval(rank)
+    return end - first

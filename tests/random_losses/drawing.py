@@ -1,0 +1,82 @@
+"""Draws the losses of a run from a seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from tests.random_losses.reference import STEPS
+
+MOMENTS = ("forward", "backward", "reduce", "exchange", "confirm", "halfway", "update")
+PUBLISHES = ("publish", "published")
+"""Moments in the update of sharded optimizer state."""
+
+SAVES = ("saving", "save", "begun", "written")
+LATER = 0.05
+"""Longest time in seconds from a moment to the signal, for losses at any moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The signal `name` reaches `rank` at `moment` of step `at`, or so many seconds later."""
+
+    rank: int
+    moment: str
+    at: int
+    name: str
+    seconds: float
+
+    @property
+    def word(self) -> str:
+        """The loss as an argument of the script."""
+        return f"{self.rank}:{self.moment}:{self.at}:{self.name}:{self.seconds:.4f}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of `size` ranks with `losses`, at most `most` of them at once."""
+
+    size: int
+    most: int
+    zero: int
+    transport: str
+    loop: str
+    kind: str
+    losses: tuple[Loss, ...]
+
+    def __str__(self) -> str:
+        losses = ", ".join(loss.word for loss in self.losses)
+        return (
+            f"-n {self.size} --survive {self.most} --zero {self.zero} --transport "
+            f"{self.transport}, {self.loop}, {self.kind}: {losses}"
+        )
+
+
+def draw(seed: int) -> Run:
+    """Draw the run of `seed`."""
+    rng = Random(seed)
+    size = rng.choice([2, 3, 3, 4])
+    ranks = rng.sample(range(size), rng.choice([1, 1, 2]) if size > 2 else 1)
+    losses = []
+    for rank in ranks:
+        moment = rng.choice([*MOMENTS, *PUBLISHES, *SAVES])
+        # The script saves after each fourth step, and after the last one.
+        at = rng.choice([4, 8, 12]) if moment in SAVES else rng.randrange(STEPS)
+        losses.append(
+            Loss(
+                rank=rank,
+                moment=moment,
+                at=at,
+                name=rng.choices(["KILL", "STOP", "TERM"], [80, 5, 15])[0],
+                seconds=rng.random() * LATER if rng.random() < 0.4 else 0.0,
+            )
+        )
+    return Run(
+        size=size,
+        most=rng.choice([1, max(1, size - 1)]),
+        zero=rng.choice([0, 1, 2, 2]),
+        transport=rng.choice(["auto", "auto", "gloo"]),
+        loop=rng.choice(["steps", "plain"]),
+        kind=rng.choice(["sgd", "adamw"]),
+        losses=tuple(losses),
+    )

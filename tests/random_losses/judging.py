@@ -1,0 +1,107 @@
+"""Runs the script with losses, and compares the end with the undisturbed run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwise.net.restarts import SAVED
+from tests.random_losses.drawing import Run, draw
+from tests.random_losses.reference import STEPS, check
+from tests.seeded import Command, Result
+from tests.system.launcher import Launcher, Ran, script
+
+TIMEOUT = 20.0
+"""Seconds of --timeout. A stopped rank is killed after half of it."""
+
+COMMAND = Command(
+    name="random_losses",
+    about="Lose ranks at random moments, and compare the end with the undisturbed run.",
+    thing="loss",
+    things="losses",
+    fine=(
+        "exact",
+        "exact, lost too late",
+        "too many at once",
+        "pair lost",
+        "saved",
+        "in the evaluation",
+    ),
+    wrong=("other result", "ended", "hang", "left behind"),
+)
+_CONTINUED = re.compile(r"continues? after (\d+\.\d+) s")
+_LOST = re.compile(r"^shardwise: rank (\d+) ended", re.MULTILINE)
+
+
+class Runner:
+    """Tries losses in `folder`. `environ` starts the programs warm."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self._folder = folder
+        self._environ = dict(environ)
+        self.continued: list[float] = []
+        """Seconds after which the others continued, for each loss of all runs."""
+
+    def __call__(self, seed: int) -> Result:
+        """Try the losses of `seed`."""
+        run = draw(seed)
+        folder = self._folder / f"loss-{seed}"
+        folder.mkdir()
+        launcher, began = Launcher(folder), time.monotonic()
+        try:
+            ran = self._run(run, launcher)
+            kind, words = judge(run, ran, folder)
+            if alive := launcher.wait_until_gone(4):
+                kind, words = "left behind", f"processes {alive}"
+            self.continued += map(float, _CONTINUED.findall(ran.out))
+            story = f"exit code {ran.code}\n{ran.out[-3000:]}{ran.err[-6000:]}"
+        except AssertionError as error:  # it did not end
+            kind, words, story = "hang", "", str(error)
+        finally:
+            launcher.close()
+            shutil.rmtree(folder, ignore_errors=True)
+        return Result(
+            kind=kind,
+            fine=kind in COMMAND.fine,
+            of=run.losses[0].moment,
+            words=f"{run}: {words}",
+            story=story,
+            seconds=time.monotonic() - began,
+        )
+
+    def _run(self, run: Run, launcher: Launcher) -> Ran:
+        flags = ["-n", str(run.size), "--survive", str(run.most), "--zero", str(run.zero)]
+        flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
+        losses = [loss.word for loss in run.losses]
+        words = ["run", *flags, script("survives"), run.loop, run.kind, "out", *losses]
+        return launcher.finish(launcher.start(*words, env=self._environ), limit=150)
+
+
+def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
+    """Return the kind of result, and a few words about it."""
+    last = ran.err.strip().splitlines()[-1][:300] if ran.err.strip() else ""
+    if ran.code == SAVED and [loss.name for loss in run.losses] == ["TERM", "TERM"]:
+        return "saved", last
+    if ran.code:
+        # Two ranks that were lost at nearly the same time may have been lost at once.
+        if len(run.losses) > run.most and "were lost at once" in ran.err:
+            return "too many at once", last
+        if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
+            return "in the evaluation", last
+        pair = run.zero and len(run.losses) > 1 and "held the second copy of" in ran.err
+        return ("pair lost" if pair else "ended"), last
+    lost = {int(rank) for rank in _LOST.findall(ran.err)}
+    left = [rank for rank in range(run.size) if rank not in lost]
+    for place, rank in enumerate(left):
+        if f"rank {rank} is {place} of {len(left)} after step {STEPS}" not in ran.out:
+            return "ended", f"rank {rank} did not finish: {last}"
+    try:
+        check(folder, run.kind, left)
+    except AssertionError as error:
+        return "other result", str(error)[:300]
+    if "shardwise: lost rank" not in ran.out:
+        return "exact, lost too late", ""
+    return "exact", ""

@@ -1,0 +1,73 @@
+"""The undisturbed run: what `tests/system/scripts/survives.py` computes in one plain process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shardwise.data.order import epoch_order
+
+STEPS = 14
+"""Two epochs of 50 samples, in batches of 8."""
+
+
+@cache
+def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.Tensor]:
+    """Train in one plain PyTorch process on the samples in `order`."""
+    drawn = torch.Generator().manual_seed(5)
+    rows = torch.randn(50, 6, generator=drawn, dtype=torch.float64)
+    labels = torch.randint(0, 3, (50,), generator=drawn)
+    torch.manual_seed(4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    model[1].eval()
+    optimizer: torch.optim.Optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+        if kind == "sgd"
+        else torch.optim.AdamW(model.parameters(), lr=0.01)
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    losses = []
+    for epoch in (order[:50], order[50:]):
+        for first in range(0, 50, 8):
+            batch = list(epoch[first : first + 8])
+            loss = nn.functional.cross_entropy(model(rows[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+    return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@cache
+def order() -> tuple[int, ...]:
+    """Return the Loader's order of the samples in both epochs."""
+    epochs = (epoch_order(3, epoch, 50, shuffle=True) for epoch in range(2))
+    return tuple(int(index) for epoch in epochs for index in epoch)
+
+
+def check(folder: Path, kind: str, left: list[int], first: int = 0) -> None:
+    """Compare the results in `folder` of the ranks that are left with the undisturbed run.
+
+    `first` is the number of steps before those that they have stored.
+    """
+    losses, weights = undisturbed(kind, order())
+    stored: list[dict[str, Any]] = [torch.load(folder / f"out-{rank}.pt") for rank in left]
+    for place, found in enumerate(stored):
+        assert found["losses"] == pytest.approx(losses[first:], rel=1e-8)
+        assert torch.allclose(found["weights"], weights, rtol=1e-8, atol=1e-10)
+        # The second copies have the bits of their originals.
+        if "copy" in found:
+            originals = stored[place - 1]["own"]
+            assert len(found["copy"]) == len(originals)
+            assert all(map(torch.equal, found["copy"], originals))
