@@ -10,32 +10,9 @@ from contextlib import closing
 
 import click
 
-from tests.bit_flips.flipping import COMMAND, SIZE, Runner, draw, trained
-from tests.distributed.group import Group, Groups
+from tests.bit_flips.flipping import COMMAND, Runner, count_clean
+from tests.distributed.group import Groups
 from tests.seeded import console
-
-RUN = 250
-"""Number of steps of a clean run."""
-
-
-def clean(world, flip):
-    """Train without a flip, and return what the guard reports."""
-    return trained(world, flip, RUN, flips=False, guards=True)[:2]
-
-
-def count_clean(groups: Groups, steps: int, first: int) -> bool:
-    """Make clean steps, and return whether the guard reported nothing."""
-    alarms = 0
-    for seed in range(first, first + -(-steps // RUN)):
-        flip = draw(seed)
-        group: Group = groups(SIZE, transport=flip.transport)
-        kinds = set(group(clean, flip, limit=600))
-        if kinds != {("", "")}:
-            alarms += 1
-            console.print(f"seed {seed}: {kinds} ({flip})", markup=False)
-    made = -(-steps // RUN) * RUN
-    console.print(f"{made} clean steps on {SIZE} ranks: {alarms} runs with a false alarm")
-    return alarms == 0
 
 
 @click.command(help=__doc__.replace("\npython", "\n\npython"))

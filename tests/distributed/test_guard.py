@@ -11,7 +11,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.config import Settings
 from shardwise.config.effect import OF_AN_ENGINE
-from shardwise.errors import ConfigError, GuardError
+from shardwise.errors import ConfigError, GuardError, NonFiniteError
 from shardwise.guard.engine_guard import check
 from shardwise.guard.memory import pieces_of
 from shardwise.timeline import recorder
@@ -373,3 +373,20 @@ def test_spike_names_the_samples(group, action):
     assert "samples 102, 103)" in words
     assert message == other
     assert (bool(message), skipped, moved) == (action == "stop", action == "skip", action == "warn")
+
+
+def nan_with_statistics_case(world):
+    model, engine = started(world, 0)
+    train(world, model, engine, 1)
+    x = torch.ones(4, 6) * (float("nan") if world.rank == 1 else world.rank + 1)
+    engine.backward(model(x).square().mean())
+    with pytest.raises(NonFiniteError) as error:
+        engine.step()
+    engine.close()
+    return str(error.value)
+
+
+def test_statistics_of_a_failed_step_are_no_error(group):
+    """Running statistics differ between ranks until the exchange of the step."""
+    for message in group(2)(nan_with_statistics_case):
+        assert "rank 1 (its loss" in message
