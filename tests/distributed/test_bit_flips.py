@@ -9,7 +9,7 @@ import pytest
 from tests.bit_flips.flipping import COMMAND, SIZE, Flip, Runner, draw, judged
 from tests.seeded import Counts
 
-FLIPS = (2, 3, 5, 10)
+FLIPS = (2, 5, 10, 174)
 
 FLIP = Flip(
     what="parameter",
@@ -26,7 +26,6 @@ FLIP = Flip(
 )
 
 
-@pytest.mark.timeout(120)
 def test_flips_are_reported(group):
     counts = Counts()
 
