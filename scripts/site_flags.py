@@ -108,6 +108,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--ema-decay": ("", "--ema-decay 0.999"),
     "--guard": ("steps", "--guard 100"),
     "--guard-action": ("", "--guard-action restore"),
+    "--guard-spikes": ("", "--guard-spikes skip"),
     "--guard-memory": ("", "--guard-memory"),
     "--timeline": ("", "--timeline run.json"),
     "--record": ("", "--record records"),

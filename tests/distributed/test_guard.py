@@ -1,5 +1,8 @@
 """The guard finds flipped bits and wrong computations, and names rank and tensor."""
 
+import time
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -8,9 +11,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.config import Settings
 from shardwise.config.effect import OF_AN_ENGINE
-from shardwise.errors import ConfigError, GuardError
+from shardwise.errors import ConfigError, GuardError, NonFiniteError
 from shardwise.guard.engine_guard import check
 from shardwise.guard.memory import pieces_of
+from shardwise.timeline import recorder
 
 EVERY = 4
 
@@ -189,13 +193,15 @@ def test_guard_leaves_no_trace(group, zero):
     assert group(2)(clean, zero, True) == group(2)(clean, zero, False)
 
 
-@pytest.mark.parametrize("setting", ["exact", "pipeline", "tensor", "islands", "expert"])
+@pytest.mark.parametrize(
+    "setting", ["exact", "pipeline", "tensor", "islands", "behind", "expert", "context"]
+)
 def test_refuses_what_it_cannot_compare(setting):
     with pytest.raises(ConfigError, match="--guard 4 cannot be combined with"):
         check(Settings(guard=4, **{setting: 2}))
 
 
-@pytest.mark.parametrize("name", ["guard_action", "guard_memory"])
+@pytest.mark.parametrize("name", ["guard_action", "guard_spikes", "guard_memory"])
 def test_option_without_guard_has_no_effect(name):
     (need,) = (need for need in OF_AN_ENGINE if need.name == name)
     assert not need.holds(Settings())
@@ -215,3 +221,172 @@ def nan_case(world, action):
 
 def test_restore_skips_a_step_that_is_not_finite(group):
     assert group(2)(nan_case, "restore") == [(True, True)] * 2
+
+
+@contextmanager
+def printed(world):
+    """Collect the lines that the main rank prints."""
+    lines = []
+    world.print = lines.append
+    try:
+        yield lines
+    finally:
+        del world.print
+
+
+def action_case(world, zero, folder):
+    """Flip a bit on rank 1 with both actions. Returns what the guard says, and the checkpoints."""
+
+    def before(number):
+        if number == EVERY + 2 and world.rank == 1:
+            flip(engine, "parameter", bit=20)
+        if number > 1 and engine.settings.guard_action == "restore":
+            engine.save(folder)
+
+    with printed(world) as lines:
+        model, engine = started(world, zero, guard_action="warn", guard_memory=True)
+        train(world, model, engine, 2 * EVERY, before)
+        engine.close()
+    message = ""
+    model, engine = started(world, zero, guard_action="restore", guard_memory=True)
+    try:
+        train(world, model, engine, 2 * EVERY, before)
+    except GuardError as error:
+        message = str(error)
+    steps = engine.steps
+    engine.close()
+    world.barrier()
+    return lines, message, steps, sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_warn_goes_on_and_restore_continues_from_good_states(group, tmp_path, zero):
+    results = group(2)(action_case, zero, tmp_path)
+    lines = results[0][0]
+    assert f"step {EVERY + 2}: parameter " in lines[0]
+    assert "is wrong on rank 1" in lines[0]
+    for _, message, steps, names in results:
+        if zero == 0:
+            assert (message, steps) == ("", 2 * EVERY)
+            continue
+        assert steps == EVERY + 1
+        assert "--restarts N" in message
+        # The check after step 4 passed, so a resume continues from its checkpoint.
+        assert f"step-{EVERY}" in names
+        assert f"suspect-step-{EVERY + 1}" in names
+        assert f"step-{EVERY + 1}" not in names
+
+
+def error_in_second_check(world):
+    """Compute wrongly once, with a check of each step and dropout."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = sw.Engine(model, optimizer, zero=0, guard=1, quiet=True)
+
+    def before(number):
+        if number == 3 and world.rank == 1:
+            model.faults.faults.forward.append(True)
+
+    with pytest.raises(GuardError) as error:
+        train(world, model, engine, 4, before)
+    engine.close()
+    return str(error.value), error.value.at_fault
+
+
+def test_first_step_of_a_run_can_be_checked(group):
+    """The generators are seeded in the first forward pass, so the second run must start there."""
+    for message, at_fault in group(2)(error_in_second_check):
+        assert at_fault == (1,)
+        assert "step 3: forward pass faults, last, Model is wrong on rank 1" in message
+
+
+class Notes:
+    """Collects the events of a timeline."""
+
+    def __init__(self):
+        self.names = []
+
+    def write(self, notes):
+        self.names += [note.name for note in notes]
+
+    def close(self):
+        pass
+
+
+def straggler_case(world, phase):
+    notes = Notes()
+    recording = recorder.TimelineRecorder(notes, lambda error: None)
+    recorder.start(recording)
+    with printed(world) as lines:
+        model, engine = started(world, 3)
+        delay = 0.1 * (world.rank == 1)
+        if phase == "forward":
+            model.last.register_forward_pre_hook(lambda *_: time.sleep(delay))
+            delays = None
+        else:
+            delays = lambda _: time.sleep(delay)  # noqa: E731
+        train(world, model, engine, 7 * EVERY, delays)
+        engine.close()
+    recorder.stop(recording)
+    recording.stop()
+    return lines, [name for name in notes.names if "straggler" in name]
+
+
+@pytest.mark.parametrize("phase", ["data", "forward"])
+def test_names_a_straggler_once(group, phase):
+    (lines, first), (_, second) = group(2)(straggler_case, phase)
+    (line,) = lines
+    assert "wait for rank 1 (host " in line
+    assert f"Most of the difference is in: {phase}" in line
+    assert (first, second) == ([], [f"straggler: {phase}"])
+
+
+def spike_case(world, action):
+    data = [torch.randn(6, generator=torch.Generator().manual_seed(n)) for n in range(26 * 4)]
+    # Row 101 is in the last batch, whose second half is on rank 1.
+    data[-1] *= 1e4
+    with printed(world) as lines:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        engine = sw.Engine(model, optimizer, zero=1, guard=100, guard_spikes=action, quiet=True)
+        message, skipped, moved = "", False, False
+        try:
+            for x in sw.Loader(data, 4):
+                before = model.weight.detach().clone()
+                engine.backward(model(x).square().mean())
+                skipped = engine.step().skipped
+        except GuardError as error:
+            message = str(error)
+        moved = not torch.equal(before, model.weight)
+        engine.close()
+    return lines, message, skipped, moved
+
+
+@pytest.mark.parametrize("action", ["warn", "skip", "stop"])
+def test_spike_names_the_samples(group, action):
+    (lines, message, skipped, moved), (_, other, *_) = group(2)(spike_case, action)
+    words = message if action == "stop" else lines[0]
+    assert "step 26: the loss is " in words
+    assert "The largest loss is that of rank 1 (" in words
+    assert "samples 102, 103)" in words
+    assert message == other
+    assert (bool(message), skipped, moved) == (action == "stop", action == "skip", action == "warn")
+
+
+def nan_with_statistics_case(world):
+    model, engine = started(world, 0)
+    train(world, model, engine, 1)
+    x = torch.ones(4, 6) * (float("nan") if world.rank == 1 else world.rank + 1)
+    engine.backward(model(x).square().mean())
+    with pytest.raises(NonFiniteError) as error:
+        engine.step()
+    engine.close()
+    return str(error.value)
+
+
+def test_statistics_of_a_failed_step_are_no_error(group):
+    """Running statistics differ between ranks until the exchange of the step."""
+    for message in group(2)(nan_with_statistics_case):
+        assert "rank 1 (its loss" in message

@@ -145,7 +145,7 @@ class TestWithoutEffect:
             *("equal_every", "outer", "wire", "late", "behind"),
         }
         of_an_engine = {need.name for need in config.OF_AN_ENGINE}
-        assert of_an_engine == {"shard_within", "guard_action", "guard_memory"}
+        assert of_an_engine == {"shard_within", "guard_action", "guard_spikes", "guard_memory"}
         with pytest.raises(ConfigError, match="pipeline is not a setting of the engine"):
             config.refuse_elsewhere({"pipeline": 2}, "engine")
 

@@ -63,6 +63,7 @@ _ALL = (
     Need("late", _has_islands, ("islands",), *_ISLANDS),
     Need("behind", _has_islands, ("islands",), *_ISLANDS),
     Need("guard_action", _has_guard, ("guard",), *_GUARD),
+    Need("guard_spikes", _has_guard, ("guard",), *_GUARD),
     Need("guard_memory", _has_guard, ("guard",), *_GUARD),
     Need(
         "shard_within",

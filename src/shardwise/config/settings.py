@@ -329,6 +329,12 @@ class Settings:
         ("stop", "warn", "restore"),
         rare=True,
     )
+    guard_spikes: str = _choice(
+        "watch",
+        "at a sudden large loss or gradient: warn, skip the step, or stop",
+        ("warn", "skip", "stop"),
+        rare=True,
+    )
     guard_memory: bool = _switch(
         "watch", "with --guard: check the memory of all states in each step", rare=True
     )

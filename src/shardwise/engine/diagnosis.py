@@ -55,6 +55,17 @@ def nonfinite_error(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
     """Return the NonFiniteError that all ranks raise. Collective."""
+    return NonFiniteError(
+        f"{nonfinite_cause(step, states, accumulation, group)} Nothing was updated. Check these "
+        "samples, lower the learning rate, or clip with engine.step(max_norm=1.0). To skip such "
+        "steps, use --nonfinite skip."
+    )
+
+
+def nonfinite_cause(
+    step: int, states: States, accumulation: LossAccumulation, group: Collectives
+) -> str:
+    """Return sentences that name the parameters, ranks and samples. Collective."""
     named = states.parameters.named
     mine = _RankReport(
         parameters=[named[index].name for index in states.gradients.nonfinite()],
@@ -66,11 +77,19 @@ def nonfinite_error(
     reports: list[_RankReport] = group.gather_objects(mine)
     # With sharded gradients each rank checks only its own part, so combine the names.
     names = sorted({name for each in reports for name in each.parameters})
-    return NonFiniteError(
-        f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)} "
-        "Nothing was updated. Check these samples, lower the learning rate, or clip with "
-        "engine.step(max_norm=1.0). To skip such steps, use --nonfinite skip."
-    )
+    return f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)}"
+
+
+def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
+    """Return a sentence that names the rank with the largest loss, and its samples. Collective."""
+    weight = float(sum(accumulation.weights))
+    mine = float(sum(accumulation.losses)) / (accumulation.divisor or weight or 1.0)
+    samples = [index for indices in accumulation.indices for index in indices]
+    reports: list[tuple[float, list[int]]] = group.gather_objects((mine, samples))
+    rank = max(range(len(reports)), key=lambda rank: reports[rank][0])
+    loss, samples = reports[rank]
+    named = f"; samples {_shortened(samples)}" if samples else ""
+    return f"The largest loss is that of rank {rank} ({loss:.4g}{named})."
 
 
 def _origin(reports: Sequence[_RankReport]) -> str:

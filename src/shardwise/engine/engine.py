@@ -646,6 +646,7 @@ class Engine(HintsAtAttributes):
         state gets the dtype that torch's optimizers use for such weights. Collective.
         """
         self._randoms.stop_waiting()
+        self._stepper.close()
         try:
             self._checkpoints.close()
         finally:

@@ -7,19 +7,22 @@ to call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.checkpoint.atomic_folders import complete
 from shardwise.checkpoint.checkpoints import Checkpoints
+from shardwise.engine import diagnosis
 from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step import StepRunner
 from shardwise.errors import GuardError
 from shardwise.guard.engine_guard import EngineGuard, check
+from shardwise.guard.step_times import BACKWARD, DATA, UPDATE
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.step_totals import StepStats, StepTotals
 
@@ -47,16 +50,55 @@ class GuardedBackward(BackwardRunner):
             yield
 
     def _seed_autograd(self, *arguments: Any, **options: Any) -> None:
+        self.guard.times.enter(BACKWARD)
         try:
             super()._seed_autograd(*arguments, **options)
         finally:
             self.guard.second_run.after_backward()
+            self.guard.times.enter(DATA)
 
 
 class GuardedSteps(StepRunner):
     """Checks the memory of the states before each step, and the results after it."""
 
     guard: EngineGuard
+    _searches = False
+
+    def step(self, max_norm: float | None, closure: Callable[[], Any] | None) -> StepStats:
+        """See Engine.step."""
+        self.guard.times.enter(UPDATE)
+        return super().step(max_norm, closure)
+
+    def close(self) -> None:
+        """See Engine.close."""
+        self.guard.close()
+
+    def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
+        # Losses of a line search are not those of steps, and the optimizer has used them already.
+        self._searches = True
+        try:
+            return super()._step_often(closure, max_norm)
+        finally:
+            self._searches = False
+
+    def _decide(self, totals: StepTotals) -> StepStats:
+        stats = super()._decide(totals)
+        if stats.skipped or self._searches:
+            return stats
+        if not (spike := self.guard.spikes.look_at(stats.loss, stats.grad_norm)):
+            return stats
+        # Losses and norms are the same on all ranks, so all of them are here.
+        origin = diagnosis.largest_losses(self._accumulation, self._spec.step_group)
+        words, action = f"step {self._state.steps + 1}: {spike}. {origin}", self.guard.spike_action
+        if action == "stop":
+            self._backward.abandon()
+            raise GuardError(
+                f"The guard found a spike in {words} Nothing was updated. Check these samples, or "
+                "skip such steps with --guard-spikes skip."
+            )
+        skips = action == "skip"
+        self._world.print(f"shardwise: guard: {words}{' The step is skipped.' * skips}")
+        return replace(stats, skipped=skips)
 
     def _check_finite(self, totals: StepTotals) -> None:
         # A loss scale makes gradients overflow on purpose.
@@ -65,6 +107,13 @@ class GuardedSteps(StepRunner):
             with self._abandoning_if_found():
                 self.guard.explain_nonfinite()
             if self.guard.skips:
+                cause = diagnosis.nonfinite_cause(
+                    self._state.steps + 1,
+                    self._state.states,
+                    self._accumulation,
+                    self._spec.step_group,
+                )
+                self._world.print(f"shardwise: guard: {cause} The step is skipped.")
                 return
         super()._check_finite(totals)
 

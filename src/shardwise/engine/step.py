@@ -144,6 +144,9 @@ class StepRunner:
                 # Each micro-shard has its own seed, and the step restarts at the first micro-shard.
                 self._randoms.reseed()
 
+    def close(self) -> None:
+        """Remove hooks from the models. Overridden by the guard."""
+
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:

@@ -63,6 +63,8 @@ class Checks:
         """The last step after which all checks passed."""
         self.found: list[Finding] = []
         """Findings of this rank that the other ranks do not know yet."""
+        self.times: list[list[float]] = []
+        """The times of each rank at the last exchange."""
         self._place = place
         self._say = say
         self._say_once = say_once
@@ -70,29 +72,39 @@ class Checks:
         self._unstable: set[tuple[str, str]] = set()
         """Kind and name of results that differ between two runs on all ranks."""
 
-    def exchange(self, step: int, pieces: Sequence[Piece]) -> list[Finding]:
-        """Compare `pieces` across ranks, and return the findings of all ranks. Collective."""
+    def exchange(
+        self, step: int, pieces: Sequence[Piece], times: Sequence[float] = ()
+    ) -> list[Finding]:
+        """Compare `pieces` across ranks, and return the findings of all ranks. Collective.
+
+        Also sends `times` of this rank, and sets the attribute `times` to those of all ranks.
+        """
         group = self.group
         digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]
-        values = [*digests, self._place, float(bool(self.found))]
+        values = [*digests, self._place, float(bool(self.found)), *times]
         # Keep digests on the device, so that one copy brings all ranks' digests to the host.
         row = torch.stack(
             [torch.as_tensor(v, dtype=torch.float64, device=group.small_device) for v in values]
         )
         rows = group.read(group.gather_rows(row)).tolist()
+        self.times = [columns[4:] for columns in rows]
         own, self.found = self.found, []
         found: list[Finding] = []
         # The rows are the same on all ranks, so all of them take part in the next collectives.
-        if any(flag for *_, flag in rows):
+        if any(columns[3] for columns in rows):
             gathered = group.gather_plain([each.plain() for each in own])
             found = [Finding.of_plain(each) for mine in gathered for each in mine]
             found = self._without_unstable(found)
+            # A rank with sharded parameters may have computed with another rank's flipped value in
+            # one of its two runs only.
+            owners = {each.rank for each in found if each.kind not in (GRADIENT, OUTPUT)}
+            found = [each for each in found if not owners or each.rank in owners]
         suspects = [each.rank for each in found if each.rank is not None]
         if len({whole for whole, *_ in rows}) > 1:
             sums = group.gather_plain(copies.checksums(pieces, is_shard=False))
             found += copies.differences(step, dict(enumerate(sums)), suspects)
         by_shard: dict[float, set[float]] = {}
-        for _, shard, place, _ in rows:
+        for _, shard, place, *_ in rows:
             by_shard.setdefault(place, set()).add(shard)
         if any(len(shards) > 1 for shards in by_shard.values()):
             sums = group.gather_plain(copies.checksums(pieces, is_shard=True))

@@ -7,10 +7,11 @@ after the update         one small collective in one step of K: digests of copie
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,13 @@ from shardwise.guard.checks import Checks
 from shardwise.guard.findings import BUFFER, Finding
 from shardwise.guard.memory import MemorySeals, Piece, other_pieces, pieces_of
 from shardwise.guard.second_run import SecondRun
+from shardwise.guard.spikes import Spikes
+from shardwise.guard.step_times import FORWARD, STEPS, StepTimes, straggler
+from shardwise.messages.printable import printable
+from shardwise.model.module_hooks import attach
 from shardwise.states.parameters.parameters import Parameters
+from shardwise.timeline import Row, recorder
+from shardwise.timeline.recorder import TimelineEvent
 from shardwise.world.world import World
 
 
@@ -54,6 +61,9 @@ def check(settings: Settings) -> None:
         ("--tensor", settings.tensor > 1, "ranks of a replica hold different parts of a layer"),
         ("--expert", settings.expert > 1, "an error on a rank reaches the tokens of other ranks"),
         ("--islands", settings.islands not in (1, None), "islands hold different weights"),
+        ("--behind", settings.behind is not None, "the applied gradients are of an earlier step"),
+        ("--expert", settings.expert > 1, "ranks hold different experts"),
+        ("--context", settings.context > 1, "a forward pass has values of all ranks of a sequence"),
         ("--exact", settings.exact is not None, "a micro-shard has its own random state"),
     )
     for flag, is_on, why in refused:
@@ -96,14 +106,26 @@ class EngineGuard:
             (prefix or type(model).__name__, model)
             for prefix, model in zip(engine.spec.prefixes, engine.spec.models, strict=True)
         ]
-        self.second_run = SecondRun(models, engine.world.device, self._apart)
+        world = engine.world
+        self.second_run = SecondRun(models, world.device, self._apart, world.draws.begin)
+        waits = world.collectives.status_server.waits
+        self.times = StepTimes(lambda: waits.seconds)
+        self.spikes = Spikes()
+        self.spike_action = settings.guard_spikes
+        self._stragglers: set[int] = set()
+        self._hooks = [
+            attach(model.register_forward_pre_hook, self._enter_forward)
+            for _, model in models
+            # Hooks on a compiled module would become part of its graph.
+            if model._compiled_call_impl is None
+        ]
         self._sealed: tuple[Parameters, int] | None = None
         self._checks = Checks(
             group,
             float(shard_group.rank),
             settings.guard_action,
-            engine.world.print,
-            engine.world.say_once,
+            world.print,
+            world.say_once,
             engine.steps,
         )
         self._arm_if_due()
@@ -117,6 +139,17 @@ class EngineGuard:
     def skips(self) -> bool:
         """True if a step that must not be applied is skipped, and training continues."""
         return self._checks.action == "restore"
+
+    def close(self) -> None:
+        """Remove all hooks from the models."""
+        self.second_run.disarm()
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _enter_forward(self, *_: Any) -> None:
+        # Not in an evaluation or a recomputation.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.times.enter(FORWARD)
 
     def _arm_if_due(self) -> None:
         self.second_run.disarm()
@@ -181,12 +214,14 @@ class EngineGuard:
         without an intact copy.
         """
         engine, step = self._engine, self._engine.steps
+        self.times.end_step()
         if step % self._every == 0:
             self._check(step)
         if self._seals is not None:
             self._seals.seal(pieces_of(engine.spec, engine.states))
             self._sealed = engine.states.parameters, engine.states.parameters.changes
         self._arm_if_due()
+        self.times.begin_step()
 
     def explain_nonfinite(self) -> None:
         """Check everything now, because the gradient of the current step is not finite. Collective.
@@ -201,14 +236,40 @@ class EngineGuard:
         engine, checks = self._engine, self._checks
         checks.found += self.second_run.findings(step, self._group.rank)
         pieces = pieces_of(engine.spec, engine.states)
-        pieces += other_pieces(engine.spec, engine.states)
-        found = checks.exchange(step, pieces)
+        if step == engine.steps:
+            # Within a step, running statistics differ between ranks until the exchange.
+            pieces += other_pieces(engine.spec, engine.states)
+        found = checks.exchange(step, pieces, self.times.row())
+        self._name_straggler(step)
         if self.second_run.reason is not None:
             engine.world.say_once(
                 f"guard: steps are not computed twice, because {self.second_run.reason}: not proved"
             )
         if found:
+            # A bit that flips in memory shared by ranks looks like a write of user code.
+            engine.states.parameters.forget_writes()
             checks.act(found, partial(self._repair, found, pieces), self._advice)
+
+    def _name_straggler(self, step: int) -> None:
+        """Print which rank the others wait for, once. Collective if there is one."""
+        slow = straggler(self._checks.times)
+        if slow is None or slow.rank in self._stragglers:
+            return
+        self._stragglers.add(slow.rank)
+        world = self._engine.world
+        host, device = self._group.gather_plain([world.host, str(world.device)])[slow.rank]
+        world.print(
+            f"shardwise: guard: step {step}: the other ranks wait for rank {slow.rank} (host "
+            f"{printable(host)}, {device}). Without waits, a step takes {slow.own:.3g} s, and "
+            f"{slow.usual:.3g} s on the other ranks (medians of {STEPS} steps). Most of the "
+            f"difference is in: {slow.phase}"
+        )
+        recording = recorder.active
+        if recording is not None and self._group.rank == slow.rank:
+            now = time.monotonic_ns()
+            name = f"straggler: {slow.phase}"
+            about = {"own ms": round(slow.own * 1e3), "others ms": round(slow.usual * 1e3)}
+            recording.notes.append(TimelineEvent(Row.COMPUTE, name, now, now, about))
 
     # -- actions ------------------------------------------------------------------------------
 

@@ -5,6 +5,8 @@ therefore finds a device that computes wrongly from time to time. It needs no ot
 not find an error that repeats exactly.
 
     forward       the model runs     ── again, with the same inputs, buffers and random state
+                  compared: inputs and outputs of each layer, which autograd saves for the backward
+                  pass, so the outputs of the model alone do not show every error
     backward      gradients, dropped ── again, by the training itself
 
 The two runs together leave the trace of a single one. Buffers, attributes and generators get
@@ -21,12 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import ModelError
 from shardwise.guard.findings import GRADIENT, OUTPUT, Finding
-from shardwise.guard.memory import block_sums, flat_view
-from shardwise.layout.fingerprints import can_be_taken
+from shardwise.guard.memory import flat_view
+from shardwise.layout.fingerprints import can_be_taken, hash_of
 from shardwise.model import recomputation, unit_attributes
 from shardwise.model.buffers import version_of
 from shardwise.model.module_hooks import Hooked, attach
@@ -47,13 +51,10 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 def bits(value: Tensor) -> Tensor | None:
-    """Return the sum of the words of a tensor, a 0-dim int64, or None for a sparse tensor.
-
-    A single changed bit always changes the sum.
-    """
+    """Return a hash of the bits of a tensor, a 0-dim int64, or None for a sparse tensor."""
     if not can_be_taken(value) or not value.numel():
         return None
-    return block_sums(flat_view(value)).sum()
+    return hash_of(flat_view(value))
 
 
 @dataclass(eq=False)
@@ -80,7 +81,19 @@ class _Before:
     buffers: list[tuple[nn.Module, str, Tensor]]
     attributes: Any
     versions: list[int]
+    recording: RemovableHandle
+    """Handle of the hook that records layers."""
+    layers: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Name of each layer that has run, and hashes of its inputs and outputs."""
     observed: list[tuple[OrderedDict[int, Any], int, _Observed]] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Stop recording layers and observing hooks."""
+        self.recording.remove()
+        for hooks, key, observed in self.observed:
+            # A hook may have removed itself, or have been replaced.
+            if hooks.get(key) is observed:
+                hooks[key] = observed.hook
 
 
 class SecondRun:
@@ -90,6 +103,7 @@ class SecondRun:
         models: The models, each with the name to report.
         device: Device of this rank.
         apart: Returns a context manager for a forward pass that no backward pass follows.
+        begin: Seeds the generators at the first training forward pass. Does nothing later.
     """
 
     def __init__(
@@ -97,16 +111,20 @@ class SecondRun:
         models: Sequence[tuple[str, nn.Module]],
         device: torch.device,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self._models = models
+        self._begin = begin
         self._device = device
         self._apart = apart
         self._hooks: list[Hooked] = []
+        self._layers: dict[nn.Module, str] = {}
+        """Modules without children, with their names."""
         self._before: _Before | None = None
         self._is_second = False
         self._is_armed = False
-        self._wrong: list[tuple[str, str, Tensor]] = []
-        """Kind, name, and a 0-dim bool tensor that is true if the two runs differ."""
+        self._pairs: list[tuple[str, str, Tensor, Tensor]] = []
+        """Kind, name, and the hashes of the two runs."""
         self._swapped: list[tuple[Tensor, Any]] = []
         self._first: dict[str, list[Tensor]] = {}
         self._second: dict[str, list[Tensor]] = {}
@@ -120,6 +138,12 @@ class SecondRun:
     def arm(self) -> None:
         """Compute the passes of the next step twice."""
         self._is_armed = True
+        self._layers = {
+            module: path or name
+            for name, model in self._models
+            for path, module in model.named_modules()
+            if not any(module.children())
+        }
         for _, model in self._models:
             if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
                 self.reason = "torch.compile has compiled the model"
@@ -133,25 +157,32 @@ class SecondRun:
     def findings(self, step: int, rank: int) -> list[Finding]:
         """Return what differed between the two runs. Waits for the device once."""
         self.disarm()
-        wrong, self._wrong = self._wrong, []
-        flags = torch.stack([flag.cpu() for *_, flag in wrong]).tolist() if wrong else []
+        pairs, self._pairs = self._pairs, []
         bad: dict[str, list[str]] = {}
-        for (kind, name, _), is_bad in zip(wrong, flags, strict=True):
-            if is_bad and name not in bad.setdefault(kind, []):
-                bad[kind].append(name)
+        if pairs:
+            # Comparing all hashes at once takes one kernel and one copy to the host.
+            one = torch.stack([one.to(self._device) for _, _, one, _ in pairs])
+            two = torch.stack([two.to(self._device) for _, _, _, two in pairs])
+            for (kind, name, *_), is_bad in zip(pairs, (one != two).tolist(), strict=True):
+                if is_bad and name not in bad.setdefault(kind, []):
+                    bad[kind].append(name)
         evidence = "the same computation gave other bits when it was repeated"
-        return [Finding(step, kind, tuple(names), rank, evidence) for kind, names in bad.items()]
+        found = [(kind, tuple(names)) for kind, names in bad.items() if names]
+        return [Finding(step, kind, names, rank, evidence) for kind, names in found]
 
     def disarm(self) -> None:
         """Remove the hooks."""
         self._is_armed = False
+        if self._before is not None:  # a forward pass has raised
+            self._before.close()
+            self._before = None
         while self._hooks:
             self._hooks.pop().remove()
 
     def _compare(self, kind: str, name: str, one: Tensor | None, two: Tensor | None) -> None:
         if one is not None and two is not None:
             self.compared += 1
-            self._wrong.append((kind, name, one != two))
+            self._pairs.append((kind, name, one, two))
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -160,6 +191,9 @@ class SecondRun:
         again = torch._C._current_graph_task_id() != -1
         if self._is_second or self._before is not None or again or not torch.is_grad_enabled():
             return
+        # Before the generators are read: the hook that begins training runs after this one.
+        self._begin()
+        layers: list[tuple[str, Tensor]] = []
         self._before = _Before(
             GeneratorStates.now(self._device),
             [
@@ -170,6 +204,8 @@ class SecondRun:
             ],
             unit_attributes.look(module),
             _versions((args, kwargs)),
+            self._record(layers),
+            layers,
         )
         for each in module.modules():
             for name in _HOOKS:
@@ -185,10 +221,7 @@ class SecondRun:
         if self._is_second or before is None:
             return
         self._before = None
-        for hooks, key, observed in before.observed:
-            # A hook may have removed itself, or have been replaced.
-            if hooks.get(key) is observed:
-                hooks[key] = observed.hook
+        before.close()
         if _versions((args, kwargs)) != before.versions:
             self.reason = f"{type(module).__name__} changes its input in place"
             return
@@ -197,7 +230,7 @@ class SecondRun:
         except ModelError:
             self.reason = f"{type(module).__name__} changes a tensor attribute in place"
             return
-        first = [bits(each) for each in _tensors(output)]
+        first, layers = [bits(each) for each in _tensors(output)], list[tuple[str, Tensor]]()
         now = GeneratorStates.now(self._device)
         with ExitStack() as stack:
             stack.callback(now.restore, self._device)
@@ -208,6 +241,7 @@ class SecondRun:
             # Autograd records as in the first run, so that torch chooses the same kernels, but it
             # keeps nothing: this graph has no backward pass.
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_drop, _refuse))
+            stack.callback(self._record(layers).remove)
             before.generators.restore(self._device)
             self._is_second = True
             try:
@@ -215,8 +249,27 @@ class SecondRun:
             finally:
                 self._is_second = False
         name = next((name for name, model in self._models if model is module), "")
+        # In the order of execution, so that the first layer with an error is named first.
+        for (layer, old), (_, new) in zip(before.layers, layers, strict=False):
+            self._compare(OUTPUT, layer, old, new)
         for one, two in zip(first, second, strict=True):
             self._compare(OUTPUT, name or type(module).__name__, one, two)
+
+    def _record(self, into: list[tuple[str, Tensor]]) -> RemovableHandle:
+        """Append the hashes of the inputs and outputs of each layer that runs from now on.
+
+        Uses a hook that torch calls for all modules, so that the layers keep their own hooks.
+        """
+
+        def record(module: nn.Module, args: Any, output: Any) -> None:
+            if (name := self._layers.get(module)) is not None:
+                into.extend(
+                    (name, found)
+                    for each in _tensors((args, output))
+                    if (found := bits(each)) is not None
+                )
+
+        return register_module_forward_hook(record)
 
     # -- backward -----------------------------------------------------------------------------
 

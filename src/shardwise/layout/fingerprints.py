@@ -24,8 +24,6 @@ BINS = 64
 
 _CHUNK = 1 << 20
 _SMALL = 1 << 14
-_EXACT = 1 << 52
-"""Integers below this limit are exact in fp64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _GOLDEN, _MIX_A, _MIX_B = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -134,10 +132,24 @@ def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
             on_host = (on_host + int(value)) % WORD
         else:
             on_device = value if on_device is None else on_device + value.to(on_device.device)
+    # fp64 represents 52 bits exactly. Multiply first, because the upper bits of the sum must count:
+    # exponents are there. An odd factor keeps a changed bit of the upper 52 changed.
     if on_device is None:
-        return float(on_host % _EXACT)
-    # Keep the low 52 bits, which fp64 represents exactly.
-    return ((on_device + _signed(on_host)) & (_EXACT - 1)).double()
+        return float(on_host * _GOLDEN % WORD >> 12)
+    return _shifted((on_device + _signed(on_host)) * _signed(_GOLDEN), 12).double()
+
+
+def hash_of(values: Tensor) -> Tensor:
+    """Return a number that depends on all bits of `values`: a 0-dim int64 on their device.
+
+    It is cheaper than `of`. A single changed bit always changes it. Rounding differences of several
+    elements do not cancel, as they could in a plain sum.
+    """
+    words = values.contiguous().view(-1).view(_WORDS[values.itemsize])
+    fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
+    words = words.view(torch.int64) if fits else words.long()
+    # For a changed bit k, w (w + 1) changes by an odd multiple of 2^k.
+    return _weighted_sum(words * (words + 1))
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -56,6 +56,8 @@ class Wait:
         # Restore the outer wait, which is still open.
         if self._outer is None:
             del self._waits._open[self._thread]
+            if self._thread not in self._waits._helpers and self._thread not in self._waits._beside:
+                self._waits.seconds += time.monotonic() - self.since
         else:
             self._waits._open[self._thread] = self._outer
         recording = recorder.active
@@ -70,6 +72,8 @@ class Waits:
     """The open waits of this process."""
 
     def __init__(self) -> None:
+        self.seconds = 0.0
+        """Total time in which this process could not compute, because it waited for others."""
         self._open: dict[int, Wait] = {}
         self._helpers: set[int] = set()
         self._beside: set[int] = set()

@@ -68,6 +68,9 @@ class Parameters(ABC):
     def meet(self) -> None:  # noqa: B027 (private memory needs no wait)
         """Wait until no rank reads the old values. Called before new values are stored."""
 
+    def forget_writes(self) -> None:  # noqa: B027 (only sharded parameters report lost writes)
+        """Do not report the writes into temporary copies that were found so far."""
+
     def settle(self) -> None:
         """Finish an update after all buckets are published. Collective."""
         # User code may use a single autocast block for several steps. Its cache would keep casts of

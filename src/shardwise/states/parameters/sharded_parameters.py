@@ -279,10 +279,13 @@ class ShardedParameters(Parameters):
         for number in itertools.chain.from_iterable(self._group.gather_objects(mine)):
             raise self.lost_write_error(self._all[number])
 
-    def lost_write_error(self, named: NamedParameter) -> BrokenView:
-        """Return the error for a write into a temporary copy of a parameter on this rank."""
+    def forget_writes(self) -> None:
         self._replaced = None
         self.remember()
+
+    def lost_write_error(self, named: NamedParameter) -> BrokenView:
+        """Return the error for a write into a temporary copy of a parameter on this rank."""
+        self.forget_writes()
         return BrokenView(
             f"{named.alias} was written while sharded: the write changed a temporary copy and is "
             "lost. To write parameters: with engine.full_parameters(module, write=True)."

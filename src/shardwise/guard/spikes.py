@@ -1,0 +1,57 @@
+"""Finds steps whose loss or gradient norm is far above the median of the last steps."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+LAST = 100
+"""Number of steps whose median is compared."""
+
+FIRST = 20
+"""Number of steps before the first comparison."""
+
+FACTOR = 10.0
+"""A spike is this many standard deviations above the median."""
+
+LEAST = 0.05
+"""The standard deviation counts as at least this share of the median."""
+
+MOST = 3
+"""Number of consecutive spikes after which the comparison starts again.
+
+The level has changed then, as with other data or another learning rate. Otherwise all later steps
+would be skipped."""
+
+
+class Spikes:
+    """The losses and gradient norms of the last steps. They are the same on all ranks."""
+
+    def __init__(self) -> None:
+        self._last = {"loss": deque[float](maxlen=LAST), "gradient norm": deque[float](maxlen=LAST)}
+        self._spikes = 0
+
+    def look_at(self, loss: float, grad_norm: float) -> str:
+        """Record a step. Return a sentence if it is a spike, otherwise ""."""
+        found = ""
+        for (name, values), value in zip(self._last.items(), (loss, grad_norm), strict=True):
+            if not math.isfinite(value):
+                continue
+            if len(values) >= FIRST and not found:
+                usual = median(values)
+                # 1.4826 turns a median deviation into a standard deviation of normal values.
+                spread = 1.4826 * median(abs(each - usual) for each in values)
+                if value - usual > FACTOR * max(spread, LEAST * abs(usual)):
+                    found = (
+                        f"the {name} is {value:.4g}; the median of the last {len(values)} steps is "
+                        f"{usual:.4g}"
+                    )
+            values.append(value)
+        self._spikes = self._spikes + 1 if found else 0
+        if self._spikes == MOST:
+            self._spikes = 0
+            for values in self._last.values():
+                values.clear()
+            found += f", spike {MOST} in a row. Later steps are compared with the new level"
+        return found
