@@ -58,20 +58,13 @@ def test_load_continues_with_the_same_losses(group, tmp_path, kind, optimizer, r
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_megatron_continues_with_the_same_losses(group, tmp_path, kind):
-    """Layers are unstacked, flattened boxes put together, and the groups told apart."""
-    path, losses = foreign.write("megatron", tmp_path, kind, foreign.Layers)
+@pytest.mark.parametrize("library", foreign.OF_LAYERS)
+def test_sharded_layouts_continue_with_the_same_losses(group, tmp_path, library, kind):
+    """Layers are unstacked, shards put together, and groups told apart."""
+    path, losses = foreign.write(library, tmp_path, kind, foreign.Layers)
     for found, ours in group(2)(continued, path, 3, kind, False, foreign.Layers):
         assert ours == pytest.approx(losses, rel=1e-9)
         assert found == foreign.STEPS
-
-
-def test_nanotron_continues_with_its_weights(group, tmp_path):
-    model = foreign.build(kind=foreign.Layers)
-    path = foreign.nanotron(tmp_path, model, None)
-    losses = foreign.train(model, foreign.optimizer_of(model), foreign.STEPS, foreign.MORE)
-    for _, ours in group(2)(continued, path, 3, "adamw", False, foreign.Layers):
-        assert ours == pytest.approx(losses, rel=1e-9)
 
 
 def fsdp1_case(world, folder, row):

@@ -159,7 +159,7 @@ def fsdp1_full(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> Pa
 
 
 def composer(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> Path:
-    """Write the layout of Composer's State.state_dict, with an object of a class of its own."""
+    """Write the layout of Composer's State.state_dict, with an object of another class."""
     counters = {"epoch": 0, "batch": STEPS, "sample": STEPS * ROWS}
     state = {
         "model": {f"module.{name}": v for name, v in model.state_dict().items()},
@@ -249,21 +249,28 @@ def megatron(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> Path
     return folder
 
 
-def nanotron(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> Path:
+def nanotron(folder: Path, model: nn.Module, optimizer: optim.Optimizer | None) -> Path:
     """Write nanotron's layout, with matrices on two tensor-parallel ranks, each with two boxes."""
-    del optimizer
     home = folder / "3"
+    local: list[dict[str, Any]] = [{}, {}]
     for name, value in model.named_parameters():
         *parts, last = name.split(".")
         place = home.joinpath("model", *parts)
         place.mkdir(parents=True, exist_ok=True)
-        if value.ndim < 2 or value.shape[0] % 4:
+        entry = {} if optimizer is None else optimizer.state[value]
+        is_sharded = value.ndim == 2 and value.shape[0] % 4 == 0
+        if not is_sharded:
             file = place / f"model_{last}.safetensors"
             safetensors.torch.save_file({"data": value.detach()}, file)
+            for state in local:
+                state[name] = entry
             continue
-        # Rank r has rows r and 2 + r of four, as of a fused matrix with two parts.
-        rows = value.detach().view(2, 2, -1, *value.shape[1:])
         n = value.shape[0] // 4
+
+        def shard_of(full: Tensor, rank: int) -> Tensor:
+            # Rows r and 2 + r of four, as of a fused matrix with two parts.
+            return full.detach().view(2, 2, -1, *full.shape[1:])[:, rank].flatten(0, 1).contiguous()
+
         for rank in range(2):
             pairs = ";".join(
                 f"{part * n},{part * n + n},None|None,None,None"
@@ -275,15 +282,25 @@ def nanotron(folder: Path, model: nn.Module, optimizer: optim.Optimizer) -> Path
                 "local_global_slices_pairs": pairs,
                 "unsharded_shape": str(tuple(value.shape)),
             }
-            shard = rows[:, rank].flatten(0, 1).contiguous()
             file = place / f"model_{last}_pp-rank-0-of-1_tp-rank-{rank}-of-2.safetensors"
-            safetensors.torch.save_file({"data": shard}, file, metadata)
+            safetensors.torch.save_file({"data": shard_of(value, rank)}, file, metadata)
+            local[rank][name] = {k: shard_of(v, rank) if v.ndim else v for k, v in entry.items()}
     (home / "checkpoint_metadata.json").write_text(
         json.dumps({"version": "1.4", "tp": 2, "dp": 1, "metas": {"last_train_step": STEPS}})
     )
     (home / "model_config.json").write_text('{"num_attention_heads": 4}')
-    (home / "optimizer").mkdir()
     (folder / "latest.txt").write_text("3")
+    if optimizer is None:
+        return folder
+    (home / "optimizer").mkdir()
+    names = {value: name for name, value in model.named_parameters()}
+    for rank, state in enumerate(local):
+        content = optimizer.state_dict()
+        order = [names[p] for group in optimizer.param_groups for p in group["params"]]
+        content["state"] = {number: state[name] for number, name in enumerate(order)}
+        content["names"] = dict(enumerate(order))
+        file = f"optimizer_pp-0-of-1_tp-{rank}-of-2_exp-0-of-1.pt"
+        torch.save(content, home / "optimizer" / file)
     return folder
 
 

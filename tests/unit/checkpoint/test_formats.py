@@ -467,10 +467,13 @@ def test_buffers_of_megatrons_distributed_optimizer_are_named(tmp_path):
 
 def test_shards_of_nanotron_must_fit(tmp_path):
     model = foreign.build(kind=foreign.Layers)
-    path = foreign.nanotron(tmp_path, model, None)
-    code, told = run("show", path)
-    assert code == 0, told
-    assert "optimizer state in" in told
+    optimizer = foreign.optimizer_of(model)
+    foreign.train(model, optimizer, 0, 1)
+    path = foreign.nanotron(tmp_path, model, optimizer)
+    assert "10 parameters by name, lr 0.02, 0.03" in run("show", path)[1]
+    file = path / "3/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt"
+    file.rename(file.with_name("optimizer_pp-0-of-1_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt"))
+    assert "split by data-parallel ranks" in run("show", path)[1].replace("\n", " ")
     with open_checkpoint(path) as found:
         assert_same({n: found.model.whole(n) for n in found.model.specs}, dict(model.state_dict()))
     place = path / "3/model/decoder/layers/0/mlp"

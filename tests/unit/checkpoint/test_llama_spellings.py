@@ -129,7 +129,8 @@ def fused(layer, rest, writer):
             return [norm_1, q, k, v, o, norm_2, gate, up, down]
 
         model = Bag(w)
-        return writer(folder, model, torch.optim.SGD(model.parameters(), lr=0.1)), weights, False
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        return writer(folder, model, plain), weights, False
 
     return write
 

@@ -243,8 +243,10 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._place.length - self._at)]
-        count = os.preadv(self._fd, [view], self._place.offset + self._at) if view else 0
+        # Released even if the read fails, because its traceback would keep the view of a buffer
+        # that the caller frees.
+        with memoryview(buffer) as whole, whole[: max(0, self._place.length - self._at)] as view:
+            count = os.preadv(self._fd, [view], self._place.offset + self._at) if view else 0
         self._at += count
         return count
 

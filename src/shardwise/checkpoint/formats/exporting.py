@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ class Export:
             leaves[spec.name] = Leaf(model, spec.name) if master is None else master
         return MappedReader(leaves)
 
-    @property
+    @cached_property
     def training(self) -> tuple[MappedReader, dict[str, Any]]:
         """The tensors of the optimizer state by `NAME.KEY`, and the fields of checkpoint.json.
 
@@ -294,7 +294,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     return json.dumps(fields, indent=2).encode() + b"\n"
 
 
-Arrange = Callable[[dict[str, Any]], Any]
+Arrange = Callable[[dict[str, Any]], dict[str, Any]]
 """Arranges the model, optimizers, schedulers and step of a training dict for a library."""
 
 

@@ -1,4 +1,4 @@
-"""Reads checkpoints of Megatron-Core (torch_dist): torch DCP in a layout of its own.
+"""Reads checkpoints of Megatron-Core (torch_dist): torch DCP in Megatron's layout.
 
     iter_0000010/.metadata, __R_N.distcp    tensors
     iter_0000010/common.pt                  arguments, iteration, options of the optimizer
@@ -32,6 +32,7 @@ from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.formats import dcp, torch_files, training_dict
 from shardwise.checkpoint.formats.saved import (
     Checkpoint,
+    LastValue,
     Leaf,
     MappedReader,
     OptimizerGroup,
@@ -135,7 +136,7 @@ def _interpret(folder: Path, reader: dcp.DcpReader, common: Mapping[str, Any]) -
 
 
 def _facts(arguments: Inert) -> dict[str, str]:
-    """Return what the arguments of the run say about the model, by the names of config.json."""
+    """Return numbers of the model in the run's arguments, by the names of config.json."""
     values = arguments.__dict__
     # Without grouped queries, Megatron leaves the number of groups at 1.
     kv = "num_query_groups" if values.get("group_query_attention") else "num_attention_heads"
@@ -165,25 +166,29 @@ class _PartReader(TensorReader):
 
 
 class _BoxesReader(TensorReader):
-    """Reads a tensor of which each box was flattened: [grid..., elements of a box].
+    """Reads a tensor whose boxes were flattened: [grid..., elements of a box].
 
     Args:
         leaf: The flattened tensor.
         shape: Shape of the tensor itself.
+        last: Shared by all tensors.
     """
 
-    def __init__(self, leaf: Leaf, shape: tuple[int, ...]) -> None:
-        self._leaf, self._shape = leaf, shape
+    def __init__(self, leaf: Leaf, shape: tuple[int, ...], last: LastValue) -> None:
+        self._leaf, self._shape, self._last = leaf, shape, last
         self.specs = {"": TensorSpec("", leaf.spec.dtype, shape)}
 
     def read(self, name: str, first: int, into: Tensor) -> None:
+        value = self._last.get(id(self), self._unflatten)
+        into.copy_(value[first : first + into.numel()])
+
+    def _unflatten(self) -> Tensor:
         grid = self._leaf.shape[:-1]
         box = [size // count for size, count in zip(self._shape, grid, strict=True)]
         dims = len(grid)
         # From [grid..., box...] to [grid 0, box 0, grid 1, box 1, ...].
         order = [d for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for d in pair]
-        value = self._leaf.value().view(*grid, *box).permute(order).reshape(-1)
-        into.copy_(value[first : first + into.numel()])
+        return self._leaf.value().view(*grid, *box).permute(order).reshape(-1)
 
 
 def _unstack(
@@ -217,6 +222,7 @@ def _unstack(
 def _read_state(reader: dcp.DcpReader, stacks: dict[str, int]) -> dict[str, dict[str, Any]]:
     """Return the optimizer state of each weight, by its name in the model."""
     state: dict[str, dict[str, Any]] = {}
+    last = LastValue()
     for key, spec in reader.specs.items():
         found = _STATE.fullmatch(key)
         if found is None or found[2] not in reader.specs:
@@ -227,7 +233,7 @@ def _read_state(reader: dcp.DcpReader, stacks: dict[str, int]) -> dict[str, dict
             boxes = zip(shape, spec.shape[:-1], strict=True)
             if spec.numel != math.prod(shape) or any(n == 0 or size % n for size, n in boxes):
                 raise ValueError(f"{key} has the shape {spec.shape}, but {weight} has {shape}")
-            leaf = Leaf(_BoxesReader(leaf, shape), "")
+            leaf = Leaf(_BoxesReader(leaf, shape, last), "")
         for name, part in _unstack(weight, leaf, shape, stacks):
             state.setdefault(name, {})["master" if kind in _MASTERS else kind] = part
     return state
