@@ -48,7 +48,7 @@ def damage(seed: int, folder: Path) -> Damage:
 
 
 def _files(path: Path) -> list[Path]:
-    return sorted(path.iterdir())
+    return sorted(file for file in path.iterdir() if not file.is_dir())
 
 
 def _file(rng: Rng, path: Path) -> Path:

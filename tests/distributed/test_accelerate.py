@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.errors import BrokenCheckpoint, UsageError
+from tests.distributed.test_users_optimizer import ScheduleFree
 
 accelerate = pytest.importorskip("accelerate", reason="the accelerate package is not there")
 
@@ -121,6 +122,45 @@ def test_results_of_stock_accelerate(group, size, dtype):
     """
     for zero in range(4):
         ranks(group, size)(parity_case, zero, dtype)
+
+
+def schedule_free(accelerator):
+    """Return the losses at the training point and, after each epoch, at the evaluation point."""
+    model = net(torch.float64)
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
+    rows = data(torch.float64)
+    loader = DataLoader(rows, batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    seen = []
+    for _ in range(2):
+        optimizer.train()
+        for x, y in loader:
+            loss = (model(x) - y).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+        optimizer.eval()
+        with torch.no_grad():
+            x, y = rows[:]
+            seen.append((model(x) - y).square().mean().item())
+    state = accelerator.get_state_dict(model)
+    accelerator.free_memory()
+    return seen, state
+
+
+def schedule_free_case(world, zero):
+    expected, weights = schedule_free(stock(dataloader_config=split()))
+    seen, state = schedule_free(ours(dataloader_config=split(), zero=zero))
+    assert seen == pytest.approx(expected, rel=1e-8)
+    if world.is_main:
+        for name, value in weights.items():
+            assert torch.allclose(state[name], value, rtol=1e-8)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_schedule_free_optimizer_evaluates_at_its_average(group, zero):
+    ranks(group, 2)(schedule_free_case, zero)
 
 
 def own_batches_case(world, zero):

@@ -659,7 +659,7 @@ def foreign_case(world, folder, row):
         wrapped["module._orig_mod.conv.bias"] = torch.ones(9)
         del wrapped["module._orig_mod.norm.bias"]
         torch.save(wrapped, folder / "other.pt")
-        torch.save({"model": wrapped, "odd": Everything}, folder / "code.pt")
+        torch.save([wrapped, Everything], folder / "code.pt")
     world.barrier()
     with pytest.raises(
         CheckpointMismatch, match=r"conv\.bias \(model \[4\], file \[9\]\).*norm\.bias.*extra"

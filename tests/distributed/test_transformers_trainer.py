@@ -11,6 +11,7 @@ import torch
 
 from shardwise.errors import UsageError
 from tests.distributed.test_accelerate import fresh, ranks
+from tests.distributed.test_users_optimizer import ScheduleFree
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("accelerate", reason="the accelerate package is not there")
@@ -133,6 +134,32 @@ def test_results_of_the_stock_trainer(group, size, tmp_path):
     for zero in (0, 1, 2, 3):
         found = ranks(group, size)(parity_case, zero, str(tmp_path))
         assert all(each == found[0] for each in found)
+
+
+def schedule_free_case(world, zero, folder):
+    """The Trainer calls the optimizer's `train` before a step and its `eval` before evaluation."""
+    options = {"eval_strategy": "epoch", "max_grad_norm": 0.0}
+    seen = []
+    for make in (
+        lambda: stock(folder, 4, **options),
+        lambda: ours(world, folder, 2, zero=zero, **options),
+    ):
+        trainer = make()
+        trainer.eval_dataset = texts(8, seed=2)  # whole batches of both trainers
+        optimizer = ScheduleFree(trainer.model.parameters(), lr=0.05)
+        trainer.optimizer = optimizer
+        trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        trainer.train()
+        logs = [log.get("loss", log.get("eval_loss")) for log in trainer.state.log_history]
+        seen.append([float(value) for value in logs if value is not None])
+    trainer.accelerator.free_memory()
+    assert seen[1] == pytest.approx(seen[0], rel=1e-4), seen
+    assert len(seen[0]) == 2 * 6 + 2
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_schedule_free_optimizer_evaluates_at_its_average(group, tmp_path, zero):
+    ranks(group, 2)(schedule_free_case, zero, str(tmp_path))
 
 
 class InDouble(torch.nn.Module):

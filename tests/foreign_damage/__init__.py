@@ -42,7 +42,15 @@ DAMAGES: dict[str, Callable[[random.Random, Path], str]] = {
 }
 """Damages to the files of a folder, by name."""
 
-UNSUMMED = {"safetensors": (".safetensors",), "dcp": (".metadata",), "torchtitan": (".metadata",)}
+UNSUMMED = {
+    "safetensors": (".safetensors",),
+    "dcp": (".metadata",),
+    "torchtitan": (".metadata",),
+    "composer sharded": (".metadata",),
+    "lightning sharded": (".metadata",),
+    "megatron": (".metadata", ".txt"),
+    "nanotron": (".safetensors", ".json", ".txt"),
+}
 """Files of a format, by their ends, whose format has no checksum that could show a change."""
 
 
@@ -60,6 +68,14 @@ WRITERS: dict[str, foreign.Writer] = {
     "safetensors": _safetensors,
 }
 """The formats that are damaged."""
+
+MORE: dict[str, foreign.Writer] = {
+    "timm": foreign.timm,
+    "composer sharded": foreign.composer_sharded,
+    "lightning sharded": foreign.lightning_sharded,
+    **foreign.OF_LAYERS,
+}
+"""Further formats, which every fourth seed damages."""
 
 
 Content = tuple[dict[str, torch.Tensor], Any]
@@ -82,10 +98,10 @@ class Runner:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._made: dict[str, tuple[Path, str, Content]] = {}
-        for name, writer in WRITERS.items():
+        for name, writer in {**WRITERS, **MORE}.items():
             home = folder / name.replace(" ", "-")
             home.mkdir(parents=True)
-            model = foreign.build()
+            model = foreign.build(kind=foreign.Layers if name in foreign.OF_LAYERS else foreign.Net)
             optimizer = foreign.optimizer_of(model, "one")
             foreign.train(model, optimizer, 0, foreign.STEPS)
             path = writer(home, model, optimizer)
@@ -94,14 +110,18 @@ class Runner:
     def __call__(self, seed: int) -> Result:
         """Damage a copy according to `seed`, and judge how it is read."""
         rng = random.Random(seed)
-        name = rng.choice(list(self._made))
+        name = rng.choice(list(WRITERS if seed % 4 else MORE))
         home, inside, wanted = self._made[name]
         copy = self._folder / f"damaged-{seed}"
         shutil.copytree(home, copy)
         path = copy / inside
         kind = rng.choice(list(DAMAGES))
         try:
-            words = DAMAGES[kind](rng, path if path.is_dir() else copy)
+            place = path if path.is_dir() else copy
+            if any(child.is_dir() for child in place.iterdir()):
+                files = [file for file in place.rglob("*") if file.is_file()]
+                place = rng.choice(sorted(files)).parent
+            words = DAMAGES[kind](rng, place)
             outcome, said, story = judge(path, wanted, words, UNSUMMED.get(name, ()))
         finally:
             shutil.rmtree(copy)

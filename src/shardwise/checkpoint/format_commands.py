@@ -197,8 +197,8 @@ def import_(
     """Write the checkpoint SOURCE into the folder OUT, as OUT/step-N.
 
     Continue from it with engine.resume(OUT). What SOURCE lacks is printed. Built-in maps are
-    llama-meta-to-hf, llama-hf-to-meta, gpt2-hf-to-linear, gpt2-linear-to-hf, qkv-split, qkv-fuse,
-    gate-up-split and gate-up-fuse.
+    llama-meta-to-hf, llama-hf-to-meta, llama-megatron-to-hf, llama-nanotron-to-hf,
+    gpt2-hf-to-linear, gpt2-linear-to-hf, qkv-split, qkv-fuse, gate-up-split and gate-up-fuse.
     """
     from shardwise.checkpoint.formats import importing
 
@@ -220,7 +220,7 @@ def import_(
 @click.option(
     "--to",
     metavar="FORMAT",
-    help="transformers, safetensors, pt or dcp (default: from the name of OUT)",
+    help="transformers, safetensors, pt, dcp, accelerate or lightning (default: from OUT's name)",
 )
 @click.option("--dtype", metavar="DTYPE", help="convert weights to fp32, bf16 or fp16")
 @click.option("--with-optimizer", is_flag=True, help="also write optimizer state (pt, dcp)")
@@ -241,7 +241,8 @@ def export(
     """Write the model in PATH to OUT, a file or folder that another library loads.
 
     transformers is a folder for from_pretrained, and the default if OUT is the name of a folder.
-    safetensors and pt are files. dcp is a folder for torch.distributed.checkpoint.
+    safetensors and pt are files. dcp is a folder for torch.distributed.checkpoint. accelerate is a
+    folder for load_state, and lightning a file for fit(ckpt_path=...), with the optimizer state.
     """
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.formats import exporting
@@ -256,6 +257,8 @@ def export(
             f"{path} is {what}, which has no moving average. Leave out --average."
         )
     weights = "average" if average else None
+    format = to or exporting.format_of(out)
+    with_optimizer |= format in exporting.OF_TRAINING
     with _opened(path, rules, weights, named_only=not with_optimizer) as (checkpoint, changes):
         if dry_run:
             return _print_changes(checkpoint, changes)
@@ -263,10 +266,11 @@ def export(
             dtype = "fp32"  # as its zero_to_fp32.py, from the master weights
         wanted = exporting.DTYPES[dtype] if dtype is not None else None
         job = exporting.Export(checkpoint, out, wanted, with_optimizer)
-        format = to or exporting.format_of(out)
-        exporting.check(job, format)
+        job = exporting.check(job, format)
         with _progress("exporting", exporting.numel(job)) as advance:
             count = exporting.write(job, format, advance)
+    for note in checkpoint.notes if with_optimizer else ():
+        click.echo(printable(f"note: {note}"))
     converted = f" in {dtype}" if dtype is not None else ""
     click.echo(printable(f"{out}: {count} tensors{converted}"))
     return 0

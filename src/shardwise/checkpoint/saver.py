@@ -9,6 +9,7 @@ Draft.finish            fsync, then rename to publish the checkpoint          ra
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import socket
@@ -196,6 +197,11 @@ class CheckpointSaver:
                 if not getattr(config, "architectures", None):
                     config.architectures = [type(model).__name__]
                 files["config.json"] = config.to_json_string().encode()
+            adapters: Any = getattr(model, "peft_config", None)
+            if isinstance(adapters, dict) and list(adapters) == ["default"]:  # a model of PEFT
+                of_adapter = adapters["default"].to_dict() | {"inference_mode": True}
+                text = json.dumps(of_adapter, indent=2, default=_plain)
+                files["adapter_config.json"] = text.encode() + b"\n"
         return fields, files, None
 
     def _begin(self, draft: Draft, save_plan: SavePlan) -> None:
@@ -432,3 +438,8 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
             os._exit(1)
 
     exit_handlers.register(last)
+
+
+def _plain(value: Any) -> Any:
+    """Return a form of `value` that JSON can hold. PEFT keeps names of modules in sets."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)

@@ -362,6 +362,28 @@ def test_verify(whole):
     assert (code, "1 wrong, 0 missing" in told) == (1, True)
 
 
+def test_accept_takes_an_edit_and_says_what_it_cannot_take(whole):
+    """A deliberate edit of a small file counts as written, but a lost file does not."""
+    config = whole / "step-3" / "config.json"
+    config.write_text('{"edited": true}')
+    ran("accept", whole)
+    config.write_text('{"edited": 2}')
+    code, told, _ = ran("verify", whole)
+    assert (code, "changed     config.json" in told) == (1, True)
+    code, told, _ = ran("accept", whole)
+    assert (code, told.strip()) == (0, f"{whole / 'step-3'}: accepted as it is, at step 3")
+    assert ran("verify", whole)[0] == 0
+    file = whole / "step-3/model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + b"\1")
+    ran("accept", whole)
+    # The values of tensors keep the checksums of the run that wrote them.
+    assert ran("verify", whole)[0] == 1
+    file.write_bytes(data)
+    assert ran("verify", whole)[0] == 0
+    assert "nothing" in ran("accept", whole / "nothing")[2].message
+
+
 def test_verify_reads_the_small_files_too(whole):
     document.accept(whole / "step-3")
     assert ran("verify", whole)[0] == 0

@@ -15,8 +15,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from shardwise.checkpoint.commands import checkpoint
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.formats import dcp as our_dcp
+from shardwise.checkpoint.formats import exporting
 from shardwise.checkpoint.formats.comparing import fingerprints
 from shardwise.checkpoint.formats.recognise import open_checkpoint
+from shardwise.checkpoint.formats.saved import Checkpoint, MemoryReader
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 from tests import foreign_checkpoints as foreign
 
@@ -238,6 +240,8 @@ def test_fingerprints_prove_the_bits(tmp_path, trained):
         (("export", "SOURCE", "out", "--with-optimizer"), "holds weights only"),
         (("export", "SOURCE", "out", "--to", "pt"), "ends in nothing"),
         (("export", "SOURCE", "out.pt", "--to", "dcp"), "name of a file"),
+        (("export", "SOURCE", "out", "--to", "lightning"), "ends in nothing"),
+        (("export", "SOURCE", "out.ckpt", "--to", "accelerate"), "name of a file"),
         (("export", "SOURCE", "full"), "not an empty folder"),
         (("export", "SOURCE", "out", "--dtype", "int4"), "write one of fp32"),
         (("export", "SOURCE", "out", "--average"), "no moving average"),
@@ -287,8 +291,15 @@ def test_no_pickle_runs_code(tmp_path, trained):
     done = tmp_path / "done"
     model, optimizer = trained
     torch.save({"model": model.state_dict(), "x": Harmful(done)}, tmp_path / "a.pt")
+    with open_checkpoint(tmp_path / "a.pt") as found:
+        assert list(found.model.specs) == list(model.state_dict())
+        assert found.facts["not read"] == f"x ({os.mkdir.__module__}.mkdir)"
+    torch.save([model.state_dict(), Harmful(done)], tmp_path / "list.pt")
     with pytest.raises(CheckpointError, match="could run code"):
-        open_checkpoint(tmp_path / "a.pt")
+        open_checkpoint(tmp_path / "list.pt")
+    torch.save({"model": {"w": Harmful(done), "b": torch.ones(1)}}, tmp_path / "odd.pt")
+    with pytest.raises(CheckpointError, match="contains no state_dict"):
+        open_checkpoint(tmp_path / "odd.pt")
     lightning = {"pytorch-lightning_version": "2", "state_dict": model.state_dict()}
     torch.save(lightning | {"hyper_parameters": Harmful(done)}, tmp_path / "b.ckpt")
     open_checkpoint(tmp_path / "b.ckpt").close()
@@ -374,7 +385,15 @@ def test_values_of_wrong_types_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"checkpoint_metadata.json": "{}", "model/x": ""}, "of nanotron"),
+        ({"checkpoint_metadata.json": "{}", "model/x": ""}, "has no weights"),
+        (
+            {
+                "checkpoint_metadata.json": "{}",
+                "model/model_w_pp-rank-0-of-1_tp-rank-0-of-1_exp-rank-0-of-2.safetensors": "",
+            },
+            "shard of an expert",
+        ),
+        ({"pytorch_model_fsdp_0_rank0.bin": ""}, "one file of Accelerate per rank"),
         ({"metadata.json": '{"sharded_backend": "zarr"}'}, "in the format zarr"),
         ({"iter_0000010/mp_rank_00/model_optim_rng.pt": ""}, "Megatron-LM in its old format"),
         ({"__0_0.distcp": ""}, r"lacks \.metadata"),
@@ -389,21 +408,188 @@ def test_unsupported_folders_are_refused_by_name(tmp_path, files, said):
         open_checkpoint(tmp_path)
 
 
-def test_weights_of_megatron_core_are_read(tmp_path):
-    """Its documented layout: DCP with stacked layers, and optimizer buffers next to them."""
-    weight = torch.randn(2, 6, 4)
+def written_by_megatron(folder):
+    model = foreign.build(kind=foreign.Layers)
+    optimizer = foreign.optimizer_of(model)
+    foreign.train(model, optimizer, 0, foreign.STEPS)
+    return foreign.megatron(folder, model, optimizer), model, optimizer
+
+
+def test_checkpoints_of_megatron_core_are_unstacked(tmp_path):
+    path, model, optimizer = written_by_megatron(tmp_path)
+    code, told = run("show", path)
+    assert code == 0, told
+    for words in ("Megatron-Core", "step  3", "decoder.layers.1.mlp.weight", "lr 0.02, 0.03"):
+        assert words in told, told
+    assert "Megatron's own schedule" in told
+    with open_checkpoint(path) as found:
+        # Without grouped queries, the number of groups is not used.
+        assert found.facts["num_key_value_heads"] == "4"
+        assert_same({n: found.model.whole(n) for n in found.model.specs}, dict(model.state_dict()))
+        (saved,) = found.optimizers
+        weight = model.decoder["layers"][1]["mlp"].weight
+        entry = saved.state["decoder.layers.1.mlp.weight"]
+        assert torch.equal(entry["exp_avg"].value(), optimizer.state[weight]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda groups: groups[0].pop("wd_mult"), "does not say which parameters"),
+        (lambda groups: groups.append(groups[0] | {"lr": 1.0}), "does not say which parameters"),
+    ],
+)
+def test_groups_of_megatron_that_are_not_certain_are_not_guessed(tmp_path, change, said):
+    path, _, _ = written_by_megatron(tmp_path)
+    common = path / "iter_0000003" / "common.pt"
+    content = torch.load(common, weights_only=False)
+    groups = content["optimizer"]["optimizer"]["param_groups"]
+    groups[0]["wd_mult"], groups[1]["wd_mult"] = 1.0, 1.0
+    change(groups)
+    torch.save(content, common)
+    with open_checkpoint(path) as found:
+        assert found.optimizers == []
+        assert any(said in note for note in found.notes)
+
+
+def test_buffers_of_megatrons_distributed_optimizer_are_named(tmp_path):
     state = {
-        "decoder.layers.self_attention.linear_qkv.weight": weight,
-        "chained_0.optimizer.state.exp_avg.decoder.x": torch.ones(3),
-        "rng_state": torch.ones(1),
+        "output_layer.weight": torch.ones(2, 3),
+        "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.bucket_idx_0.exp_avg": torch.ones(6),
     }
-    foreign.save_dcp(state, tmp_path / "iter")
-    (tmp_path / "iter" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    torch.save({"iteration": 10}, tmp_path / "iter" / "common.pt")
-    with open_checkpoint(tmp_path / "iter") as found:
-        assert found.format == "Megatron-Core"
-        assert list(found.model.specs) == ["decoder.layers.self_attention.linear_qkv.weight"]
-        assert "only its weights are read" in found.notes[0]
+    foreign.save_dcp(state, tmp_path)
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 10}, tmp_path / "common.pt")
+    with open_checkpoint(tmp_path) as found:
+        assert list(found.model.specs) == ["output_layer.weight"]
+        assert "--dist-ckpt-optim-fully-reshardable" in found.notes[0]
+
+
+def test_shards_of_nanotron_must_fit(tmp_path):
+    model = foreign.build(kind=foreign.Layers)
+    optimizer = foreign.optimizer_of(model)
+    foreign.train(model, optimizer, 0, 1)
+    path = foreign.nanotron(tmp_path, model, optimizer)
+    assert "10 parameters by name, lr 0.02, 0.03" in run("show", path)[1]
+    file = path / "3/optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt"
+    file.rename(file.with_name("optimizer_pp-0-of-1_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt"))
+    assert "split by data-parallel ranks" in run("show", path)[1].replace("\n", " ")
+    with open_checkpoint(path) as found:
+        assert_same({n: found.model.whole(n) for n in found.model.specs}, dict(model.state_dict()))
+    place = path / "3/model/decoder/layers/0/mlp"
+    (place / "model_weight_pp-rank-0-of-1_tp-rank-1-of-2.safetensors").unlink()
+    with pytest.raises(BrokenCheckpoint, match="not all of its elements"):
+        open_checkpoint(path)
+
+
+# -- averages ----------------------------------------------------------------------------------
+
+
+def test_averages_lose_what_their_classes_add(tmp_path, trained):
+    """AveragedModel of torch, ema_pytorch, and a file that is an average itself."""
+    model, _ = trained
+    average = torch.optim.swa_utils.AveragedModel(model)
+    average.update_parameters(foreign.build(seed=6))
+    average.update_parameters(foreign.build(seed=7))
+    wanted = dict(average.module.state_dict())
+    torch.save(average.state_dict(), tmp_path / "own.pt")
+    with open_checkpoint(tmp_path / "own.pt") as found:
+        assert_same({n: found.model.whole(n) for n in found.model.specs}, wanted)
+    pytorch = {f"ema_model.{n}": v for n, v in wanted.items()}
+    pytorch |= {f"online_model.{n}": v for n, v in model.state_dict().items()}
+    pytorch |= {"initted": torch.tensor(True), "step": torch.tensor(3)}
+    both = {"model": model.state_dict(), "ema": average.state_dict(), "ema_model": pytorch}
+    torch.save(both | {"model_ema": {"shadow_params": [1.0]}}, tmp_path / "both.pt")
+    with open_checkpoint(tmp_path / "both.pt") as found:
+        for each in found.averages.values():
+            assert_same({n: each.whole(n) for n in each.specs}, wanted)
+        assert list(found.averages) == ["ema", "ema_model"]
+        assert "not supported (under 'model_ema')" in "".join(found.notes)
+
+
+def test_average_of_lightning_does_not_replace_the_trained_weights(tmp_path, trained):
+    """Its callback WeightAveraging stores the average as state_dict."""
+    model, optimizer = trained
+    average = {name: value + 1 for name, value in model.state_dict().items()}
+    state = {"pytorch-lightning_version": "2.6", "global_step": 3, "state_dict": average}
+    state |= {"current_model_state": model.state_dict(), "averaging_state": {}}
+    torch.save(state | {"optimizer_states": [optimizer.state_dict()]}, tmp_path / "a.ckpt")
+    with open_checkpoint(tmp_path / "a.ckpt") as found:
+        assert torch.equal(found.model.whole("lin.bias"), model.lin.bias)
+        assert torch.equal(found.averages["state_dict"].whole("lin.bias"), average["lin.bias"])
+        assert len(found.optimizers) == 1
+
+
+def test_schedulers_by_class_are_unwrapped(tmp_path, trained):
+    path = foreign.composer(tmp_path, *trained)
+    with open_checkpoint(path) as found:
+        assert found.schedulers["lr_scheduler"]["last_epoch"] == foreign.STEPS
+
+
+# -- files for other libraries -----------------------------------------------------------------
+
+
+def exported(tmp_path, trained, to, name):
+    """Export a training dict with a scheduler, and return the path, and a new model."""
+    model, optimizer = trained
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    torch.save(state | {"lr_scheduler": {"last_epoch": 3, "_step_count": 4}}, tmp_path / "in.pt")
+    code, told = run("export", tmp_path / "in.pt", tmp_path / name, "--to", to)
+    assert code == 0, told
+    other = foreign.build(seed=9)
+    return tmp_path / name, other, foreign.optimizer_of(other, "one")
+
+
+def test_exported_folder_loads_in_accelerate(tmp_path, trained):
+    from accelerate import Accelerator
+
+    path, other, optimizer = exported(tmp_path, trained, "accelerate", "state")
+    accelerator = Accelerator(cpu=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    accelerator.prepare(other, optimizer, schedule)
+    accelerator.load_state(str(path))
+    assert schedule.last_epoch == 3
+    assert_same(other.state_dict(), trained[0].state_dict())
+    losses = foreign.train(*trained, foreign.STEPS, foreign.MORE)
+    assert foreign.train(other, optimizer, foreign.STEPS, foreign.MORE) == losses
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning warns about few workers, small data and more
+def test_exported_file_continues_in_lightning(tmp_path, trained):
+    import lightning
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    path, other, optimizer = exported(tmp_path, trained, "lightning", "x.ckpt")
+    ours = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.emb, self.lin, self.norm, self.head = other.emb, other.lin, other.norm, other.head
+            self.register_buffer("scale", other.scale)
+
+        def training_step(self, batch, _):
+            loss = foreign.loss_of(other, *batch)
+            ours.append((self.trainer.global_step, loss.item()))
+            return loss
+
+        def configure_optimizers(self):
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 100)]
+
+    trainer = lightning.Trainer(
+        max_steps=foreign.STEPS + foreign.MORE,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[LightningEnvironment()],
+    )
+    steps = range(foreign.STEPS, foreign.STEPS + foreign.MORE)
+    data = torch.utils.data.DataLoader([foreign.batch(step) for step in steps], batch_size=None)
+    trainer.fit(Module(), data, ckpt_path=path)
+    losses = foreign.train(*trained, foreign.STEPS, foreign.MORE)
+    assert ours == list(zip(steps, losses, strict=True))
 
 
 def test_folder_of_the_trainer_has_step_and_schedule(tmp_path, trained):
@@ -420,3 +606,27 @@ def test_folder_of_the_trainer_has_step_and_schedule(tmp_path, trained):
     (tmp_path / "trainer_state.json").write_text('{"global_step": "x"}')
     with pytest.raises(BrokenCheckpoint, match="global_step is 'x'"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("names", "bias", "said"),
+    [
+        (["a.lora_A.default.weight", "b.trainable_tokens_delta.default"], "none", "tokens_delta"),
+        (["a.ia3_l.default"], "none", "ia3_l"),
+        (["a.lora_A.default.weight", "a.bias"], "all", "bias='all'"),
+        (["a.lora_A.default.weight", "a.bias"], "none", None),
+        (["a.lora_A.weight"], "none", None),
+    ],
+)
+def test_adapters_are_exported_as_a_whole_or_refused(tmp_path, names, bias, said):
+    memory = MemoryReader()
+    for name in names:
+        memory.add(f"base_model.model.{name}", torch.ones(2))
+    config = {"adapter_config.json": json.dumps({"bias": bias}).encode()}
+    job = exporting.Export(Checkpoint("test", tmp_path, memory, config=config), tmp_path / "out")
+    if said is None:
+        kept = exporting.check(job, "transformers").checkpoint.model.specs
+        assert list(kept) == ["base_model.model.a.lora_A.weight"]
+    else:
+        with pytest.raises(CheckpointError, match=said):
+            exporting.check(job, "transformers")

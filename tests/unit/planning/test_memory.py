@@ -1,10 +1,12 @@
 """Memory through a step: what counts when, on a hand-written record."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from shardwise.layout.placement import Placement, Tier
+from shardwise.tools.plan import search
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.memory import Hardware, predict
 from shardwise.tools.plan.record import (
@@ -112,3 +114,25 @@ def test_gradients_on_disk_need_a_whole_buffer_for_sums():
     )
     assert set(in_memory) == {WEIGHTS // 2}
     assert set(on_disk) == {WEIGHTS}
+
+
+@pytest.mark.parametrize("per_host", [1, 8])
+def test_host_memory_is_the_share_of_one_device(monkeypatch, per_host):
+    """A rank may use the share, however many ranks are on its host."""
+    used = {"cpu": 30 * 2**30}
+    predicted = SimpleNamespace(peak=1, tiers=used)
+    monkeypatch.setattr(search, "predict", lambda *_: predicted)
+    for share, over in ((40, 0), (20, 10 * 2**30)):
+        numbers = {"host_memory_gib": float(share * 2**30)}
+        device = SimpleNamespace(number=lambda name, numbers=numbers: numbers.get(name))
+        question = SimpleNamespace(
+            record=lambda *_: SimpleNamespace(no_pipeline=""),
+            cluster=SimpleNamespace(device=device, per_host=per_host),
+            hardware=None,
+            clock=None,
+            capacity=2,
+        )
+        mesh = SimpleNamespace(data=8, tensor=1, pipeline=1, schedule="1f1b")
+        line = search.measure(question, mesh, Placement.zero(2), ("kept", 1), (1, 1))
+        assert line.over_host == over
+        assert line.fits == (over == 0)

@@ -5,7 +5,9 @@ recognise.py       finds the format of a path and opens it: start here
 own.py             Shardwise's own checkpoints
 safetensors_files.py   safetensors: one file, a split set, adapters of PEFT
 torch_files.py     torch.save: weights, training dicts, Lightning, Composer, timm, EMA files
-dcp.py             torch DCP: FSDP2, torchtitan, Lightning's and Accelerate's sharded saves
+dcp.py             torch DCP: FSDP, torchtitan, Composer, Lightning's and Accelerate's sharded saves
+megatron.py        Megatron-Core, which stores DCP in a layout of its own
+nanotron.py        nanotron: one file per tensor and tensor-parallel rank
 run_folders.py     folders of a run: the Transformers Trainer, Accelerate
 deepspeed_folders.py   DeepSpeed
 

@@ -3,17 +3,18 @@
     checkpoint/.metadata        a pickle: names, shapes, chunks, and where each chunk is
     checkpoint/__R_N.distcp     chunks one after the other, each a small file of torch.save
 
-FSDP2, torchtitan, Megatron-Core (torch_dist), Lightning and Accelerate write this format. Source of
-the layout: torch/distributed/checkpoint/{metadata,filesystem,default_planner}.py.
+FSDP, torchtitan, Lightning and Accelerate write this format. Megatron-Core does too, in a layout of
+its own (megatron.py). Source of the format: metadata.py, filesystem.py and default_planner.py in
+torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import os
 import pickle
-import re
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from torch import Tensor
 from shardwise.checkpoint.deepspeed import inert
 from shardwise.checkpoint.file_system import open_to_read, read_whole
 from shardwise.checkpoint.format import ITEM_BYTES, TensorSpec, dtype_name, dtype_of
-from shardwise.checkpoint.formats import training_dict
+from shardwise.checkpoint.formats import torch_files, training_dict
 from shardwise.checkpoint.formats.saved import Checkpoint, Leaf, reading
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.checkpoint.schema import is_plain_name
@@ -39,8 +40,8 @@ METADATA = ".metadata"
 
 WHAT = "torch's distributed checkpoint (DCP)"
 
-_OF_MEGATRON = re.compile(r"(chained_[0-9]+\.)?optimizer\.|rng_state|rerun_state_machine_state")
-"""Keys that Megatron-Core stores next to the names of its weights."""
+_REST = "meta.pt"
+"""File in which Lightning stores everything that is not sharded."""
 
 _LARGEST_VALUE = 64 * 2**20
 """Maximum size in bytes of a value that is not a tensor, such as the state of a data loader."""
@@ -242,8 +243,10 @@ class _Window(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._place.length - self._at)]
-        count = os.preadv(self._fd, [view], self._place.offset + self._at) if view else 0
+        # Released even if the read fails, because its traceback would keep the view of a buffer
+        # that the caller frees.
+        with memoryview(buffer) as whole, whole[: max(0, self._place.length - self._at)] as view:
+            count = os.preadv(self._fd, [view], self._place.offset + self._at) if view else 0
         self._at += count
         return count
 
@@ -392,29 +395,40 @@ def _place_of(places: Mapping[Any, _Place], offsets: tuple[int, ...]) -> _Place:
 
 def _check_cover(spec: TensorSpec, chunks: Sequence[_Chunk]) -> None:
     """Raise ValueError unless the chunks cover every element of a tensor exactly once."""
+    check_boxes(spec.name, spec.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     for chunk in chunks:
-        box = zip(chunk.offsets, chunk.sizes, spec.shape, strict=True)
-        if any(not 0 <= o <= o + s <= size for o, s, size in box):
-            raise ValueError(f"a chunk of {spec.name} is outside its shape {spec.shape}")
         # Readers allocate memory by these sizes, so a false one must not pass.
         if chunk.numel * ITEM_BYTES[spec.dtype] > chunk.place.length:
             raise ValueError(f"a chunk of {spec.name} is larger than its place in the file")
-    if sum(chunk.numel for chunk in chunks) != spec.numel:
-        raise ValueError(f"the chunks of {spec.name} are not all of its elements")
+
+
+def check_boxes(
+    name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> None:
+    """Raise ValueError unless boxes cover every element of a tensor exactly once.
+
+    Args:
+        name: Name of the tensor, for messages.
+        shape: Shape of the tensor.
+        boxes: Offsets and sizes of each box.
+    """
+    for offsets, sizes in boxes:
+        if any(not 0 <= o <= o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"a chunk of {name} is outside its shape {tuple(shape)}")
+    if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
+        raise ValueError(f"the chunks of {name} are not all of its elements")
     # Their sizes add up, so unless two chunks overlap there is no gap. Sorted by the first dim, a
     # chunk can only overlap chunks that start before it ends there.
-    ordered = sorted((c for c in chunks if c.numel), key=lambda c: c.offsets)
-    for number, one in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if one.offsets and other.offsets[0] >= one.offsets[0] + one.sizes[0]:
+    ordered = sorted((tuple(o), tuple(s)) for o, s in boxes if math.prod(s))
+    for number, (start, sizes) in enumerate(ordered):
+        for start_2, sizes_2 in ordered[number + 1 :]:
+            if start and start_2[0] >= start[0] + sizes[0]:
                 break
             if all(
                 max(a, b) < min(a + s, b + t)
-                for a, s, b, t in zip(
-                    one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-                )
+                for a, s, b, t in zip(start, sizes, start_2, sizes_2, strict=True)
             ):
-                raise ValueError(f"two chunks of {spec.name} overlap")
+                raise ValueError(f"two chunks of {name} overlap")
 
 
 def _nested_paths(planner_data: Any, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
@@ -460,19 +474,17 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         return None
     with ExitStack() as stack:
         tree, reader = read_tree(folder, stack)
-        of_megatron = (folder / "metadata.json").is_file() and (folder / "common.pt").is_file()
-        if of_megatron:
-            # Its optimizer state is stored next to the weights, in buffers of the optimizer.
-            tree = {k: v for k, v in tree.items() if not _OF_MEGATRON.match(str(k))}
+        rest = folder / _REST
+        if rest.is_file():
+            with reading(rest, torch_files.WHAT):
+                tree = dict(torch_files.as_tree(torch_files.load(rest)[0], rest)[0]) | tree
         found = training_dict.interpret(tree, folder, WHAT)
-        checkpoint = Checkpoint("torch DCP", folder, **found)
-        if of_megatron:
-            checkpoint.format = "Megatron-Core"
-            checkpoint.notes.append(
-                f"{folder} was written by Megatron-Core: only its weights are read. Layers are "
-                "stacked along dim 0 of their tensors."
-            )
+        format = "Lightning sharded checkpoint" if rest.is_file() else "torch DCP"
+        checkpoint = Checkpoint(format, folder, **found)
         checkpoint.facts["files"] = str(len(reader.files))
-        checkpoint.damages = reader.damages
+        files = [rest] if rest.is_file() else []
+        checkpoint.damages = lambda rank, size: itertools.chain(
+            reader.damages(rank, size), torch_files.damages(files[rank::size])
+        )
         checkpoint.stack = stack.pop_all()
         return checkpoint

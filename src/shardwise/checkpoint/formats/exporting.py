@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from shardwise.checkpoint.formats.saved import Checkpoint, Leaf, MappedReader
 from shardwise.checkpoint.json_values import decode
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
-SUFFIXES = {".safetensors": "safetensors"} | dict.fromkeys(PICKLED, "pt")
+SUFFIXES = {".safetensors": "safetensors", ".ckpt": "lightning"} | dict.fromkeys(PICKLED, "pt")
 """Format of a file, by its suffix."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +83,7 @@ class Export:
             leaves[spec.name] = Leaf(model, spec.name) if master is None else master
         return MappedReader(leaves)
 
-    @property
+    @cached_property
     def training(self) -> tuple[MappedReader, dict[str, Any]]:
         """The tensors of the optimizer state by `NAME.KEY`, and the fields of checkpoint.json.
 
@@ -89,7 +91,8 @@ class Export:
         """
         if not self.checkpoint.optimizers:
             raise CheckpointError(
-                f"{self.checkpoint.path} has no optimizer state. Leave out --with-optimizer."
+                f"{self.checkpoint.path} has no optimizer state. Leave out --with-optimizer. The "
+                f"formats {' and '.join(OF_TRAINING)} need it."
             )
         sets, fields = fields_alone(self.checkpoint)
         tensors = sets.get("optimizer")
@@ -115,10 +118,11 @@ def format_of(out: Path) -> str:
     return SUFFIXES.get(out.suffix, "transformers")
 
 
-def check(export: Export, to: str) -> None:
-    """Raise CheckpointError if an export cannot be written, before any work.
+def check(export: Export, to: str) -> Export:
+    """Return what `write` will write: of a model of PEFT, only the adapter.
 
-    The format may be unknown or unable to hold the optimizer state, or the path may be taken.
+    Raises CheckpointError if that cannot be written, before any work. The format may be unknown or
+    unable to hold the optimizer state, or the path may be taken.
     """
     if to not in FORMATS:
         raise CheckpointError(f"There is no format {to!r}. Write one of {', '.join(FORMATS)}.")
@@ -130,6 +134,8 @@ def check(export: Export, to: str) -> None:
     _check_path(export.out, to)
     if export.with_optimizer:
         _ = export.training  # raises if the state cannot be written
+    is_adapter = to == "transformers" and "adapter_config.json" in export.checkpoint.config
+    return _adapter_of(export) if is_adapter else export
 
 
 def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
@@ -144,7 +150,7 @@ def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
         CheckpointError: The errors of `check`, or the disk fails.
         BrokenCheckpoint: The source is damaged.
     """
-    check(export, to)
+    export = check(export, to)
     # The result has no checksums of the source, so compare them before.
     for damage in export.checkpoint.damages(0, 1):
         raise BrokenCheckpoint(damage)
@@ -159,13 +165,13 @@ def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
 def _check_path(out: Path, to: str) -> None:
     """Raise CheckpointError if a path does not suit a format, or a folder has other contents."""
     wanted = SUFFIXES.get(out.suffix)
-    if to in ("safetensors", "pt") and wanted != to:
+    if to in SUFFIXES.values() and wanted != to:
         suffixes = [suffix for suffix, format in SUFFIXES.items() if format == to]
         raise CheckpointError(
             f"{out} ends in {out.suffix or 'nothing'}. Write a file name that ends in "
             f"{' or '.join(suffixes)}."
         )
-    if to in ("transformers", "dcp"):
+    if to in ("transformers", "dcp", "accelerate"):
         if wanted is not None:
             raise CheckpointError(
                 f"{out} is the name of a file, but --to {to} writes a folder. Name a folder."
@@ -232,6 +238,44 @@ def _write_transformers(export: Export, advance: Advance) -> None:
             (folder / name).write_bytes(data)
 
 
+def _adapter_of(export: Export) -> Export:
+    """Return an export of a PEFT model's adapter, with the names that PEFT gives it in a file.
+
+    Returns the export unchanged if it has only the adapter already.
+
+    Raises CheckpointError if the adapter has other tensors than those of LoRA.
+    """
+    checkpoint = export.checkpoint
+    names = [name for name in checkpoint.model.specs if name not in checkpoint.aliases]
+    own = [n for n in names if _ADAPTER.search(n) or ".modules_to_save.default." in n]
+    others = [name for name in names if ".default" in name and name not in own]
+    try:
+        bias = json.loads(checkpoint.config["adapter_config.json"]).get("bias", "none")
+    except (ValueError, AttributeError, RecursionError):
+        bias = "none"
+    if others or (own and bias != "none"):
+        raise CheckpointError(
+            f"{checkpoint.path} has an adapter of PEFT that is not only LoRA without biases "
+            f"({others[0] if others else f'bias={bias!r:.20}'}), which cannot be exported. Call "
+            "model.save_pretrained inside engine.full_parameters()."
+        )
+    if not own:
+        return export
+    leaves: dict[str, Leaf] = {}
+    for name in own:
+        new = re.sub(r"(\.modules_to_save)?\.default\b", "", name)
+        # Models of Transformers with an adapter lack the prefix that PEFT's files have.
+        new = new if new.startswith(_PEFT) else _PEFT + new
+        leaves[new] = Leaf(checkpoint.model, name)
+    return replace(export, checkpoint=replace(checkpoint, model=MappedReader(leaves), aliases={}))
+
+
+_ADAPTER = re.compile(r"\blora_\w+\.default\b")
+"""Matches the names of LoRA's tensors in a model of PEFT, whose files leave out the adapter."""
+
+_PEFT = "base_model.model."
+
+
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """Return a config.json that names `dtype`.
 
@@ -250,7 +294,22 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     return json.dumps(fields, indent=2).encode() + b"\n"
 
 
-def _write_pt(export: Export, advance: Advance) -> None:
+Arrange = Callable[[dict[str, Any]], dict[str, Any]]
+"""Arranges the model, optimizers, schedulers and step of a training dict for a library."""
+
+
+def _of_scripts(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return the training dict that most scripts write."""
+    optimizers, schedulers = parts["optimizers"], parts["schedulers"]
+    return {
+        "model": parts["model"],
+        "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
+        "step": parts["step"],
+        **({"lr_scheduler": schedulers[0]} if len(schedulers) == 1 else {}),
+    }
+
+
+def _write_pt(export: Export, advance: Advance, arrange: Arrange = _of_scripts) -> None:
     """Write a file of torch.save: the state_dict, or a dict of model, optimizer and step."""
     specs, aliases = export.specs, export.checkpoint.aliases
     tensors = export.weights.leaves
@@ -262,27 +321,34 @@ def _write_pt(export: Export, advance: Advance) -> None:
         for name, leaf in state.leaves.items():
             tensors[f"\0{name}"] = leaf
             specs.append(TensorSpec(f"\0{name}", leaf.spec.dtype, leaf.spec.shape))
-        wrap = partial(_training_dict, fields)
+        wrap = partial(_training_dict, fields, arrange)
     with replace_when_complete(export.out) as file:
         reader = MappedReader(tensors)
         write_pickled(reader, specs, aliases, file, export.out.parent, advance, wrap)
 
 
-def _training_dict(fields: Mapping[str, Any], values: Mapping[str, Tensor]) -> dict[str, Any]:
+def _training_dict(
+    fields: Mapping[str, Any], arrange: Arrange, values: Mapping[str, Tensor]
+) -> dict[str, Any]:
     """Return a training dict of state_dicts that torch's own load_state_dict accepts."""
-    of_state: dict[str, dict[str, Tensor]] = {}
+    of_state = _by_parameter({n[1:]: value for n, value in values.items() if n[:1] == "\0"})
+    return arrange(
+        {
+            "model": {name: value for name, value in values.items() if name[:1] != "\0"},
+            "optimizers": [_state_dict(one, fields, of_state) for one in fields["optimizers"]],
+            "schedulers": [decode(state) for state in fields["tracked"].values()],
+            "step": fields["step"],
+        }
+    )
+
+
+def _by_parameter(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of an optimizer state by parameter and key, from `NAME.KEY`."""
+    found: dict[str, dict[str, Tensor]] = {}
     for full, value in values.items():
-        if full[:1] == "\0":
-            name, _, key = full[1:].rpartition(".")
-            of_state.setdefault(name, {})[key] = value
-    optimizers = [_state_dict(one, fields, of_state) for one in fields["optimizers"]]
-    schedulers = [decode(state) for state in fields["tracked"].values()]
-    return {
-        "model": {name: value for name, value in values.items() if name[:1] != "\0"},
-        "optimizer": optimizers[0] if len(optimizers) == 1 else optimizers,
-        "step": fields["step"],
-        **({"lr_scheduler": schedulers[0]} if len(schedulers) == 1 else {}),
-    }
+        name, _, key = full.rpartition(".")
+        found.setdefault(name, {})[key] = value
+    return found
 
 
 def _state_dict(
@@ -305,6 +371,82 @@ def _state_dict(
         groups.append(options | {"params": list(range(first, first + count))})
         first += count
     return {"state": state, "param_groups": groups}
+
+
+def _write_accelerate(export: Export, advance: Advance) -> None:
+    """Write a folder for Accelerate's load_state, for a script that prepares one model."""
+    checkpoint = export.checkpoint
+    _, fields = export.training
+    schedulers = [decode(state) for state in fields["tracked"].values()]
+    with _new_folder(export.out) as folder:
+        with (folder / "model.safetensors").open("wb") as file:
+            write_safetensors(
+                file,
+                export.out,
+                export.specs,
+                checkpoint.aliases,
+                partial(write_parts, export.weights, advance),
+            )
+        for number, described in enumerate(fields["optimizers"]):
+            _write_optimizer(export, described, folder / _numbered("optimizer", number), advance)
+        for number, state in enumerate(schedulers):
+            torch.save(state, folder / _numbered("scheduler", number))
+
+
+def _numbered(stem: str, number: int) -> str:
+    """Return the name of Accelerate's file for the object `number`."""
+    return f"{stem}_{number}.bin" if number else f"{stem}.bin"
+
+
+def _write_optimizer(
+    export: Export, described: Mapping[str, Any], path: Path, advance: Advance
+) -> None:
+    """Write the state_dict of one optimizer to a file of torch.save."""
+    tensors, fields = export.training
+    names = {name for group in described["groups"] for name in group["parameters"]}
+    own = {full: leaf for full, leaf in tensors.leaves.items() if full.rpartition(".")[0] in names}
+    specs = [TensorSpec(name, leaf.spec.dtype, leaf.spec.shape) for name, leaf in own.items()]
+
+    def wrap(values: dict[str, Tensor]) -> Any:
+        return _state_dict(described, fields, _by_parameter(values))
+
+    with path.open("wb") as file:
+        write_pickled(MappedReader(own), specs, {}, file, path.parent, advance, wrap)
+
+
+def _write_lightning(export: Export, advance: Advance) -> None:
+    """Write a file for Lightning's Trainer.fit(ckpt_path=...)."""
+    _write_pt(export, advance, _of_lightning)
+
+
+def _of_lightning(parts: dict[str, Any]) -> dict[str, Any]:
+    """Return a training dict in Lightning's form, with the progress that its Trainer restores.
+
+    A loop takes the rest of its progress from its initial state: the first batch of epoch 0.
+    """
+    steps = {"ready": parts["step"], "completed": parts["step"]}
+    none = {"ready": 0, "completed": 0}
+    step = {"total": steps, "current": none}
+    zero_grad = {key: value | {"started": value["ready"]} for key, value in step.items()}
+    optimization = "epoch_loop.automatic_optimization.optim_progress"
+    try:
+        version = importlib.metadata.version("lightning")
+    except importlib.metadata.PackageNotFoundError:
+        version = "2.0.0"
+    return {
+        "epoch": 0,
+        "global_step": parts["step"],
+        "pytorch-lightning_version": version,
+        "state_dict": parts["model"],
+        "optimizer_states": parts["optimizers"],
+        "lr_schedulers": parts["schedulers"],
+        "loops": {
+            "fit_loop": {
+                optimization: {"optimizer": {"step": step, "zero_grad": zero_grad}},
+                "epoch_loop.manual_optimization.optim_step_progress": step,
+            }
+        },
+    }
 
 
 def _write_dcp(export: Export, advance: Advance) -> None:
@@ -384,10 +526,15 @@ FORMATS: dict[str, Callable[[Export, Advance], None]] = {
     "safetensors": _write_safetensors,
     "pt": _write_pt,
     "dcp": _write_dcp,
+    "accelerate": _write_accelerate,
+    "lightning": _write_lightning,
 }
 """Formats that `--to` accepts, and the function that writes each."""
 
-WITH_OPTIMIZER = ("pt", "dcp")
+OF_TRAINING = ("accelerate", "lightning")
+"""Formats that always have the optimizer state."""
+
+WITH_OPTIMIZER = ("pt", "dcp", *OF_TRAINING)
 """Formats that can hold the optimizer state."""
 
 

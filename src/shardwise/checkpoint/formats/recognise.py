@@ -13,6 +13,8 @@ from shardwise.checkpoint.file_system import read_whole
 from shardwise.checkpoint.formats import (
     dcp,
     deepspeed_folders,
+    megatron,
+    nanotron,
     own,
     run_folders,
     safetensors_files,
@@ -24,7 +26,10 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 FORMATS: tuple[Callable[[Path], Checkpoint | None], ...] = (
     own.open_checkpoint,
     deepspeed_folders.open_checkpoint,
+    # Before DCP, which it contains.
+    megatron.open_checkpoint,
     dcp.open_checkpoint,
+    nanotron.open_checkpoint,
     # Before the folders of models, which these contain.
     run_folders.open_checkpoint,
     safetensors_files.open_checkpoint,
@@ -92,6 +97,8 @@ def training_format(folder: Path) -> str | None:
     """
     if find_deepspeed(folder) is not None:
         return "DeepSpeed"
+    if megatron.find(folder) is not None:
+        return megatron.WHAT
     if dcp.find(folder) is not None:
         return "torch DCP"
     return "Accelerate or the Trainer" if run_folders.has_optimizer(folder) else None
@@ -99,11 +106,6 @@ def training_format(folder: Path) -> str | None:
 
 def _refuse_unsupported(path: Path) -> None:
     """Raise CheckpointError for the folders of libraries that cannot be read, by name."""
-    if (path / "checkpoint_metadata.json").is_file() and (path / "model").is_dir():
-        raise CheckpointError(
-            f"{path} is a checkpoint of nanotron, which cannot be read. Convert it with nanotron's "
-            "convert_nanotron_to_hf.py, and name the result."
-        )
     metadata = path / "metadata.json"
     if metadata.is_file() and metadata.stat().st_size < 2**16:
         backend = re.search(rb'"sharded_backend":\s*"(\w+)"', read_whole(metadata))
@@ -119,4 +121,10 @@ def _refuse_unsupported(path: Path) -> None:
         raise CheckpointError(
             f"{path} is a checkpoint of Megatron-LM in its old format, with one file per rank, "
             "which cannot be read. Save it with --use-dist-ckpt."
+        )
+    if found := next(iter(sorted(path.glob("pytorch_model_fsdp*_rank*.bin"))), None):
+        raise CheckpointError(
+            f"{path} has one file of Accelerate per rank ({found.name}), which cannot be read: "
+            "they do not say how the ranks share the tensors. Save with state_dict_type="
+            "SHARDED_STATE_DICT and DCP, or FULL_STATE_DICT."
         )

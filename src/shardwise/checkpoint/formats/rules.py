@@ -219,6 +219,14 @@ def _check(rule: Rule) -> None:
 
 # -- built-in maps -----------------------------------------------------------------------------
 
+
+def _in_layer(name: str) -> str:
+    """Return the names of tensors in a layer of Transformers' Llama, from `a.{b,c}.d`."""
+    found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+    names = [name] if found is None else [found[1] + n + found[3] for n in found[2].split(",")]
+    return ",".join(f"model.layers.{{i}}.{name}" for name in names)
+
+
 _LLAMA = (
     ("tok_embeddings.weight", "model.embed_tokens.weight", ""),
     ("norm.weight", "model.norm.weight", ""),
@@ -235,12 +243,60 @@ _LLAMA = (
 )
 """Llama's names: Meta's (and torchtitan's), Transformers', and the heads that are reordered."""
 
+_MEGATRON = (
+    ("embedding.word_embeddings.weight", "model.embed_tokens.weight", ""),
+    ("decoder.final_layernorm.weight", "model.norm.weight", ""),
+    ("output_layer.weight", "lm_head.weight", ""),
+    *(
+        (f"decoder.layers.{{i}}.{old}", _in_layer(new), option)
+        for old, new, option in (
+            ("self_attention.linear_qkv.weight", "self_attn.{q,k,v}_proj.weight", "groups"),
+            ("self_attention.linear_qkv.bias", "self_attn.{q,k,v}_proj.bias", "groups"),
+            ("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ""),
+            ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight", ""),
+            ("input_layernorm.weight", "input_layernorm.weight", ""),
+            ("mlp.linear_fc1.weight", "mlp.{gate,up}_proj.weight", ""),
+            ("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", ""),
+            ("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", ""),
+            ("mlp.linear_fc2.weight", "mlp.down_proj.weight", ""),
+        )
+    ),
+)
+"""Llama's names in Megatron-Core, which fuses norms with the layers after them, and Transformers'.
+
+Each group of heads has its queries, key and value one after the other.
+"""
+
+_NANOTRON = (
+    (
+        "model.token_position_embeddings.pp_block.token_embedding.weight",
+        "model.embed_tokens.weight",
+        "",
+    ),
+    ("model.final_layer_norm.pp_block.weight", "model.norm.weight", ""),
+    ("model.lm_head.pp_block.weight", "lm_head.weight", ""),
+    *(
+        (f"model.decoder.{{i}}.pp_block.{old}", _in_layer(new), option)
+        for old, new, option in (
+            ("attn.qkv_proj.weight", "self_attn.{q,k,v}_proj.weight", "sizes"),
+            ("attn.o_proj.weight", "self_attn.o_proj.weight", ""),
+            ("input_layernorm.weight", "input_layernorm.weight", ""),
+            ("mlp.gate_up_proj.weight", "mlp.{gate,up}_proj.weight", ""),
+            ("mlp.down_proj.weight", "mlp.down_proj.weight", ""),
+            ("post_attention_layernorm.weight", "post_attention_layernorm.weight", ""),
+        )
+    ),
+)
+"""Llama's names in nanotron, and Transformers'."""
+
 _GPT2 = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 """Modules of GPT-2 whose weights Transformers stores transposed (Conv1D)."""
 
 BUILT_IN = {
     "llama-meta-to-hf": "Llama: Meta's and torchtitan's names to Transformers'",
     "llama-hf-to-meta": "Llama: Transformers' names to Meta's and torchtitan's",
+    "llama-megatron-to-hf": "Llama: Megatron-Core's names to Transformers'",
+    "llama-nanotron-to-hf": "Llama: nanotron's names to Transformers'",
     "gpt2-hf-to-linear": "GPT-2: Transformers' Conv1D weights to nn.Linear weights",
     "gpt2-linear-to-hf": "GPT-2: weights of nn.Linear to Transformers' Conv1D",
     "qkv-split": "self_attn.qkv_proj to q_proj, k_proj and v_proj",
@@ -296,7 +352,10 @@ class _Numbers:
             config = json.loads(checkpoint.config.get("config.json", b"{}"))
         except (ValueError, RecursionError):
             config = {}
-        self._config: Mapping[str, Any] = config if isinstance(config, dict) else {}
+        # Formats without a config.json may state the numbers otherwise.
+        facts = {key: int(n) for key, n in checkpoint.facts.items() if n.isdecimal()}
+        self.is_interleaved = checkpoint.facts.get("rope_interleaved") == "True"
+        self._config: Mapping[str, Any] = facts | (config if isinstance(config, dict) else {})
 
     def heads(self, kind: str) -> int:
         """Return the number of attention heads, or of key and value heads."""
@@ -314,6 +373,21 @@ class _Numbers:
 
 
 def _built_in(name: str, numbers: _Numbers) -> list[Rule]:
+    if name in ("llama-megatron-to-hf", "llama-nanotron-to-hf"):
+        q, kv = (numbers.heads(kind) for kind in ("heads", "kv_heads"))
+        if q % kv:
+            raise CheckpointError(
+                f"The map {name} has {q} heads for {kv} heads of keys and values."
+            )
+        options = {"groups": f";groups={kv};sizes={q // kv}:1:1", "sizes": f";sizes={q}:{kv}:{kv}"}
+        if numbers.is_interleaved:
+            raise CheckpointError(
+                f"The map {name} does not reorder rotary heads, but this model has "
+                "rope_interleaved: true. Split its qkv_proj in one import, and reorder q_proj and "
+                "k_proj in a second one: OLD=NEW;rope=HEADS."
+            )
+        table = _MEGATRON if "megatron" in name else _NANOTRON
+        return [parse(f"{old}={new}{options.get(option, '')}") for old, new, option in table]
     if name.startswith("llama"):
         to_hf = name == "llama-meta-to-hf"
         rules = []

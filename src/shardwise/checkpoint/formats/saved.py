@@ -70,6 +70,20 @@ class MappedReader(TensorReader):
         leaf.reader.read(leaf.name, first, into)
 
 
+class LastValue:
+    """Keeps the last tensor that readers have computed, because tensors are read in parts."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, Tensor] | None = None
+
+    def get(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
+        """Return the result of `compute` for `key`, which is called unless it was the last one."""
+        if self._kept is None or self._kept[0] != key:
+            self._kept = None  # free the last tensor before the next is computed
+            self._kept = key, compute()
+        return self._kept[1]
+
+
 class MemoryReader(TensorReader):
     """Reads tensors that are in memory or memory-mapped."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.deepspeed import inert
+from shardwise.checkpoint.deepspeed.inert import Inert
 from shardwise.checkpoint.file_system import must_be_file
 from shardwise.checkpoint.formats import training_dict
 from shardwise.checkpoint.formats.saved import Checkpoint, MemoryReader, reading
@@ -24,8 +25,9 @@ WHAT = "torch.save"
 _LIBRARIES = (
     (("pytorch-lightning_version",), "Lightning checkpoint"),
     (("state", "rng"), "Composer checkpoint"),
+    (("state_dict", "arch", "epoch"), "timm checkpoint"),
 )
-"""Keys of files whose other values are objects of a library, which are read as plain records."""
+"""Keys by which the files of a library are recognised."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
@@ -37,6 +39,8 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         tree, memory = as_tree(content, path)
         checkpoint = Checkpoint(format, path, **training_dict.interpret(tree, path, WHAT))
         checkpoint.aliases = find_aliases(checkpoint, memory)
+        if objects := objects_in(tree):
+            checkpoint.facts["not read"] = ", ".join(objects)[:200]
     checkpoint.damages = lambda rank, size: damages([path][rank::size])
     return checkpoint
 
@@ -52,34 +56,36 @@ def load(path: Path) -> tuple[Any, str]:
         must_be_file(path)
         try:
             # Mapped memory, so that only the elements that are used are read from disk.
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True), "torch.save"
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError):  # not a zip file, so written by torch before 1.6
-            return torch.load(path, map_location="cpu", weights_only=True), "torch.save"
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        # Lightning and Composer store objects next to the tensors, which become plain records.
-        if (found := _load_of_library(path)) is not None:
-            return found
-        raise CheckpointError(
-            f"{path} is damaged, or contains more than tensors and plain values. Shardwise does "
-            "not read those, because unpickling them could run code. Load the file in a program "
-            "that trusts it, and save only its state_dict()."
-        ) from error
+        # Many scripts and libraries store objects next to the tensors, such as timm's arguments.
+        # They become records without behaviour, because unpickling them could run code.
+        try:
+            content = inert.load(path)
+        except BrokenCheckpoint:
+            content = None
+        if not isinstance(content, Mapping):
+            raise CheckpointError(
+                f"{path} is damaged, or contains more than tensors and plain values. Shardwise "
+                "does not read those, because unpickling them could run code. Load the file in a "
+                "program that trusts it, and save only its state_dict()."
+            ) from error
     except BrokenCheckpoint:
         raise
     except Exception as error:  # torch raises many exception types for truncated files
         raise BrokenCheckpoint(f"{path} cannot be read: {error!r:.300}.") from error
+    known = content if isinstance(content, Mapping) else {}
+    names = (name for keys, name in _LIBRARIES if all(key in known for key in keys))
+    return content, next(names, "torch.save")
 
 
-def _load_of_library(path: Path) -> tuple[Any, str] | None:
-    """Return a library's file that contains objects, or None if it is not from a known library."""
-    try:
-        content = inert.load(path)
-    except BrokenCheckpoint:
-        return None
-    for keys, format in _LIBRARIES:
-        if isinstance(content, Mapping) and all(key in content for key in keys):
-            return content, format
-    return None
+def objects_in(tree: Any) -> list[str]:
+    """Return the keys at the top of a file whose values are objects, with their classes."""
+    return [
+        f"{key!s:.40} ({value.kind})" for key, value in tree.items() if isinstance(value, Inert)
+    ]
 
 
 def as_tree(content: Any, path: Path) -> tuple[Any, MemoryReader]:

@@ -34,6 +34,9 @@ from shardwise.errors import CheckpointError
 _MODEL = ("state_dict", "model_state_dict", "model", "module")
 """Keys under which training scripts commonly store a model's state_dict."""
 
+_CURRENT = "current_model_state"
+"""Key of Lightning's WeightAveraging: the trained weights. `state_dict` has their average."""
+
 _MORE = ("net", "network", "weights", "model_state", "app", "state")
 """Keys that are tried after `_MODEL`, because they are less common."""
 
@@ -92,6 +95,7 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
     if model is None:
         raise CheckpointError(_no_model(tree, path))
     leaves = {_check_name(path, name): v for name, v in model.items() if isinstance(v, Leaf)}
+    leaves = _of_average(leaves)
     found: dict[str, Any] = {"model": MappedReader(leaves), "notes": [], "facts": {}}
     optimizers: list[SavedOptimizer] = []
     for key, value in _entries(levels, model):
@@ -103,11 +107,15 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
                     "it is not loaded."
                 )
             optimizers += parsed or ()
-        elif _AVERAGE.fullmatch(key):
+        elif _AVERAGE.fullmatch(key) or (key == _MODEL[0] and model is levels[-1].get(_CURRENT)):
             average, _ = _find_model(value)
-            if average is not None and average is not model:
-                kept = {str(n): v for n, v in average.items() if isinstance(v, Leaf)}
-                found.setdefault("averages", {})[key] = MappedReader(kept)
+            if average is not None:
+                found.setdefault("averages", {})[key] = MappedReader(_of_average(average))
+            else:
+                found["notes"].append(
+                    f"{path} has averaged weights in a form that is not supported (under {key!r}): "
+                    "they are not loaded."
+                )
         elif _SCHEDULER.fullmatch(key):
             found.setdefault("schedulers", {}).update(_schedulers(value, path, found["notes"]))
     found["optimizers"] = optimizers
@@ -124,6 +132,20 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
             if isinstance(value, str | int | float):
                 found["facts"][key] = str(value)[:80]
     return found
+
+
+def _of_average(weights: Mapping[Any, Any]) -> dict[str, Leaf]:
+    """Return the tensors of a model, without those that averaging classes store next to them.
+
+    torch's AveragedModel has `module.NAME` and a counter. ema_pytorch has `ema_model.NAME`, the
+    trained weights as `online_model.NAME`, and counters.
+    """
+    leaves = {str(name): value for name, value in weights.items() if isinstance(value, Leaf)}
+    for prefix, others in (("module.", {"n_averaged"}), ("ema_model.", {"initted", "step"})):
+        rest = {n for n in leaves if not n.startswith((prefix, "online_model."))}
+        if rest and rest <= others:
+            return {n.removeprefix(prefix): v for n, v in leaves.items() if n.startswith(prefix)}
+    return leaves
 
 
 def _entries(
@@ -160,7 +182,7 @@ def _find_model(tree: Any, depth: int = 0) -> tuple[Mapping[Any, Any] | None, li
     leaves = {key: value for key, value in tree.items() if isinstance(value, Leaf)}
     if leaves and tree.keys() - leaves.keys() <= _BESIDE:
         return leaves, [tree]
-    for key in (*_MODEL, *_MORE):
+    for key in (_CURRENT, *_MODEL, *_MORE):
         if isinstance(tree.get(key), Mapping):
             model, levels = _find_model(tree[key], depth + 1)
             if model is not None:
@@ -230,6 +252,9 @@ def _scale(levels: Sequence[Mapping[Any, Any]]) -> tuple[float, int] | None:
 def _schedulers(value: Any, path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the states of schedulers that can be stored, by name."""
     states = value if isinstance(value, list | tuple) else [value]
+    # Composer stores schedulers by class, and DCP stores lists as dicts.
+    if isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values()):
+        states = list(value.values())
     found: dict[str, Any] = {}
     for number, state in enumerate(states):
         plain = plain_value(state)

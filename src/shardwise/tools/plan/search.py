@@ -36,8 +36,8 @@ PER_STAGE = 4
 class Line:
     """A candidate with its predicted memory and time (None if it could not be predicted).
 
-    `over` is the excess over a device's memory in bytes, `over_host` the excess over a host's
-    memory. Both are 0 if the candidate fits.
+    `over` is the excess over a device's memory in bytes, `over_host` the excess over its share of
+    the host's memory. Both are 0 if the candidate fits.
     """
 
     choice: Choice
@@ -246,7 +246,7 @@ def measure(
     )
     predicted = predict_pipeline if mesh.pipeline > 1 else predict
     memory = predicted(record, choice, question.hardware)
-    device, cluster = question.cluster.device, question.cluster
+    cluster = question.cluster
     estimate = None
     if question.clock is not None:
         try:
@@ -255,16 +255,10 @@ def measure(
             # The catalogue does not know every host's disk. List such a candidate without a time.
             if choice.row.tier("optimizer").kind != "nvme":
                 raise
-    host = device.number("host_memory_gib")
-    # All ranks on a host share its memory.
-    on_host = memory.tiers.get("cpu", 0) * min(cluster.per_host, choice.devices)
-    return Line(
-        choice,
-        memory,
-        estimate,
-        max(0, memory.peak - question.capacity),
-        max(0, on_host - int(host)) if host else 0,
-    )
+    # Host values of the catalogue are the share of one device, which one rank uses.
+    share = cluster.device.number("host_memory_gib")
+    over_host = max(0, memory.tiers.get("cpu", 0) - int(share)) if share else 0
+    return Line(choice, memory, estimate, max(0, memory.peak - question.capacity), over_host)
 
 
 def flags_of(line: Line) -> list[str]:
