@@ -59,7 +59,6 @@ def check(settings: Settings) -> None:
     refused = (
         ("--pipeline", settings.pipeline > 1, "a stage cannot compute a step twice on its own"),
         ("--tensor", settings.tensor > 1, "ranks of a replica hold different parts of a layer"),
-        ("--expert", settings.expert > 1, "an error on a rank reaches the tokens of other ranks"),
         ("--islands", settings.islands not in (1, None), "islands hold different weights"),
         ("--behind", settings.behind is not None, "the applied gradients are of an earlier step"),
         ("--expert", settings.expert > 1, "ranks hold different experts"),
