@@ -1,5 +1,6 @@
 """The bytes of states in a plan equal the engine's."""
 
+import pytest
 import torch
 from torch import nn
 
