@@ -3,8 +3,8 @@
     python -m tests.NAME --THINGS 1000 --seed 1     seeds 1 to 1000
     python -m tests.NAME --THING 17                 a single seed, with all details
 
-Used by tests.checkpoint_damage, tests.bad_input, tests.random_faults, tests.save_kills and
-tests.bit_flips.
+Used by tests.checkpoint_damage, tests.bad_input, tests.random_faults, tests.save_kills,
+tests.data_kills and tests.bit_flips.
 """
 
 import math

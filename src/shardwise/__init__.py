@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import errors, lr
+    from shardwise.data.files.json_lines import JsonLines
+    from shardwise.data.files.parquet_rows import ParquetRows
+    from shardwise.data.files.tar_samples import TarSamples
     from shardwise.data.loader import Loader
     from shardwise.data.mixture import Mixture
     from shardwise.data.packing.packing import Packing
@@ -34,11 +37,14 @@ __all__ = [
     "Engine",
     "Engines",
     "Guard",
+    "JsonLines",
     "Loader",
     "Metrics",
     "Mixture",
     "MoE",
     "Packing",
+    "ParquetRows",
+    "TarSamples",
     "World",
     "__version__",
     "chunked_cross_entropy",
@@ -61,11 +67,14 @@ _HOMES = {
     "Engine": "shardwise.engine",
     "Engines": "shardwise.engine",
     "Guard": "shardwise.guard.stock",
+    "JsonLines": "shardwise.data.files.json_lines",
     "Loader": "shardwise.data.loader",
     "Metrics": "shardwise.metrics",
     "Mixture": "shardwise.data.mixture",
     "MoE": "shardwise.parallel.expert.moe",
     "Packing": "shardwise.data.packing.packing",
+    "ParquetRows": "shardwise.data.files.parquet_rows",
+    "TarSamples": "shardwise.data.files.tar_samples",
     "World": "shardwise.world.world",
     "init": "shardwise.world.initialize",
     "on_meta": "shardwise.model.meta",

@@ -13,6 +13,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from shardwise.comm import Collectives
 from shardwise.data import order
+from shardwise.data.files.indexed_files import FileDataset
 from shardwise.data.mixture import Mixture
 from shardwise.data.source import SavedGenerators
 from shardwise.errors import DataError
@@ -203,6 +204,8 @@ def _contents(dataset: Any) -> Iterator[Any]:
         yield dataset.names, dataset.weights, dataset.samples, dataset.cumulative_sizes
         for part in dataset.datasets:
             yield from _contents(part)
+    elif isinstance(dataset, FileDataset):
+        yield dataset.contents
     elif isinstance(dataset, Subset):
         yield [_as_index(index) for index in dataset.indices]
         yield from _contents(dataset.dataset)

@@ -21,7 +21,7 @@ from shardwise.data.checks import LoaderArguments, UnknownLength
 from shardwise.data.packing.packing import Packing
 from shardwise.data.position import Position, restored
 from shardwise.data.readers import Reader, choose_part_order, reader
-from shardwise.data.source import Item
+from shardwise.data.source import Item, MicroBatch
 from shardwise.data.steps import LoaderPass, LoaderStep
 from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError, UsageError
@@ -323,11 +323,11 @@ class Loader(HintsAtAttributes):
                 self._position = self._position.next_epoch(self._reader.epoch_length)
                 self._resumes = False
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position in the data. Checkpoints store it for tracked Loaders.
 
         Returns:
-            A dict of ints:
+            A dict of ints and, for a stream, its state:
 
             - "samples": number of samples consumed since training began.
             - "epoch": the epoch of the next step, or the current epoch if only the rest of its loop
@@ -338,6 +338,7 @@ class Loader(HintsAtAttributes):
                 every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if all ranks now read all parts, else 0.
+            - "stream": the result of the dataset's `state_dict`, if the Loader can use it.
         """
         return self._position.state(self._reader.epoch_length)
 
@@ -428,8 +429,9 @@ class Loader(HintsAtAttributes):
         self._stream = opened.stream
         return opened
 
-    def _stepped(self, total: int) -> None:
-        self._step_start, self._position = self._position, self._position.stepped(total)
+    def _stepped(self, micro: MicroBatch) -> None:
+        self._step_start = self._position
+        self._position = self._position.stepped(micro.total, micro.stream)
         self._taken += 1
 
     def _shared_again(self, repeats: bool) -> Iterator[Item] | None:

@@ -42,33 +42,36 @@ class Position:
     before: int = 0
     order: PartOrder | None = None
     """The order of a stream. None if unknown, and for map-style datasets."""
+    stream: Any = None
+    """State of a stream that can continue from it, after `offset` samples. None if it cannot."""
 
     @property
     def samples(self) -> int:
         """Number of samples consumed since training began."""
         return self.before + self.offset
 
-    def stepped(self, total: int) -> Position:
-        """Return the position after one more step of `total` samples."""
-        return replace(self, offset=self.offset + total, steps=self.steps + 1)
+    def stepped(self, total: int, stream: Any) -> Position:
+        """Return the position after one more step of `total` samples. `stream` is its new state."""
+        return replace(self, offset=self.offset + total, steps=self.steps + 1, stream=stream)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
         """Return the start of the next epoch, even if samples of this epoch are unused."""
         passed = self.offset if epoch_length is None else epoch_length
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
-    def state(self, epoch_length: int | None) -> dict[str, int]:
+    def state(self, epoch_length: int | None) -> dict[str, Any]:
         """Return the position as checkpoints store it."""
         # The number of samples alone would be ambiguous: at the end of an epoch, the rest of the
         # user's loop body has still to run, and at the start of the next epoch it has run.
-        place = {"samples": self.samples, "epoch": self.epoch}
+        place: dict[str, Any] = {"samples": self.samples, "epoch": self.epoch}
         if epoch_length is not None:
             return place
         place |= {"offset": self.offset, "steps": self.steps}
         if self.order is None:
             return place
         parts, batch, joined = self.order.parts, self.order.batch, int(self.order.joined)
-        return place | {"parts": parts, "part_batch": batch, "joined": joined}
+        place |= {"parts": parts, "part_batch": batch, "joined": joined}
+        return place if self.stream is None else place | {"stream": self.stream}
 
 
 def restored(
@@ -107,4 +110,7 @@ def restored(
             f"{dict(state)!r} is not the state of a Loader. Pass the result of Loader.state_dict()."
         )
     before = samples - offset
-    return Position(epoch=epoch, offset=offset, steps=steps, before=before, order=order)
+    stream = state.get("stream")
+    return Position(
+        epoch=epoch, offset=offset, steps=steps, before=before, order=order, stream=stream
+    )

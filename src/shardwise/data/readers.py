@@ -138,8 +138,8 @@ class SliceReader(Reader):
 
     def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
         assert arguments.batch_size is not None
-        self.order = part_order
-        dataset = arguments.dataset
+        self.order, self._world = part_order, world
+        self._dataset = dataset = arguments.dataset
         if part_order.parts:
             dataset = JoinedParts(dataset, part_order, world.seed)
             world.say_once(
@@ -155,7 +155,10 @@ class SliceReader(Reader):
             )
 
     def requests_for(self, run: int, at: Position) -> Iterator[StreamRequest]:
-        return stream_requests(run, at.epoch, at.offset)
+        state = at.stream if self.source.has_states else None
+        if at.offset and state is None:
+            _announce_skip(self._world, self._dataset, at.offset)
+        return stream_requests(run, at.epoch, at.offset, state)
 
 
 class PartReader(Reader):
@@ -166,12 +169,14 @@ class PartReader(Reader):
         self.order = part_order
         dataset = part_of(arguments.dataset, world.data_size, world.data_rank)
         self.source = _stream_source(arguments, dataset, world, sliced=False)
-        self._world = world
+        self._world, self._dataset = world, arguments.dataset
         self._needed = arguments.batch_size if arguments.drop_last else 1
         self._parts = arguments.cut.count(arguments.batch_size)
 
     def requests_for(self, run: int, at: Position) -> Iterator[StreamRequest]:
-        return stream_requests(run, at.epoch, at.steps * self.source.chunk)
+        if skip := at.steps * self.source.chunk:
+            _announce_skip(self._world, self._dataset, skip)
+        return stream_requests(run, at.epoch, skip)
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
         items = super().delivered(answers)
@@ -202,12 +207,19 @@ def cut_batches(
             )
 
 
-def stream_requests(run: int, epoch: int, skip: int) -> Iterator[StreamRequest]:
+def _announce_skip(world: World, dataset: Any, count: int) -> None:
+    world.say_once(
+        f"{type(dataset).__name__} is read from its start: every worker skips {count:,} samples "
+        "that were used before"
+    )
+
+
+def stream_requests(run: int, epoch: int, skip: int, state: Any = None) -> Iterator[StreamRequest]:
     """Yield requests for consecutive micro-batches of a stream, without end."""
     # The length of a stream is unknown, so the reader stops at the first answer past the end.
     number = 0
     while True:
-        yield StreamRequest(run, epoch, skip, number)
+        yield StreamRequest(run, epoch, skip, number, state)
         number += 1
 
 
@@ -299,6 +311,7 @@ def _stream_source(
         rank=world.data_rank,
         sliced=sliced,
         drop_last=arguments.drop_last,
+        reports=world.is_main,
     )
 
 

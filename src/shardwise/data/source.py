@@ -8,12 +8,15 @@ generators of the main process are not advanced.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -22,9 +25,12 @@ from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDatas
 from torch.utils.data._utils import worker as torch_worker
 
 from shardwise.data.batch_cuts import BatchCut
+from shardwise.data.files.indexed_files import FileDataset
 from shardwise.errors import DataError
 from shardwise.world.randomness import preserved, seed_from
 
+REPORT_SECONDS = 5.0
+"""Seconds between two reports of the number of samples that have been skipped."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -59,6 +65,8 @@ class MicroBatch:
     """Number of tokens on all ranks, or 0 if lengths are unknown."""
     positions: int = 0
     """Number of positions that all ranks compute for these tokens, including padding."""
+    stream: Any = None
+    """State of the stream after the step, or None if it cannot continue from a state."""
 
     @property
     def last(self) -> bool:
@@ -74,13 +82,15 @@ Item = tuple[MicroBatch, Any]
 class StreamRequest:
     """Request for micro-batch `number` of a stream that is read after skipping `skip` samples.
 
-    A new value of `run` makes a persistent worker restart the stream.
+    If the stream has a `state`, it is loaded instead of skipping samples. A new value of `run`
+    makes a persistent worker restart the stream.
     """
 
     run: int
     epoch: int
     skip: int
     number: int
+    state: Any = None
 
 
 class MapSource:
@@ -141,6 +151,8 @@ class StreamSource:
     it, so the number of workers does not affect results. If `sliced` is true, the stream is the
     same on all ranks, and `cut` selects this rank's rows of each global batch. Otherwise the stream
     is this rank's part. A step reads `chunk` samples.
+
+    `has_states` is true if the stream can continue from the states that come with micro-batches.
     """
 
     def __init__(
@@ -154,8 +166,13 @@ class StreamSource:
         rank: int,
         sliced: bool,
         drop_last: bool,
+        reports: bool,
     ) -> None:
         self.dataset = dataset
+        # A checkpoint holds the state of one rank, which is that of all ranks only if they read
+        # the same stream.
+        self.has_states = sliced and can_continue(dataset)
+        self._reports = reports
         self._collate = collate
         self._seed = seed
         self._cut_of, self.chunk = cut, chunk
@@ -204,8 +221,9 @@ class StreamSource:
         newest: deque[Any] = deque(
             maxlen=1
         )  # holds the last sample, which is the stand-in after the end
-        for chunk in self._chunks(request, newest):
-            yield from self._cut(chunk, request.epoch)
+        for chunk, state in self._chunks(request, newest):
+            for micro, rows in self._cut(chunk, request.epoch):
+                yield replace(micro, stream=state), rows
         if not self._sliced:
             rows = 0 if newest else -1
             end = MicroBatch(epoch=request.epoch, part=0, parts=1, total=0, samples=0, rows=rows)
@@ -217,23 +235,40 @@ class StreamSource:
                 "again."
             )
 
-    def _chunks(self, request: StreamRequest, newest: deque[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each step, and store the last one in `newest`."""
+    def _chunks(
+        self, request: StreamRequest, newest: deque[Any]
+    ) -> Iterator[tuple[list[Any], Any]]:
+        """Yield samples and state of each step, and store the last sample in `newest`."""
         # The stream may be a generator function, which draws between its samples. So its generator
         # states are saved while this process draws for other purposes.
         draws = SavedGenerators(seed_from(self._seed, "stream", *self._rank_seed, request.epoch))
+        dataset = self.dataset
+        is_first_worker = (info := get_worker_info()) is None or info.id == 0
+        if request.state is not None:
+            # A later pass must start from the user's own object, which has loaded nothing.
+            dataset = copy.copy(dataset)
         with draws.resume(), _as_if_no_worker():
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(request.epoch)
-            stream = iter(self.dataset)
-            newest.extend(islice(stream, request.skip))
+            if hasattr(dataset, "set_epoch"):
+                dataset.set_epoch(request.epoch)
+            if request.state is not None:
+                dataset.load_state_dict(copy.deepcopy(request.state))
+            stream = iter(dataset)
+            if request.state is None:
+                reports = self._reports and is_first_worker
+                newest.extend(_skipped(stream, request.skip, type(dataset).__name__, reports))
+        has_states = self.has_states
         while True:
             with draws.resume(), _as_if_no_worker():
                 chunk = list(islice(stream, self.chunk))
+                state = copy.deepcopy(dataset.state_dict()) if has_states else None
+            # The state of a stream that draws random numbers would be incomplete without those of
+            # the generators. Reading such a stream again restores both.
+            if draws.advanced or not _is_plain(state):
+                has_states, state = False, None
             newest.extend(chunk)
             short = len(chunk) < self.chunk
             if chunk and not (short and self._drop_last):
-                yield chunk
+                yield chunk, state
             if short:
                 return
 
@@ -266,10 +301,47 @@ def may_draw(dataset: Any) -> bool:
         return may_draw(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
         return any(may_draw(part) for part in dataset.datasets)
+    if isinstance(dataset, FileDataset):
+        return dataset.transform is not None
     if isinstance(dataset, TensorDataset | list | tuple | range | torch.Tensor):
         return False
     form = getattr(dataset, "format", None)  # set by Hugging Face; "custom" is a user's transform
     return not (isinstance(form, dict) and form.get("type", "custom") != "custom")
+
+
+def can_continue(dataset: Any) -> bool:
+    """Return whether a stream continues after the same sample if it loads its state."""
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        return False
+    # The state of a Hugging Face dataset leaves out the samples in its shuffle buffer.
+    inner = [getattr(dataset, "_ex_iterable", None)]
+    while inner:
+        each = inner.pop()
+        if hasattr(each, "buffer_size"):
+            return False
+        if each is not None:
+            inner += [getattr(each, "ex_iterable", None), *getattr(each, "ex_iterables", ())]
+    return True
+
+
+def _is_plain(state: Any) -> bool:
+    """Return whether a checkpoint can hold `state`: numbers, strings, tensors, lists and dicts."""
+    if isinstance(state, dict):
+        return all(map(_is_plain, [*state, *state.values()]))
+    if isinstance(state, list | tuple):
+        return all(map(_is_plain, state))
+    return state is None or isinstance(state, str | int | float | torch.Tensor)
+
+
+def _skipped(stream: Iterator[Any], count: int, name: str, reports: bool) -> Iterator[Any]:
+    """Yield the first `count` samples of `stream`, and report long waits."""
+    reported = time.monotonic()
+    for number, sample in enumerate(islice(stream, count)):
+        if reports and time.monotonic() - reported > REPORT_SECONDS:
+            reported = time.monotonic()
+            line = f"shardwise: skipped {number:,} of {count:,} samples of {name}"
+            print(line, file=sys.stderr, flush=True)
+        yield sample
 
 
 class WrappedStream(IterableDataset[Any]):
@@ -320,6 +392,8 @@ class SavedGenerators:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._states: tuple[Any, ...] | None = None
+        self.advanced = False
+        """True if a `resume` block has drawn random numbers."""
 
     @contextmanager
     def resume(self) -> Iterator[None]:
@@ -332,12 +406,18 @@ class SavedGenerators:
                 random.setstate(self._states[1])
                 if numpy is not None and self._states[2] is not None:
                     numpy.random.set_state(self._states[2])
+            before = self._states or _generator_states()
             yield
-            self._states = (
-                torch.get_rng_state(),
-                random.getstate(),
-                numpy and numpy.random.get_state(),
-            )
+            self._states = _generator_states()
+            # NumPy's state contains an array, and two arrays have no single result of ==.
+            (torch_before, *others), (torch_now, *now) = before, self._states
+            is_same = torch.equal(torch_before, torch_now)
+            self.advanced |= not is_same or pickle.dumps(others) != pickle.dumps(now)
+
+
+def _generator_states() -> tuple[Any, ...]:
+    numpy: Any = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from shardwise.world.world import World
 class LoaderPass:
     """Yields the micro-batches of one pass, and describes each in the world's current batch.
 
-    It calls `stepped(total)` when it yields the last micro-batch of a step. A checkpoint that is
+    It calls `stepped(micro)` when it yields the last micro-batch of a step. A checkpoint that is
     saved after that continues with the next step.
 
     With `--survive`, `shared_again(repeats)` returns the micro-batches from the next step on, or
@@ -39,7 +39,7 @@ class LoaderPass:
         name: str,
         plan: StreamShape,
         pinned: bool,
-        stepped: Callable[[int], None],
+        stepped: Callable[[MicroBatch], None],
         shared_again: Callable[[bool], Iterator[Item] | None],
     ) -> None:
         self._items = items
@@ -124,7 +124,7 @@ class LoaderPass:
         elif self._world.survival is not None:
             self._world.survival.has_counted = True
         if micro.last:
-            self._stepped(micro.total)
+            self._stepped(micro)
         return data
 
     def sit_out(self, item: Item) -> None:
@@ -132,7 +132,7 @@ class LoaderPass:
         self._check_open()
         self._world.current_batch.skipped_batches += 1
         if item[0].last:
-            self._stepped(item[0].total)
+            self._stepped(item[0])
 
     def some_ranks_skip(self) -> AbstractContextManager[None]:
         """Return a context manager that lets ranks run different numbers of forward passes."""
@@ -184,7 +184,7 @@ class LoaderPass:
         """Skip a complete step. `left` of its micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
-        self._stepped(micro.total)
+        self._stepped(micro)
 
     def _log_step_request(self, log: Callable[[], None]) -> None:
         """Call `log` if the loop that requests the next step is a training loop."""
