@@ -95,7 +95,14 @@ class EngineGuard:
             (prefix or type(model).__name__, model)
             for prefix, model in zip(engine.spec.prefixes, engine.spec.models, strict=True)
         ]
-        self.second_run = SecondRun(models, engine.world.device, self._apart)
+        self.second_run = SecondRun(
+            models,
+            engine.world.device,
+            self._apart,
+            # An error of one rank reaches the others within a pass. It would look like an operation
+            # that is not deterministic, which all ranks see.
+            impossible="--context exchanges tokens in each pass" if settings.context > 1 else None,
+        )
         self._sealed: tuple[Parameters, int] | None = None
         self._checks = Checks(
             group,
@@ -252,7 +259,10 @@ class EngineGuard:
             compared = "buffers"
         memory = ", memory of all states checked in each step" if self._seals else ""
         copies_of = f"compares {compared} across ranks" if self._group.size > 1 else "has no copies"
+        twice = f"; one step in {self._every} is computed twice (about {share:.2g} % of the time)"
+        if not self.second_run.is_possible:
+            twice = f"; no step is computed twice, because {self.second_run.reason}"
         return (
-            f"guard every {self._every} steps: {copies_of}{memory}; one step in {self._every} is "
-            f"computed twice (about {share:.2g} % of the time); on an error: {self._checks.action}"
+            f"guard every {self._every} steps: {copies_of}{memory}{twice}; on an error: "
+            f"{self._checks.action}"
         )

@@ -90,6 +90,7 @@ class SecondRun:
         models: The models, each with the name to report.
         device: Device of this rank.
         apart: Returns a context manager for a forward pass that no backward pass follows.
+        impossible: Why no pass can be computed twice, or None.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class SecondRun:
         models: Sequence[tuple[str, nn.Module]],
         device: torch.device,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        impossible: str | None = None,
     ) -> None:
         self._models = models
         self._device = device
@@ -112,13 +115,16 @@ class SecondRun:
         self._second: dict[str, list[Tensor]] = {}
         self.compared = 0
         """Number of forward outputs and gradients that have been compared since `arm`."""
-        self.reason: str | None = None
+        self.is_possible = impossible is None
+        self.reason = impossible
         """Why a pass could not be compared, or None."""
 
     # -- the step that is computed twice ------------------------------------------------------
 
     def arm(self) -> None:
-        """Compute the passes of the next step twice."""
+        """Compute the passes of the next step twice, if that is possible."""
+        if not self.is_possible:
+            return
         self._is_armed = True
         for _, model in self._models:
             if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
