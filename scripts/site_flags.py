@@ -75,6 +75,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--sequence-parallel": ("", "--sequence-parallel"),
     "--expert": ("workers", "--expert 4"),
     "--context": ("workers", "--context 2"),
+    "--context-method": ("", "--context-method gathered"),
     "--pipeline": ("stages", "--pipeline 4"),
     "--microbatches": ("micro-batches", "--microbatches 8"),
     "--schedule": ("", "--schedule zero-bubble"),

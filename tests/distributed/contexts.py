@@ -22,7 +22,7 @@ class Block(nn.Module):
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, heads * features)
         self.kv = nn.Linear(WIDTH, 2 * groups * features)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(heads * features, WIDTH)
         if experts is None:
             self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
         else:
@@ -38,11 +38,11 @@ class Block(nn.Module):
             q,
             k,
             v,
-            attn_mask=None if mask is None else mask[:, None, None, :],
+            attn_mask=mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask,
             is_causal=mask is None,
             enable_gqa=self.heads != self.groups,
         )
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, WIDTH))
+        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, -1))
         h = self.norm2(x)
         return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
 
@@ -76,8 +76,9 @@ class Problem:
     length: int = 9
     heads: int = 4
     groups: int = 4
-    masked: bool = False
-    """True for bidirectional attention with a padding mask."""
+    mask: str = ""
+    """What attention gets as a mask: "padding" of bidirectional attention, "documents", a sliding
+    "window", or a "bias" of each head by the distance of two tokens. Empty for causal attention."""
     unlabelled: int = 0
     """Number of first tokens without labels, so that some ranks have tokens but no loss."""
     own_mean: bool = False
@@ -86,6 +87,7 @@ class Problem:
     """Options of `sw.MoE` in each block, or None for dense blocks."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
+    method: str = "auto"
 
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
@@ -108,17 +110,33 @@ class Problem:
             positions = torch.arange(self.length).expand(shape)
             mask = positions < torch.randint(2, self.length + 1, (rows, 1))
             labels[torch.rand(shape) < 0.3] = -100
-            if self.masked:
+            if self.mask == "padding":
                 labels[~mask] = -100
+            elif self.mask:
+                mask = self.pairs(rows)
             labels[:, : self.unlabelled] = -100
             labels[0, self.unlabelled] = 1
             found.append((ids, positions, mask, labels))
         return found
 
+    def pairs(self, rows: int) -> Tensor:
+        """Return a causal mask of pairs of tokens, (rows, 1 or heads, length, length)."""
+        places = torch.arange(self.length)
+        distances = places[:, None] - places
+        mask = (distances >= 0).expand(rows, 1, -1, -1)
+        if self.mask == "window":
+            return mask & (distances < 3)
+        if self.mask == "documents":
+            numbers = (torch.rand(rows, self.length) < 0.3).cumsum(1)
+            return mask & (numbers[:, None, :, None] == numbers[:, None, None, :])
+        slopes = 0.5 ** torch.arange(1.0, self.heads + 1, dtype=torch.float64)
+        bias = -slopes[:, None, None] * distances
+        return bias.masked_fill(~mask, float("-inf"))
+
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross entropy over the labels that count; NaN if none counts."""
         ids, positions, mask, labels = batch
-        logits = model(ids, positions, mask if self.masked else None).flatten(0, 1)
+        logits = model(ids, positions, mask if self.mask else None).flatten(0, 1)
         if self.own_mean:
             each = F.cross_entropy(logits, labels.flatten(), reduction="none")
             # Tokens of a part without labels count in router losses, so its loss must be finite.
@@ -159,7 +177,7 @@ def logits_of(model: nn.Module, problem: Problem, world: sw.World | None = None)
     batch = problem.batches(problem.steps)[0]
     with torch.no_grad():
         ids, positions, mask, _ = batch if world is None else world.share(batch)
-        return model(ids, positions, mask if problem.masked else None)
+        return model(ids, positions, mask if problem.mask else None)
 
 
 def trained(world: sw.World, problem: Problem) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.errors import DataError, ModelError, UsageError
+from shardwise.errors import DataError, GuardError, ModelError, UsageError
 from shardwise.layout.bucket_layout import even_cuts
 from tests.distributed.contexts import WIDTH, WORDS, Model, Problem, plain, trained
 from tests.distributed.group import Groups
@@ -28,7 +28,10 @@ CASES = {
     "two groups": (4, 2, Problem(rows=(3, 1), length=7, settings={"zero": 2})),
     "grouped heads": (2, 2, Problem(groups=2)),
     "fewer groups than parts": (4, 4, Problem(groups=2, length=9, settings={"zero": 1})),
-    "padding": (2, 2, Problem(masked=True, rows=(3,))),
+    "padding": (2, 2, Problem(mask="padding", rows=(3,))),
+    "bias of each head": (2, 2, Problem(mask="bias")),
+    "documents, gathered": (2, 2, Problem(mask="documents", rows=(3,), method="gathered")),
+    "three heads": (4, 4, Problem("adamw", heads=3, groups=1, length=13, settings={"zero": 3})),
     "a part without labels": (2, 2, Problem(unlabelled=6, settings={"zero": 2})),
     "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
     # Parts of sequences are tokens like others, also for router losses of the whole batch.
@@ -72,8 +75,8 @@ def random_case(seed: int) -> tuple[int, int, Problem]:
     draw = Random(seed)
     size = draw.choice([2, 4])
     context = draw.choice([1, 2, 4]) if size == 4 else 2
-    heads = draw.choice([4, 8])
-    groups = draw.choice([n for n in (1, 2, 4, 8) if n <= heads])
+    heads = draw.choice([1, 2, 3, 4, 8])
+    groups = draw.choice([n for n in range(1, heads + 1) if heads % n == 0])
     length = draw.randint(2 * context, 16)
     settings: dict[str, object] = {"zero": draw.randrange(4)}
     if draw.random() < 0.3:
@@ -88,11 +91,12 @@ def random_case(seed: int) -> tuple[int, int, Problem]:
             length=length,
             heads=heads,
             groups=groups,
-            masked=draw.random() < 0.5,
+            mask=draw.choice(["", "", "padding", "documents", "window", "bias"]),
             unlabelled=draw.randrange(length - 1) if draw.random() < 0.5 else 0,
             own_mean=draw.random() < 0.3,
             seed=seed,
             settings=settings,
+            method=draw.choice(["auto", "ulysses" if heads % context == 0 else "gathered"]),
         ),
     )
 
@@ -107,7 +111,8 @@ def test_random_program_equals_one_process(group, seed):
 def check(group: Groups, size: int, context: int, problem: Problem, expert: int = 1) -> None:
     """Compare a training on `size` ranks with one in this process."""
     expected = plain(problem)
-    everyone = group(size, context=context, expert=expert)(trained, problem)
+    method = {} if context == 1 else {"context_method": problem.method}
+    everyone = group(size, context=context, expert=expert, **method)(trained, problem)
     for rank, ours in enumerate(everyone):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)
@@ -154,12 +159,13 @@ def saved_or_resumed(world: sw.World, problem: Problem, folder: Path) -> dict[st
     return values
 
 
-def test_resumes_without_context(group, tmp_path):
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+def test_resumes_at_other_context(group, tmp_path, before, after):
     problem = Problem("adamw", steps=2, settings={"zero": 2})
-    group(2, context=2)(saved_or_resumed, problem, tmp_path / "saved")
-    (ours,) = group(1)(saved_or_resumed, problem, tmp_path / "saved")
-    for name, value in plain(problem)["values"].items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10)
+    group(before, context=before)(saved_or_resumed, problem, tmp_path / "saved")
+    for ours in group(after, context=after)(saved_or_resumed, problem, tmp_path / "saved"):
+        for name, value in plain(problem)["values"].items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10)
 
 
 # -- models that are not token by token ------------------------------------------------------
@@ -224,6 +230,13 @@ class Loss(Model):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class OneRankFails(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        if ids.size(1) == 4 and positions[0, 0] > 0:
+            raise RuntimeError("only here")
+        return super().forward(ids, positions, mask)
+
+
 class LocalMask(Model):
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.words(ids) + self.places(positions)
@@ -242,7 +255,7 @@ MODELS = {
     "own attention": (OwnAttention, r"its forward \(OwnAttention\)"),
     "loss": (Loss, "returns a loss"),
     "local mask": (LocalMask, r"attention mask .* is made from .* of \d+ tokens"),
-    "heads": (lambda: Model(heads=1, groups=1), "1 attention heads cannot be spread"),
+    "error of one rank": (OneRankFails, "RuntimeError: only here"),
 }
 
 
@@ -267,6 +280,53 @@ def test_refuses_by_name(group, name):
     for said in group(2, context=2)(first_forward, name, 3 if name == "pool" else 0):
         with pytest.raises(ModelError, match=MODELS[name][1]):
             raise ModelError(said)
+
+
+def two_engines(world: sw.World) -> None:
+    """Train two models in turns, and check that attention is plain after the last engine."""
+    plain = F.scaled_dot_product_attention
+    engines = []
+    for seed in range(2):
+        model = Problem(seed=seed).model()
+        engines.append(sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.3), quiet=True))
+    for engine, seed in zip(engines, range(2), strict=True):
+        problem = Problem(seed=seed)
+        engine.backward(problem.loss_of(engine.model, world.share(problem.batches(0)[0])))
+        expected = problem.model()
+        problem.loss_of(expected, problem.batches(0)[0]).backward()
+        norm = nn.utils.clip_grad_norm_(expected.parameters(), 1e9)
+        assert engine.step(max_norm=1e9).grad_norm == pytest.approx(norm.item(), rel=1e-8)
+    for engine in engines:
+        engine.close()
+    assert F.scaled_dot_product_attention is plain
+
+
+def test_two_engines_at_once(group):
+    group(2, context=2)(two_engines)
+
+
+def guarded(world: sw.World, flips: bool) -> str:
+    """Train with a guard, and flip a bit of a replicated parameter on rank 1 if `flips`."""
+    problem = Problem("adamw", steps=3)
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), guard=1, zero=0, quiet=True)
+    try:
+        for step in range(problem.steps):
+            engine.backward(problem.loss_of(model, world.share(problem.batches(step)[0])))
+            engine.step()
+            if flips and step == 1 and world.rank == 1:
+                model.norm.weight.data.view(torch.int64)[0] ^= 1 << 40
+        return "no error"
+    except GuardError as error:
+        return str(error)
+    finally:
+        engine.close()
+
+
+def test_guard_compares_copies(group):
+    assert group(2, context=2)(guarded, False) == ["no error"] * 2
+    for said in group(2, context=2)(guarded, True):
+        assert "norm.weight" in said
 
 
 def misuses(world: sw.World) -> dict[str, str]:

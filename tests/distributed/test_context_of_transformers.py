@@ -1,5 +1,6 @@
 """`--context` with language models of Transformers, which get positions and return logits."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,10 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise as sw
+from shardwise.errors import ModelError
 
 transformers = pytest.importorskip("transformers")
 
 SIZES = {"vocab_size": 13, "max_position_embeddings": 32}
+TWO_KINDS = {
+    "sliding_window": 4,
+    "use_sliding_window": True,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 LLAMA = {
     **SIZES,
     "hidden_size": 16,
@@ -23,6 +30,16 @@ LLAMA = {
 CONFIGS = {
     "Llama": LLAMA,
     "Qwen2": LLAMA,
+    "Mistral": LLAMA,
+    "Bert": {
+        **SIZES,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
     "GPT2": {
         "vocab_size": 13,
         "n_positions": 32,
@@ -36,15 +53,19 @@ CONFIGS = {
 }
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(kind: str, **changes: Any) -> nn.Module:
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**CONFIGS[kind])
-    classes = {"GPT2": "GPT2LMHeadModel"}
+    config = getattr(transformers, f"{kind}Config")(**CONFIGS[kind] | changes)
+    classes = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
     model = getattr(transformers, classes.get(kind, f"{kind}ForCausalLM"))(config).train()
     for module in list(model.modules()):
         for name, child in module.named_children():
             # These norms compute in fp32, whose rounding would hide differences.
-            if type(child).__name__ in ("LlamaRMSNorm", "Qwen2RMSNorm"):
+            if type(child).__name__ in (
+                "LlamaRMSNorm",
+                "Qwen2RMSNorm",
+                "MistralRMSNorm",
+            ):
                 norm = nn.RMSNorm(child.weight.shape, eps=child.variance_epsilon)
                 setattr(module, name, norm)
     return model.double()
@@ -61,6 +82,99 @@ def batch_of(step: int) -> tuple[torch.Tensor, ...]:
 def loss_of(model: nn.Module, ids: Any, positions: Any, labels: Any) -> torch.Tensor:
     logits = model(input_ids=ids, position_ids=positions).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+# -- labels= and masks that the model would make from the length of its input -----------------
+
+
+def fp64_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = None, **_: Any) -> Any:
+    """Compute the loss of Transformers without its cast to fp32, which would hide differences."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    return F.cross_entropy(logits.view(-1, vocab_size), shift_labels.reshape(-1))
+
+
+CASES = {
+    # kind, fields of a batch besides input_ids and labels, changes of the configuration
+    "labels": ("Llama", (), {}),
+    "three heads": ("Llama", (), {"hidden_size": 12, "num_attention_heads": 3}),
+    "padding": ("GPT2", ("attention_mask",), {}),
+    "documents": ("Qwen2", ("position_ids",), {}),
+    "window": ("Mistral", (), {"sliding_window": 4}),
+    "two kinds of layers": ("Qwen2", ("position_ids",), TWO_KINDS),
+    "no causal mask": ("Bert", ("attention_mask",), {}),
+}
+
+
+def labelled_batch(step: int, fields: Sequence[str]) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(13, (2, 11), generator=draw)
+    labels = ids.clone()
+    labels[:, : 3 + step] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if "attention_mask" in fields:
+        batch["attention_mask"] = torch.ones_like(ids)
+        batch["attention_mask"][0, 9 - step :] = 0
+        labels[0, 9 - step :] = -100
+    if "position_ids" in fields:
+        # A document ends where rank 0's part ends, so neither part sees a border.
+        batch["position_ids"] = torch.cat([torch.arange(5), torch.arange(6)]).expand(2, 11)
+    return batch
+
+
+def trained_on_labels(world: sw.World | None, name: str) -> dict[str, Any]:
+    """Train with `labels=`, with an engine, or without a world in plain PyTorch."""
+    kind, fields, changes = CASES[name]
+    model = model_of(kind, **changes)
+    model.loss_function = fp64_loss
+    if kind == "Bert":  # labels are not shifted
+        model.loss_function = lambda *args, **kwargs: fp64_loss(
+            *args, shift_labels=kwargs["labels"], **kwargs
+        )
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    engine = None if world is None else sw.Engine(model, optimizer, zero=1, quiet=True)
+    for step in range(3):
+        batch = labelled_batch(step, fields)
+        if engine is None or world is None:
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        else:
+            engine.backward(model(**world.share(batch)).loss)
+            losses.append(engine.step().loss)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    if engine is not None:
+        engine.close()
+    return {"losses": losses, "values": values}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["labels", *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n != "labels")],
+)
+def test_labels_and_masks_equal_one_process(group, name):
+    expected = trained_on_labels(None, name)
+    for ours in group(2, context=2)(trained_on_labels, name):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def chunked(world: sw.World) -> str:
+    model = model_of("Llama")
+    model.config.attention_chunk_size = 4
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    with pytest.raises(ModelError, match="chunks of 4 tokens") as caught:
+        model(**world.share(labelled_batch(0, ())))
+    engine.close()
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_refuses_chunks(group):
+    group(2, context=2)(chunked)
 
 
 def trained(world: sw.World, kind: str, zero: int) -> dict[str, Any]:

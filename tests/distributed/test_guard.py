@@ -194,7 +194,7 @@ def test_guard_leaves_no_trace(group, zero):
 
 
 @pytest.mark.parametrize(
-    "setting", ["exact", "pipeline", "tensor", "islands", "behind", "expert", "context"]
+    "setting", ["exact", "pipeline", "tensor", "islands", "behind", "expert"]
 )
 def test_refuses_what_it_cannot_compare(setting):
     with pytest.raises(ConfigError, match="--guard 4 cannot be combined with"):

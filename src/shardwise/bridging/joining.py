@@ -79,12 +79,18 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for islands and, unless `in_parts`, for replicas that span several ranks."""
+    """Raise UsageError for islands, context groups and, unless `in_parts`, divided replicas."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "
             "workers at each step, but islands step independently. Leave the flag out, or write "
             "the loop with sw.Engine."
+        )
+    if settings.context > 1:
+        raise UsageError(
+            f"{library} cannot be combined with --context {settings.context}: it does not cut the "
+            "sequences of its batches. Leave the flag out, or write the loop with sw.Engine and "
+            "world.share."
         )
     for name in () if in_parts else ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:

@@ -55,6 +55,13 @@ _ALL = (
         "without --tensor T",
         "--tensor T",
     ),
+    Need(
+        "context_method",
+        lambda settings: settings.context > 1,
+        ("context",),
+        "without --context C",
+        "--context C",
+    ),
     Need("schedule", _has_stages, ("pipeline",), *_PIPELINE),
     Need("stages", _has_stages, ("pipeline",), *_PIPELINE),
     Need("equal_every", _has_islands, ("islands",), *_ISLANDS),

@@ -142,6 +142,12 @@ class Settings:
         "C",
         default=1,
     )
+    context_method: str = _choice(
+        "spread",
+        "with --context: exchange heads, or gather keys and values",
+        ("auto", "ulysses", "gathered"),
+        rare=True,
+    )
     pipeline: int = _setting(
         "spread",
         "pipeline parallel: stages of layers on P workers",

@@ -16,8 +16,10 @@ from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.parallel.context.attention import ContextRun, DropsUnweighted
 from shardwise.parallel.context.sequence_trial import SequenceTrial, names_with_dropout
+from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
 from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.world.current_batch import Batch
+from shardwise.world.sequence_parts import dim_of
 from shardwise.world.world import World
 
 
@@ -28,12 +30,14 @@ class ContextParallel:
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
-        self.run = ContextRun(world.context, world.current_batch)
-        self._trial = SequenceTrial(model, self.run, world.device)
+        self._world, self._model = world, model
+        self._method = world.settings.context_method
+        self.run = ContextRun(world.context, world.current_batch, self._method)
+        self._inputs = TransformersInputs(model)
+        self._trial = SequenceTrial(model, self.run, self._inputs, world.device)
         for _, layer in find_layers([self._trial.skeleton]):
             # The router losses of parts add up to those of the batch only with an engine.
             layer.router_loss_seed = 0.0
-        self._model = model
         self._handles: list[Hooked] = []
 
     @property
@@ -59,7 +63,7 @@ class ContextParallel:
         self._handles = []
         self.run.uninstall()
 
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs:
         lengths = self.run.lengths_now(training=torch.is_grad_enabled())
         if not lengths:
             raise UsageError(
@@ -72,8 +76,8 @@ class ContextParallel:
             for leaf in pytree.tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor) and leaf.ndim > 1
         ]
-        if all(shape[1] != own for shape in shapes) or any(
-            shape[1] == total != own for shape in shapes
+        if all(dim_of(shape, own, total) is None for shape in shapes) or any(
+            shape[1] == total for shape in shapes
         ):
             found = ", ".join(map(str, shapes)) or "none"
             raise UsageError(
@@ -83,14 +87,21 @@ class ContextParallel:
             )
         self.run.enter(lengths)
         try:
-            self._trial.check(model, args, kwargs)
+            completed = self._inputs.complete((args, kwargs), lengths, self.run.group)
+            self._trial.check(model, (args, kwargs), completed)
         except BaseException:
             self.run.leave()
             raise
+        return completed
 
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         del model, args
         self.run.leave()
+        if self.run.method == "gathered" and self._method == "auto":
+            self._world.say_once(
+                f"context parallel: attention gathers keys and values, because {self.size} does "
+                "not divide its number of heads"
+            )
         if not torch.is_grad_enabled():
             return None
 
@@ -154,7 +165,11 @@ class ContextParallel:
 
     def describe(self) -> str:
         """Return the method in words, for the startup summary."""
-        return "sequences are cut, attention exchanges heads (Ulysses)"
+        return {
+            "auto": "attention exchanges heads (Ulysses), or gathers keys if heads do not divide",
+            "ulysses": "attention exchanges heads (Ulysses)",
+            "gathered": "attention gathers keys and values",
+        }[self._method]
 
 
 def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> ContextParallel | None:

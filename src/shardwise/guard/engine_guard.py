@@ -62,7 +62,6 @@ def check(settings: Settings) -> None:
         ("--islands", settings.islands not in (1, None), "islands hold different weights"),
         ("--behind", settings.behind is not None, "the applied gradients are of an earlier step"),
         ("--expert", settings.expert > 1, "ranks hold different experts"),
-        ("--context", settings.context > 1, "a forward pass has values of all ranks of a sequence"),
         ("--exact", settings.exact is not None, "a micro-shard has its own random state"),
     )
     for flag, is_on, why in refused:
@@ -106,7 +105,15 @@ class EngineGuard:
             for prefix, model in zip(engine.spec.prefixes, engine.spec.models, strict=True)
         ]
         world = engine.world
-        self.second_run = SecondRun(models, world.device, self._apart, world.draws.begin)
+        self.second_run = SecondRun(
+            models,
+            world.device,
+            self._apart,
+            world.draws.begin,
+            # An error of one rank reaches the others within a pass. It would look like an operation
+            # that is not deterministic, which all ranks see.
+            impossible="--context exchanges tokens in each pass" if settings.context > 1 else None,
+        )
         waits = world.collectives.status_server.waits
         self.times = StepTimes(lambda: waits.seconds)
         self.spikes = Spikes()
@@ -313,7 +320,10 @@ class EngineGuard:
             compared = "buffers"
         memory = ", memory of all states checked in each step" if self._seals else ""
         copies_of = f"compares {compared} across ranks" if self._group.size > 1 else "has no copies"
+        twice = f"; one step in {self._every} is computed twice (about {share:.2g} % of the time)"
+        if not self.second_run.is_possible:
+            twice = f"; no step is computed twice, because {self.second_run.reason}"
         return (
-            f"guard every {self._every} steps: {copies_of}{memory}; one step in {self._every} is "
-            f"computed twice (about {share:.2g} % of the time); on an error: {self._checks.action}"
+            f"guard every {self._every} steps: {copies_of}{memory}{twice}; on an error: "
+            f"{self._checks.action}"
         )

@@ -104,6 +104,7 @@ class SecondRun:
         device: Device of this rank.
         apart: Returns a context manager for a forward pass that no backward pass follows.
         begin: Seeds the generators at the first training forward pass. Does nothing later.
+        impossible: Why no pass can be computed twice, or None.
     """
 
     def __init__(
@@ -112,6 +113,8 @@ class SecondRun:
         device: torch.device,
         apart: Callable[[], AbstractContextManager[None]] = nullcontext,
         begin: Callable[[], None] = lambda: None,
+        *,
+        impossible: str | None = None,
     ) -> None:
         self._models = models
         self._begin = begin
@@ -130,13 +133,16 @@ class SecondRun:
         self._second: dict[str, list[Tensor]] = {}
         self.compared = 0
         """Number of forward outputs and gradients that have been compared since `arm`."""
-        self.reason: str | None = None
+        self.is_possible = impossible is None
+        self.reason = impossible
         """Why a pass could not be compared, or None."""
 
     # -- the step that is computed twice ------------------------------------------------------
 
     def arm(self) -> None:
-        """Compute the passes of the next step twice."""
+        """Compute the passes of the next step twice, if that is possible."""
+        if not self.is_possible:
+            return
         self._is_armed = True
         self._layers = {
             module: path or name

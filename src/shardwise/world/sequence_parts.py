@@ -4,11 +4,16 @@
     --context 2    └ rank 0 ┘└── rank 1 ─┘
 
 Parts are contiguous, and their lengths differ by at most one. Tensors with fewer than two
-dimensions, and everything that is not a tensor, are passed to all ranks unchanged.
+dimensions, and everything that is not a tensor, are passed to all ranks unchanged. Attention masks
+with 4 dimensions are cut where the sequence is:
+
+    (rows, heads, length, length)   of pairs: along the queries
+    (rows, 1, 1, length)            of keys: along the keys
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +25,23 @@ from shardwise.layout.bucket_layout import even_cuts
 
 DIM = 1
 """The dimension of sequences in the tensors of a batch: (rows, length, ...)."""
+
+
+def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:
+    """Return the dimension of the sequence in a tensor, or None if it has none.
+
+    Args:
+        shape: The shape of the tensor.
+        length: The number of tokens, of whole sequences or of a part.
+        keys: The number of tokens of whole sequences.
+    """
+    if len(shape) > DIM and shape[DIM] == length:
+        return DIM
+    if len(shape) == 4 and tuple(shape[2:]) == (length, keys):
+        return 2
+    if len(shape) == 4 and tuple(shape[1:]) == (1, 1, length):
+        return 3
+    return None
 
 
 def lengths_of(total: int, size: int) -> list[int]:
@@ -50,15 +72,18 @@ def cut(batch: Any, rank: int, size: int, *, dim: int = 0, call: str) -> tuple[A
     shapes = {
         f"batch{pytree.keystr(path)}": tuple(leaf.shape)
         for path, leaf in named
-        if _is_sequence(leaf)
+        if isinstance(leaf, Tensor) and leaf.ndim > DIM
     }
-    lengths = {shape[DIM] for shape in shapes.values()}
-    if len(lengths) != 1:
+    lengths = {shape[DIM] for shape in shapes.values() if not _may_be_mask(shape)}
+    if len(lengths) != 1 or any(
+        dim_of(shape, total, total) is None for shape in shapes.values() for total in lengths
+    ):
         found = ", ".join(f"{name}: {shape}" for name, shape in shapes.items()) or "none"
         raise DataError(
             f"{call}: --context {size} cuts sequences along dimension {DIM}, but the tensors with "
             f"two or more dimensions do not have one length there ({found}). Pass tensors of shape "
-            "(rows, length, ...), also for masks and positions."
+            "(rows, length, ...), also for positions. Masks may have the shape (rows, 1, length, "
+            "length)."
         )
     (total,) = lengths
     # Models treat a sequence of one token as the next token of a cache, without a causal mask.
@@ -69,13 +94,14 @@ def cut(batch: Any, rank: int, size: int, *, dim: int = 0, call: str) -> tuple[A
         )
     cuts = even_cuts(total, size)
     first, length = cuts[rank], cuts[rank + 1] - cuts[rank]
-    parts = [
+
+    def part(leaf: Any) -> Any:
+        cut_dim = dim_of(leaf.shape, total, total) if isinstance(leaf, Tensor) else None
         # A part must be contiguous like the tensor itself, because user code may call `view`.
-        leaf.narrow(DIM, first, length).contiguous() if _is_sequence(leaf) else leaf
-        for _, leaf in named
-    ]
-    return pytree.tree_unflatten(parts, nest), total
+        return leaf if cut_dim is None else leaf.narrow(cut_dim, first, length).contiguous()
+
+    return pytree.tree_unflatten([part(leaf) for _, leaf in named], nest), total
 
 
-def _is_sequence(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim > DIM
+def _may_be_mask(shape: Sequence[int]) -> bool:
+    return len(shape) == 4 and (shape[2] == shape[3] or shape[1] == shape[2] == 1)

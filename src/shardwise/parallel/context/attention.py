@@ -1,9 +1,10 @@
 """Runs attention on whole sequences, while the model's forward pass sees parts of them.
 
 `torch.nn.functional.scaled_dot_product_attention` is replaced while an engine with `--context`
-exists. The replacement exchanges heads inside the engine's model, and in its forward passes that
-the backward pass recomputes. Code that imported the function by name keeps the original; the trial
-(sequence_trial.py) finds and refuses it.
+exists. The replacement acts inside the models of these engines, and in their forward passes that
+the backward pass recomputes. It passes other calls on, except over parts of sequences. Code that
+imported the function by name keeps the original. The trial (sequence_trial.py) finds and refuses
+it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
-from shardwise.parallel.context.heads_exchange import gather_tokens, to_heads, to_parts
+from shardwise.parallel.context.methods import AttentionCall, attend
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import lengths_of
 
@@ -37,10 +38,15 @@ class ContextRun:
     Args:
         group: The ranks of the context group, in the order of the parts.
         current_batch: Knows the length of the current sequences.
+        method: One of `methods.METHODS`.
     """
 
-    def __init__(self, group: Collectives, current_batch: CurrentBatch) -> None:
+    def __init__(self, group: Collectives, current_batch: CurrentBatch, method: str) -> None:
         self.group = group
+        self.method: str | None = None
+        """The method of the last attention call: "ulysses" or "gathered"."""
+        self.agree: Callable[[str, str | None], None] | None = None
+        """In a trial: exchanges the place of a call and its problem, so that all ranks stop."""
         self.lengths: list[int] = []
         """The length of each rank's part in the last forward pass."""
         self.weight: float | Tensor = 1.0
@@ -49,38 +55,22 @@ class ContextRun:
         self._where = _Where.OUTSIDE
         self._awaited: set[tuple[int, ...]] = set()
         """The `lengths` of training forward passes since the last backward pass."""
-        self._plain: Callable[..., Tensor] | None = None
-        self._had_fast_path = False
-
-    # -- the replacement ------------------------------------------------------------------
+        self._method = method
 
     def install(self) -> None:
-        """Replace torch's attention function. Raises UsageError if another engine has."""
-        plain = F.scaled_dot_product_attention
-        if getattr(plain, "__name__", "") == _NAME:
-            raise UsageError(
-                f"--context {self.group.size} with two engines at once is not possible yet. Close "
-                "the first one: engine.close()."
-            )
-        self._plain = plain
-        run = self
-
-        def exchanging_attention(*args: Any, **kwargs: Any) -> Tensor:
-            return run._attend(*args, **kwargs)
-
-        F.scaled_dot_product_attention = exchanging_attention
-        # torch's fused encoder layers compute attention without calling the function.
-        self._had_fast_path = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
+        """Replace torch's attention function, if no other run has."""
+        _REPLACEMENT.add(self)
 
     def uninstall(self) -> None:
-        """Restore torch's function."""
-        if self._plain is not None:
-            F.scaled_dot_product_attention = self._plain
-            torch.backends.mha.set_fastpath_enabled(self._had_fast_path)
-            self._plain = None
+        """Restore torch's function, if no other run needs the replacement."""
+        _REPLACEMENT.remove(self)
 
     # -- forward passes -------------------------------------------------------------------
+
+    @property
+    def is_on_whole_sequences(self) -> bool:
+        """True in a trial's forward pass on whole sequences."""
+        return self._where is _Where.WHOLE
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
@@ -109,12 +99,15 @@ class ContextRun:
     def enter(self, lengths: list[int]) -> None:
         """Begin a forward pass of the model on parts of these `lengths`."""
         self.lengths, self._where = lengths, _Where.PARTS
+        _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
             self._awaited.add(tuple(lengths))
 
     def leave(self) -> None:
         """End a forward pass of the model, also after an error."""
         self._where = _Where.OUTSIDE
+        if self in _REPLACEMENT.entered:
+            _REPLACEMENT.entered.remove(self)
 
     def lengths_now(self, *, training: bool) -> list[int]:
         """Return the length of each rank's part of the current batch, or [] if it is not cut."""
@@ -126,110 +119,88 @@ class ContextRun:
     def begin_backward(self, weight: float | Tensor) -> None:
         """Begin a backward pass of a loss with this `weight`."""
         self.weight = weight
+        _REPLACEMENT.backward = self
 
     def end_backward(self) -> None:
         """End a backward pass."""
         self._awaited.clear()
+        _REPLACEMENT.backward = None
 
     # -- attention ------------------------------------------------------------------------
 
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        assert self._plain is not None
-        plain = self._plain
-        recomputed = torch._C._current_graph_task_id() != -1  # a backward pass is running
-        if self._where is _Where.WHOLE or (self._where is _Where.OUTSIDE and not recomputed):
-            if self._where is _Where.OUTSIDE:
-                self._check_outside(query)
-            return plain(
-                query,
-                key,
-                value,
-                attn_mask=attn_mask,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        if self._where is _Where.OUTSIDE and len(self._awaited) > 1:
-            raise UsageError(
-                "Several forward passes of different lengths before one backward pass, which "
-                f"recomputes them: with --context {self.group.size}, call engine.backward after "
-                "each, or use --activations kept."
-            )
-        self._check(query, key, value, dropout_p)
-        size = self.group.size
-        if enable_gqa and key.size(1) % size:
-            # Repeat heads until every rank has its own. Autograd adds their gradients.
-            key = key.repeat_interleave(query.size(1) // key.size(1), 1)
-            value = value.repeat_interleave(query.size(1) // value.size(1), 1)
-        mask = None if attn_mask is None else self._whole_mask(attn_mask)
-        q, k, v = to_heads([query, key, value], self.lengths, self.group)
-        # Heads of a group stay together: the ranks take contiguous heads of both kinds.
-        out = plain(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa and q.size(1) != k.size(1),
-        )
-        return to_parts(out, self.lengths, self.group)
+    def attend(self, call: AttentionCall, dropout: float) -> Tensor:
+        """Compute attention of this rank's tokens. Collective. Raises ModelError."""
+        has_heads = call.query.ndim > 3
+        if not has_heads and call.query.ndim == 3:
+            call = call.with_heads()
+        problem = self._problem(call, dropout)
+        if self.agree is not None:
+            self.agree("attention", problem)
+        elif problem is not None:
+            raise self._error(problem)
+        self.method = self._method_for(call)
+        result = attend(call.with_wide_mask(), self.lengths, self.group, self.method)
+        return result if has_heads else result.squeeze(1)
 
-    def _whole_mask(self, mask: Tensor) -> Tensor:
-        """Return the mask of whole sequences, given one of this rank's keys for all queries."""
-        own = self.lengths[self.group.rank]
-        queries = mask.size(-2) if mask.ndim > 1 else 1
-        heads = mask.size(-3) if mask.ndim > 2 else 1
-        if mask.requires_grad:
-            raise self._error(f"an attention mask of shape {tuple(mask.shape)} needs a gradient")
-        if queries != 1 or heads != 1 or mask.size(-1) not in (1, own):
-            raise self._error(
-                f"an attention mask of shape {tuple(mask.shape)} is made from this worker's "
-                f"{own} of {sum(self.lengths)} tokens. Pass is_causal=True, or a mask of keys of "
-                "shape (rows, 1, 1, length)"
-            )
-        # A part has at least two tokens, so a mask of one key is for all of them.
-        return mask if mask.size(-1) == 1 else gather_tokens(mask, self.lengths, self.group)
+    def _method_for(self, call: AttentionCall) -> str:
+        if self._method != "auto":
+            return self._method
+        return "gathered" if call.query.size(1) % self.group.size else "ulysses"
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> None:
-        size, own = self.group.size, self.lengths[self.group.rank]
+    def _problem(self, call: AttentionCall, dropout: float) -> str | None:
+        """Return why this call cannot run on parts, in words, or None."""
+        query, key, value, mask = call.query, call.key, call.value, call.mask
+        own, total = self.lengths[self.group.rank], sum(self.lengths)
         if any(each.ndim != 4 for each in (query, key, value)):
-            raise self._error(
+            return (
                 f"attention over a query of shape {tuple(query.shape)}: pass (rows, heads, length, "
                 "features)"
             )
         lengths = query.size(2), key.size(2), value.size(2)
         if lengths != (own,) * 3:
-            raise self._error(
+            return (
                 f"attention over queries, keys and values of lengths {lengths}, but this worker "
-                f"has {own} of {sum(self.lengths)} tokens: cross-attention and caches of keys "
-                "are not possible yet"
+                f"has {own} of {total} tokens: cross-attention and caches of keys are not possible "
+                "yet"
             )
-        if query.size(1) % size:
-            fits = [n for n in range(1, query.size(1) + 1) if query.size(1) % n == 0]
-            raise self._error(
-                f"{query.size(1)} attention heads cannot be spread evenly. Write --context with "
-                f"one of {', '.join(map(str, fits))}"
+        heads, groups = query.size(1), key.size(1)
+        if self._method == "ulysses" and heads % self.group.size:
+            fits = [n for n in range(1, heads + 1) if heads % n == 0]
+            return (
+                f"{heads} attention heads cannot be spread evenly. Write --context-method "
+                f"gathered, or --context with one of {', '.join(map(str, fits))}"
             )
-        if query.size(0) != key.size(0):
-            raise self._error(
-                f"attention over {query.size(0)} rows of queries and {key.size(0)} of keys"
-            )
+        if heads % groups or value.size(1) != groups:
+            return f"attention over {heads} heads of queries and {groups} of keys"
+        if query.size(0) != key.size(0) or query.size(0) != value.size(0):
+            return f"attention over {query.size(0)} rows of queries and {key.size(0)} of keys"
         if dropout > 0:
-            raise self._error(f"attention with dropout {dropout} is not possible yet: set it to 0")
+            return f"attention with dropout {dropout} is not possible yet: set it to 0"
+        if mask is None:
+            return None
+        if call.is_causal:
+            return "attention with attn_mask and is_causal=True: put both into the mask"
+        sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        # A part has at least two tokens, so one query or one key means all of them.
+        possible = [(1, 1), (1, own), (1, total), (own, 1), (own, total), (total, 1)]
+        if sizes[2:] not in [*possible, (total, total)] or sizes[1] not in (1, heads):
+            return (
+                f"an attention mask of shape {tuple(mask.shape)} is made from this worker's {own} "
+                f"of {total} tokens. Pass is_causal=True, or a mask in the batch: of keys with "
+                "shape (rows, 1, 1, length), or of pairs with shape (rows, 1, length, length)"
+            )
+        return None
 
-    def _check_outside(self, query: Tensor) -> None:
+    def check_recomputed(self) -> None:
+        """Raise UsageError if it is unknown which forward pass the backward pass recomputes."""
+        if len(self._awaited) > 1:
+            raise UsageError(
+                "Several forward passes of different lengths before one backward pass, which "
+                f"recomputes them: with --context {self.group.size}, call engine.backward after "
+                "each, or use --activations kept."
+            )
+
+    def check_outside(self, query: Tensor) -> None:
         """Raise ModelError for attention over parts of sequences, but outside of the model."""
         lengths = self.lengths_now(training=torch.is_grad_enabled())
         if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
@@ -242,9 +213,6 @@ class ContextRun:
         return ModelError(f"--context {self.group.size}: {what} ({_users_line()}).")
 
 
-_NAME = "exchanging_attention"
-
-
 def _users_line() -> str:
     """Return FILE:LINE of the innermost frame outside of torch and this module."""
     frame = sys._getframe(1)
@@ -254,6 +222,81 @@ def _users_line() -> str:
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+class _Replacement:
+    """Replaces torch's attention function while a run exists, and finds the run of each call."""
+
+    def __init__(self) -> None:
+        self.runs: list[ContextRun] = []
+        """The runs of all engines of this process, the oldest first."""
+        self.entered: list[ContextRun] = []
+        """The runs whose models are in a forward pass, the innermost last."""
+        self.backward: ContextRun | None = None
+        """The run whose backward pass is running, and may recompute forward passes."""
+        self.plain: Callable[..., Tensor] = F.scaled_dot_product_attention
+        # A bound method is a new object each time, and torch's namespace must have one of them.
+        self._function = self._attend
+        self._had_fast_path = False
+
+    def add(self, run: ContextRun) -> None:
+        if not self.runs:
+            self.plain, F.scaled_dot_product_attention = (
+                F.scaled_dot_product_attention,
+                self._function,
+            )
+            # torch's fused encoder layers compute attention without calling the function.
+            self._had_fast_path = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+        self.runs.append(run)
+
+    def remove(self, run: ContextRun) -> None:
+        if run not in self.runs:
+            return
+        self.runs.remove(run)
+        if self.backward is run:  # its last backward pass failed
+            self.backward = None
+        if not self.runs:
+            torch.backends.mha.set_fastpath_enabled(self._had_fast_path)
+            # If other code has replaced the function since, it still calls this replacement, which
+            # then passes all calls on.
+            if F.scaled_dot_product_attention is self._function:
+                F.scaled_dot_product_attention = self.plain
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        run = self.entered[-1] if self.entered else None
+        if run is None and torch._C._current_graph_task_id() != -1:  # a backward pass is running
+            run = self.backward
+            if run is not None:
+                run.check_recomputed()
+        if run is None and self.runs:
+            self.runs[-1].check_outside(query)
+        if run is None or run.is_on_whole_sequences:
+            return self.plain(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        call = AttentionCall(query, key, value, attn_mask, is_causal, scale, self.plain)
+        return run.attend(call, dropout_p)
+
+
+_REPLACEMENT = _Replacement()
 
 
 class DropsUnweighted(torch.autograd.Function):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,15 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
 from shardwise.parallel.context.attention import ContextRun
+from shardwise.parallel.context.transformers_inputs import (
+    Inputs,
+    TransformersInputs,
+    has_added_mask,
+    weight_of,
+    with_cases,
+)
 from shardwise.world.randomness import preserved
-from shardwise.world.sequence_parts import lengths_of
+from shardwise.world.sequence_parts import dim_of, lengths_of
 
 ROWS, TOKENS = 2, 3
 """Rows, and tokens per part, of a trial. One part has one more token, so that parts differ."""
@@ -37,14 +44,21 @@ class SequenceTrial:
     Args:
         model: The model, before the engine changes it. Buffers are copied, parameters are not.
         run: The engine's context run.
+        inputs: Adds inputs for parts.
         device: The device to run on.
 
     Attributes:
         skeleton: A copy of the model, whose parameters have shapes only.
     """
 
-    def __init__(self, model: nn.Module, run: ContextRun, device: torch.device) -> None:
-        self._run, self._device = run, device
+    def __init__(
+        self,
+        model: nn.Module,
+        run: ContextRun,
+        inputs: TransformersInputs,
+        device: torch.device,
+    ) -> None:
+        self._run, self._inputs, self._device = run, inputs, device
         self._name = type(model).__name__
         self._passed: set[Any] = set()
         # Parameters without storage, because only their shapes are needed.
@@ -65,21 +79,22 @@ class SequenceTrial:
                 f"{error}"
             ) from error
 
-    def check(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def check(self, model: nn.Module, given: Inputs, completed: Inputs) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.
 
         Does nothing for inputs of a form that has passed.
 
         Args:
             model: The engine's model, whose training flags are copied.
-            args: Positional arguments of the forward pass, with parts of sequences.
-            kwargs: Keyword arguments of the forward pass.
+            given: The inputs of the forward pass, with parts of sequences.
+            completed: The same, with what was added for parts (transformers_inputs.py).
         """
-        leaves, nest = pytree.tree_flatten((args, kwargs))
-        key = str(nest), tuple(map(_form, leaves)), model.training
+        leaves, nest = pytree.tree_flatten(given)
+        forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
+        key = str(nest), forms, model.training
         if key in self._passed:
             return
-        why = self._difference(model, leaves, nest)
+        why = self._difference(model, leaves, nest, masked=has_added_mask(given[1], completed[1]))
         reasons = [each for each in self._run.group.gather_plain(why) if each is not None]
         if reasons:
             raise ModelError(
@@ -88,25 +103,44 @@ class SequenceTrial:
             )
         self._passed.add(key)
 
-    def _difference(self, model: nn.Module, leaves: list[Any], nest: Any) -> str | None:
-        """Return how the results differ, in words, or None. Collective."""
+    def _difference(
+        self, model: nn.Module, leaves: list[Any], nest: Any, *, masked: bool
+    ) -> str | None:
+        """Return how the results differ, in words, or None. Collective.
+
+        If `masked` is true, the trial's sequences have padding or several documents.
+        """
         group, lengths = self._run.group, self._run.lengths
+        own, full = lengths[group.rank], sum(lengths)
         # The first tokens of the sequences, without gaps: some models read from the positions
         # where a packed document begins.
-        total = min(sum(lengths), TOKENS * group.size + 1)
+        total = min(full, TOKENS * group.size + 1)
         kept = lengths_of(total, group.size)
-        start, own = sum(kept[: group.rank]), lengths[group.rank]
-        is_part = [isinstance(x, Tensor) and x.ndim > 1 and x.size(1) == own for x in leaves]
-        first = next(x for x, is_cut in zip(leaves, is_part, strict=True) if is_cut)
+        start = sum(kept[: group.rank])
+        dims = [dim_of(x.shape, own, full) if isinstance(x, Tensor) else None for x in leaves]
+        first = next(x for x, dim in zip(leaves, dims, strict=True) if dim is not None)
         short = [_first_rows(x, first.size(0)) if isinstance(x, Tensor) else x for x in leaves]
-        cut = [x[:, :total].cpu() for x, is_cut in zip(short, is_part, strict=True) if is_cut]
-        gathered = group.gather_objects(cut)
-        joined = iter([torch.cat(parts, 1)[:, :total] for parts in zip(*gathered, strict=True)])
-        whole = [next(joined) if is_cut else x for x, is_cut in zip(short, is_part, strict=True)]
-        mine = [
-            x.narrow(1, start, kept[group.rank]) if is_cut else x
-            for x, is_cut in zip(whole, is_part, strict=True)
+        cut = [
+            _short(x, dim, total, full).cpu()
+            for x, dim in zip(short, dims, strict=True)
+            if dim is not None
         ]
+        gathered = zip(*group.gather_objects(cut), strict=True)
+        whole = [
+            x if dim is None else torch.cat(next(gathered), dim).narrow(dim, 0, total)
+            for x, dim in zip(short, dims, strict=True)
+        ]
+        args, kwargs = pytree.tree_unflatten(whole, nest)
+        kwargs = with_cases(kwargs, total, masked=masked)
+        parts = [
+            x if dim is None else x.narrow(dim, start, kept[group.rank])
+            for x, dim in zip(pytree.tree_leaves((args, kwargs)), dims, strict=True)
+        ]
+        completed = self._inputs.complete(pytree.tree_unflatten(parts, nest), kept, group)
+        # A loss is a mean over the labels that count, unless the model divides by their number.
+        weight = weight_of(completed[1])
+        weights = [each for each in group.gather_plain(weight) if each is not None]
+        is_sum = kwargs.get("num_items_in_batch") is not None
         with ExitStack() as stack:
             # A trial must not advance the generators, nor run in inference mode or autocast.
             stack.enter_context(preserved())
@@ -115,35 +149,64 @@ class SequenceTrial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
             with self._run.on_whole_sequences():
-                expected = self._try(model, whole, nest)
-            if isinstance(expected, str):
-                return f"the trial on whole sequences failed: {expected}"
+                expected = self._try(model, (args, kwargs), 1.0 if is_sum else sum(weights))
+            failed = [each for each in group.gather_plain(expected.problem) if each is not None]
+            if failed:
+                return f"the trial on whole sequences failed: {failed[0]}"
             with self._run.on_parts(kept):
-                actual = self._try(model, mine, nest)
-            if isinstance(actual, str):
-                return actual
+                self._run.agree = self._agree
+                try:
+                    actual = self._try(model, completed, 1.0 if is_sum else weight or 0.0)
+                finally:
+                    self._run.agree = None
+            if actual.problem is not None:
+                return actual.problem
         place = _Place(total, start, kept[group.rank], min(ROWS, len(first)))
-        return self._compare(expected, actual, place)
+        return self._compare(expected, actual, place, has_labels=bool(weights))
 
-    def _try(self, model: nn.Module, leaves: list[Any], nest: Any) -> _Results | str:
-        """Run a copy of the model. Return its results, or the error in words."""
+    def _agree(self, place: str, problem: str | None) -> None:
+        """Raise _StoppedError on all ranks if one has a problem, or is at another place.
+
+        Collective. An error on one rank would otherwise leave the others waiting for its tokens.
+        """
+        states = self._run.group.gather_plain([place, problem])
+        problems = [each for _, each in states if each is not None]
+        if problems:
+            raise _StoppedError(problems[0])
+        if len({each for each, _ in states}) > 1:
+            raise _StoppedError("its forward calls attention more often on some workers.")
+
+    def _try(self, model: nn.Module, inputs: Inputs, weight: float) -> _Results:
+        """Run a copy of the model. `weight` is that of a loss among its outputs."""
         clone = self._filled(model)
         results = _Results()
         for name, module in clone.named_modules():
             module.register_forward_hook(results.recorder(name, module))
-        args, kwargs = pytree.tree_unflatten([self._widened(leaf) for leaf in leaves], nest)
+        args, kwargs = pytree.tree_map(self._widened, inputs)
         try:
             output = clone(*args, **kwargs)
-        except ModelError as error:  # attention that cannot run on parts says why
-            return str(error).removeprefix(f"--context {self._run.group.size}: ")
+            if self._run.agree is not None:
+                self._run.agree("end", None)
+        except _StoppedError as error:
+            results.problem = str(error)
         except Exception as error:  # any error in the user's forward; it goes into the message
-            return f"{type(error).__name__}: {error}"
-        results.outputs = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+            results.problem = f"{type(error).__name__}: {error}"
+            if isinstance(error, ModelError):  # attention that cannot run on parts says why
+                results.problem = str(error).removeprefix(f"--context {self._run.group.size}: ")
+            if self._run.agree is not None:
+                with suppress(_StoppedError):
+                    self._run.agree("end", results.problem)
+        if results.problem is not None:
+            return results
+        found = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+        # A mean over no labels is NaN, and counts nothing.
+        results.losses = [x.nan_to_num() * weight for x in found if _is_loss(x)]
+        results.outputs = [x for x in found if not _is_loss(x)]
         # Sum squares, so that the gradient depends on the values of the outputs.
         terms = [x.square().sum() for x in results.outputs if x.requires_grad]
         named = dict(clone.named_parameters())
-        if terms:
-            total = torch.stack(terms).sum()
+        if terms or results.losses:
+            total = torch.stack([*terms, *results.losses]).sum()
             grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
             results.grads = {
                 name: torch.zeros_like(p) if grad is None else grad
@@ -179,12 +242,24 @@ class SequenceTrial:
         wide = value.double() if value.is_floating_point() else value
         return wide.to(self._device).clone()
 
-    def _compare(self, expected: _Results, actual: _Results, place: _Place) -> str | None:
-        if any(x.ndim == 0 and x.requires_grad for x in actual.outputs):
+    def _compare(
+        self, expected: _Results, actual: _Results, place: _Place, *, has_labels: bool
+    ) -> str | None:
+        """Return how the results of this rank's part differ, in words, or None. Collective."""
+        if expected.losses and not has_labels:
             return (
                 "its forward returns a loss, which would be a mean over this worker's tokens, and "
                 "a shift of labels would lose one at each cut. Return the logits, shift labels in "
                 "the dataset, and compute the loss in the script."
+            )
+        sums = torch.tensor([x.item() for x in actual.losses], dtype=torch.float64)
+        totals = torch.tensor(self._run.group.gather_plain(sums.tolist()), dtype=torch.float64)
+        wanted = torch.tensor([x.item() for x in expected.losses], dtype=torch.float64)
+        # Models of Transformers compute losses in fp32.
+        if wanted.shape != sums.shape or not torch.allclose(totals.sum(0), wanted, rtol=1e-5):
+            return (
+                "its loss is not a mean over the labels that count. Return the logits, and compute "
+                "the loss in the script."
             )
         same = len(expected.outputs) == len(actual.outputs) and all(
             place.agrees(*pair) for pair in zip(expected.outputs, actual.outputs, strict=True)
@@ -230,7 +305,12 @@ _ADVICE = (
 class _Results:
     """Outputs, the gradients of parameters by name, and the outputs of modules in their order."""
 
+    problem: str | None = None
+    """Why there are none, in words."""
     outputs: list[Tensor] = field(default_factory=list)
+    """All outputs except losses."""
+    losses: list[Tensor] = field(default_factory=list)
+    """Losses, multiplied by the number of labels that count."""
     grads: dict[str, Tensor] = field(default_factory=dict)
     modules: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
 
@@ -276,6 +356,21 @@ class _Place:
             tokens = whole.reshape(*before, self.rows, self.total, *after)
             return tokens.narrow(dim + 1, self.first, self.own).flatten(dim, dim + 1)
         return None
+
+
+class _StoppedError(Exception):
+    """A trial that all ranks stop, because one of them has a problem."""
+
+
+def _is_loss(output: Tensor) -> bool:
+    return output.ndim == 0 and output.requires_grad
+
+
+def _short(leaf: Tensor, dim: int, total: int, full: int) -> Tensor:
+    """Return the first tokens of this rank's part, at most `total`, and of all keys in a mask."""
+    if leaf.ndim > 2 and dim != leaf.ndim - 1 and leaf.size(-1) == full:
+        leaf = leaf.narrow(-1, 0, total)
+    return leaf.narrow(dim, 0, min(total, leaf.size(dim)))
 
 
 def _form(leaf: Any) -> Any:

@@ -1,0 +1,143 @@
+"""Computes attention of parts of sequences, by one of two methods.
+
+    ulysses    each rank computes whole sequences for some heads: the bits of a single process
+    gathered   each rank computes some queries, with the keys and values of whole sequences (the
+               method of Llama 3, Meta 2024): equal to rounding, for any number of heads
+
+A mask has the shape (rows, heads, queries, keys). Rows and heads may be 1. The model may get masks
+of keys from the batch, or masks of pairs:
+
+    queries  keys
+    1        own      this rank's keys
+    own      total    this rank's queries, all keys
+    total    total    the whole mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives
+from shardwise.parallel.context.token_exchange import CausalShares, gather, to_heads, to_parts
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """A call of scaled_dot_product_attention with this rank's part of the sequences.
+
+    query, key, value   (rows, heads, own length, features); keys and values may have fewer heads
+    mask                up to 4 dimensions, see above, or None
+    plain               torch's function
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float | None
+    plain: Callable[..., Tensor]
+
+    def with_heads(self) -> AttentionCall:
+        """Return a call with one head, of a call without a dimension of heads."""
+        query, key, value = (each.unsqueeze(1) for each in (self.query, self.key, self.value))
+        mask = self.mask
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unsqueeze(1)
+        return replace(self, query=query, key=key, value=value, mask=mask)
+
+    def with_wide_mask(self) -> AttentionCall:
+        """Return this call with 4 dimensions in its mask."""
+        if self.mask is None:
+            return self
+        return replace(self, mask=self.mask[(None,) * (4 - self.mask.ndim)])
+
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Run torch's function with the options of this call, which is not causal if masked."""
+        return self.plain(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=self.is_causal and mask is None,
+            scale=self.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
+
+def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, method: str) -> Tensor:
+    """Return (rows, heads, own length, features). Differentiable and collective.
+
+    Args:
+        call: The call on this rank.
+        lengths: The length of each rank's part.
+        group: The ranks, in the order of the parts.
+        method: "ulysses" or "gathered".
+    """
+    if call.query.size(1) != call.key.size(1) == 1:
+        heads = call.query.size(1)
+        # torch broadcasts a single head of keys and values, also without enable_gqa.
+        key, value = (each.expand(-1, heads, -1, -1) for each in (call.key, call.value))
+        call = replace(call, key=key, value=value)
+    return (_by_heads if method == "ulysses" else _by_gathering)(call, lengths, group)
+
+
+def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
+    # Repeat K/V heads until every rank has equally many. Autograd adds their gradients.
+    copies = group.size // gcd(call.key.size(1), group.size)
+    key, value = call.key, call.value
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    q, k, v = to_heads([call.query, key, value], lengths, group)
+    mask = None if call.mask is None else _mask_of_heads(call.mask, lengths, group)
+    return to_parts(call.compute(q, k, v, mask), lengths, group)
+
+
+def _mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+    """Return the mask of whole sequences, for this rank's heads."""
+    own = lengths[group.rank]
+    if mask.size(2) == own:
+        if mask.size(1) > 1:
+            numbers = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+            (received,) = to_heads([numbers], lengths, group)
+            return received.to(mask.dtype)
+        return gather(mask, 2, lengths, group)
+    if mask.size(3) == own:
+        mask = gather(mask, 3, lengths, group)
+    if mask.size(1) > 1:
+        each = mask.size(1) // group.size
+        return mask.narrow(1, group.rank * each, each)
+    return mask
+
+
+def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
+    widths = [call.key.size(3), call.value.size(3)]
+    both = gather(torch.cat([call.key, call.value], 3), 2, lengths, group)
+    key, value = both.split(widths, 3)
+    if call.mask is None and call.is_causal:
+        shares = CausalShares(lengths, group)
+        results = []
+        for query, (first, end) in zip(shares.spread(call.query), shares.chunks, strict=True):
+            # The queries are the last tokens that these keys have, but torch's is_causal would
+            # align them with the first.
+            ones = torch.ones(end - first, end, dtype=torch.bool, device=query.device)
+            mask = ones.tril(first)
+            results.append(call.compute(query, key[:, :, :end], value[:, :, :end], mask))
+        return shares.collect(results)
+    mask = None if call.mask is None else _mask_of_queries(call.mask, lengths, group)
+    return call.compute(call.query, key, value, mask)
+
+
+def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+    """Return the mask of this rank's queries and all keys."""
+    own, total = lengths[group.rank], sum(lengths)
+    if mask.size(3) == own and mask.size(2) == 1:
+        return gather(mask, 3, lengths, group)
+    if mask.size(2) == total:
+        return mask.narrow(2, sum(lengths[: group.rank]), own)
+    return mask

@@ -1,0 +1,183 @@
+"""Adds inputs that a model of Transformers would compute from whole sequences.
+
+Such a model computes positions, masks and shifted labels from the length of its input. On a part of
+the sequences it gets them instead, as keyword arguments that its forward has:
+
+    position_ids     the place of each token in its sequence
+    attention_mask   padding, packed documents and sliding windows, for this rank's queries and all
+                     keys. It is added only if the sequences need it: a causal model without a mask
+                     uses faster kernels.
+    shift_labels     for each token the label of the next one, which may be on the next rank
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm import Collectives
+from shardwise.errors import ModelError
+from shardwise.parallel.context.token_exchange import gather
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and keyword arguments of a forward pass."""
+
+IGNORED = -100
+"""The label that losses ignore."""
+
+
+class TransformersInputs:
+    """Completes the keyword arguments of one model, if it is a model of Transformers.
+
+    Args:
+        model: The model, possibly inside an adapter such as PEFT's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        # Attributes that every PreTrainedModel has, also through PEFT, so nothing is imported.
+        is_one = hasattr(model, "loss_type") and hasattr(model, "config")
+        config: Any = model.config if is_one else None
+        self._is_one = is_one
+        self._parameters = list(_parameters(model)) if is_one else []
+        self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
+        # Without **kwargs, shifted labels would not reach the loss, and the trial says so.
+        self._shifts = is_one and model.loss_type in (None, "ForCausalLM") and _takes_any(model)
+        self._window: int | None = getattr(config, "sliding_window", None)
+        self._chunk: int | None = getattr(config, "attention_chunk_size", None)
+        self._layers: set[str] = set(getattr(config, "layer_types", None) or ())
+
+    def complete(self, inputs: Inputs, lengths: Sequence[int], group: Collectives) -> Inputs:
+        """Return the inputs of a forward pass on parts. Collective for a model of Transformers.
+
+        Args:
+            inputs: The positional and keyword arguments, with this rank's parts.
+            lengths: The length of each rank's part.
+            group: The ranks, in the order of the parts.
+
+        Raises:
+            ModelError: The model needs a mask that cannot be made from its keyword arguments.
+        """
+        args, given = inputs
+        kwargs = {**dict(zip(self._parameters, args, strict=False)), **given}
+        ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
+        if not self._is_one or not isinstance(ids, Tensor):
+            return inputs
+        if "position_ids" in self._parameters and kwargs.get("position_ids") is None:
+            first, own = sum(lengths[: group.rank]), lengths[group.rank]
+            places = torch.arange(first, first + own, device=ids.device)
+            kwargs["position_ids"] = places.expand(ids.size(0), own)
+        mask = kwargs.get("attention_mask")
+        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+            # A model that gets None makes no mask, unless its own tokens need one.
+            kwargs["attention_mask"] = self._mask(kwargs, ids, lengths, group)
+        labels = kwargs.get("labels")
+        if self._shifts and isinstance(labels, Tensor) and kwargs.get("shift_labels") is None:
+            first_labels = gather(labels[:, :1], 1, [1] * group.size, group)  # (rows, ranks)
+            end = torch.full_like(first_labels[:, :1], IGNORED)
+            next_label = torch.cat([first_labels, end], 1)[:, group.rank + 1, None]
+            kwargs["shift_labels"] = torch.cat([labels[:, 1:], next_label], 1)
+        return (), kwargs
+
+    def _mask(
+        self, kwargs: dict[str, Any], ids: Tensor, lengths: Sequence[int], group: Collectives
+    ) -> Any:
+        """Return a mask for this rank's queries and all keys, or None if none is needed."""
+        total, first, own = sum(lengths), sum(lengths[: group.rank]), lengths[group.rank]
+        keys = torch.arange(total, device=ids.device)
+        queries = keys[first : first + own, None]
+        padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        allowed = None  # (rows, 1, own, total) or a shape that broadcasts to it
+        if padding is not None:
+            whole = gather(padding, 1, lengths, group).bool()
+            # Every rank reads the whole sequences, so all of them decide alike.
+            allowed = None if bool(whole.all()) else whole[:, None, None, :]
+        elif positions is not None and self._is_causal:
+            # Transformers starts a new document where positions do not follow each other.
+            whole = gather(positions.expand(ids.size(0), -1), 1, lengths, group)
+            numbers = whole.diff(dim=1, prepend=whole[:, :1] - 1).ne(1).cumsum(1)
+            if bool(numbers[:, -1].any()):
+                same = numbers[:, first : first + own, None] == numbers[:, None, :]
+                allowed = same[:, None]
+        kind = self._local_kind(total)
+        if not self._is_causal or (allowed is None and kind is None):
+            return allowed
+        full = keys <= queries if allowed is None else allowed & (keys <= queries)
+        full = full.expand(ids.size(0), 1, own, total)
+        if kind is None:
+            return full
+        assert self._window is not None
+        local = full & (keys > queries - self._window)
+        # Models with two kinds of layers take a mask for each.
+        return {"full_attention": full, kind: local} if self._layers - {kind} else local
+
+    def _local_kind(self, total: int) -> str | None:
+        """Return the kind of layers whose window is shorter than `total` tokens, or None."""
+        if self._chunk is not None and total > self._chunk:
+            raise ModelError(
+                f"attention in chunks of {self._chunk} tokens cannot be combined with sequences of "
+                f"{total} tokens. Use shorter sequences, or a model without attention_chunk_size."
+            )
+        if self._window is None or total < self._window:
+            return None
+        if not self._layers <= {"full_attention", "sliding_attention"} or not self._is_causal:
+            raise ModelError(
+                f"this model has a window of {self._window} tokens, and sequences have {total}. "
+                "Pass an attention_mask of shape (rows, 1, length, length) in the batch."
+            )
+        return "sliding_attention" if self._layers != {"full_attention"} else None
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the model's forward, without an adapter's."""
+    base: Any = getattr(model, "get_base_model", None)
+    forward = base().forward if callable(base) else model.forward
+    return inspect.signature(forward).parameters
+
+
+def _takes_any(model: nn.Module) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in _parameters(model).values())
+
+
+def weight_of(kwargs: dict[str, Any]) -> float | None:
+    """Return how many labels of a forward pass on parts count, or None if it has no labels."""
+    labels = kwargs.get("shift_labels")
+    labels = kwargs.get("labels") if labels is None else labels
+    return float(labels.ne(IGNORED).sum()) if isinstance(labels, Tensor) else None
+
+
+def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
+    """Return whether `complete` has added a mask."""
+    mask = completed.get("attention_mask")
+    return mask is not None and mask is not given.get("attention_mask")
+
+
+def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
+    """Return the keyword arguments of a trial, with the cases that real sequences have later on.
+
+    The first tokens of real sequences may have no labels. If `masked` is true, the last token of a
+    row becomes padding, or the second half a document of its own.
+
+    Args:
+        kwargs: The keyword arguments with whole sequences.
+        total: The number of their tokens.
+        masked: Whether the real sequences need a mask.
+    """
+    changed = dict(kwargs)
+    labels = kwargs.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim == 2:
+        changed["labels"] = labels.clone()
+        every_second = changed["labels"][:, ::2]
+        every_second[every_second == IGNORED] = 0
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if masked and isinstance(mask, Tensor):
+        changed["attention_mask"] = mask.clone()
+        changed["attention_mask"][-1, -1] = 0
+    elif masked and isinstance(positions, Tensor):
+        places, half = torch.arange(total, device=positions.device), total // 2
+        documents = torch.where(places < half, places, places - half)
+        changed["position_ids"] = documents.expand_as(positions).contiguous()
+    return changed
