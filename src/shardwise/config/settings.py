@@ -266,6 +266,12 @@ class Settings:
         ("fp32", "param"),
         rare=True,
     )
+    optimizer_state: str = _choice(
+        "precision",
+        "8bit: store moments in 8 bits, with a scale per 256",
+        ("full", "8bit"),
+        rare=True,
+    )
     compile: bool = _switch("precision", "compile each unit with torch.compile")
     survive: int = _setting(
         "recover",
@@ -490,8 +496,14 @@ def check_survival(settings: Settings) -> None:
 
 
 def check_contradictions(settings: Settings) -> None:
-    """Raise ConfigError if a setting cannot be combined with --behind or with --survive."""
+    """Raise ConfigError if a setting cannot be combined with another one."""
     check_survival(settings)
+    disk = settings.offload_optimizer
+    if settings.optimizer_state == "8bit" and disk is not None and disk.kind == "nvme":
+        raise ConfigError(
+            f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
+            "saves memory, and on a disk the state needs none. Leave one of them out."
+        )
     # Checked here rather than where the islands are built, so that the launcher reports it before
     # any rank starts.
     if settings.behind is None:

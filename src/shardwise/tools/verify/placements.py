@@ -10,8 +10,9 @@ from shardwise import config
 from shardwise.errors import ShardwiseError
 
 TRAINING = (
-    *("precision", "reduce_dtype", "exact", "batch", "sync_batch_norm", "ema_decay", "nonfinite"),
-    *("seed", "device", "config", "timeout", "warn_after", "save_failure"),
+    *("precision", "optimizer_state", "reduce_dtype", "exact", "batch", "sync_batch_norm"),
+    *("ema_decay", "nonfinite", "seed", "device", "config", "timeout", "warn_after"),
+    "save_failure",
 )
 """Settings that define the training rather than its placement. The reference uses them too."""
 
