@@ -4,7 +4,9 @@
 
 examples/language_model.py trains on one worker at each rate, with `--optimizer-state full` and with
 `8bit`, from the same weights and on the same batches. The table shows the mean loss of the last
-tenth of the steps, the loss on the held-out text, and what the run says about its states.
+tenth of the steps, the loss on the held-out text, and the size of the states that the run prints.
+The last line is the time of `engine.step` for a layer of --numel parameters: the median of updates
+in turns. `--steps 0` measures only that.
 """
 
 import json
@@ -12,12 +14,16 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+
+import torch
 
 import figure
+import shardwise as sw
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
 STATES = ("full", "8bit")
@@ -36,20 +42,21 @@ class Trained:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train with each state at each rate, and print one table."""
     parser = figure.parser(__doc__)
-    sizes = {"steps": 2000, "layers": 2, "width": 64, "context": 64, "batch_size": 16}
-    for name, value in (sizes | {"vocabulary": 512}).items():
+    parser.add_argument("--steps", type=int, default=2000, metavar="N")
+    sizes = {"layers": 2, "width": 64, "context": 64, "batch_size": 16}
+    for name, value in (sizes | {"vocabulary": 512, "numel": 4 * 2**20}).items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=figure.positive, default=value, metavar="N")
     parser.add_argument("--rates", type=figure.floats, default=[4e-3], metavar="X,Y")
     parser.add_argument("--data", type=Path, help="a text (default: Python's library)")
     options = parser.parse_args(arguments)
     facts = figure.begin()
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in sizes]
-    words += [f"--vocabulary={options.vocabulary}"]
+    given = ("steps", *sizes, "vocabulary")
+    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
     words += [] if options.data is None else [f"--data={options.data}"]
     rows: list[list[str]] = []
     figures: dict[str, dict[str, object]] = {}
-    for rate in options.rates:
+    for rate in options.rates if options.steps else ():
         found = {state: _train(state, [*words, f"--lr={rate}"]) for state in STATES}
         for state, run in found.items():
             ratio = [run.loss / found["full"].loss, run.held_out / found["full"].held_out]
@@ -66,8 +73,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figure.keep(options, facts, runs=figures)
     title = f"{options.steps:,} steps, {options.layers} layers of {options.width}"
     head = [title, "loss", "held out", "states of a worker", "seconds"]
-    figure.show(*figure.table(head, rows))
+    if rows:
+        figure.show(*figure.table(head, rows), "")
+    ms = _updates(options.numel)
+    told = ", ".join(f"{state} {figure.milliseconds(value)} ms" for state, value in ms.items())
+    figure.show(f"update of {options.numel:,} parameters: {told} (x {ms['8bit'] / ms['full']:.1f})")
+    figure.keep(options, facts, runs=figures, update_ms=ms)
     return 0
+
+
+def _updates(numel: int) -> dict[str, float]:
+    """Return the milliseconds of an update with AdamW, by state."""
+    torch.set_num_threads(1)
+    sw.init(seed=0, quiet=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    engines = {}
+    for state in STATES:
+        model = torch.nn.Linear(1024, numel // 1024, bias=False, device=device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        engines[state] = model, sw.Engine(model, optimizer, optimizer_state=state)
+    seconds: dict[str, list[float]] = {state: [] for state in STATES}
+    for _ in range(12):
+        for state, (model, engine) in engines.items():
+            engine.backward(model(torch.ones(1, 1024, device=device)).square().mean())
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            engine.step()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds[state].append(time.perf_counter() - begun)
+    return {state: median(values[2:]) * 1e3 for state, values in seconds.items()}
 
 
 def _train(state: str, words: Sequence[str]) -> Trained:

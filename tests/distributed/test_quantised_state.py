@@ -1,10 +1,11 @@
 """Optimizer state in 8 bits, compared with one plain process that rounds after each step."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
@@ -33,14 +34,15 @@ class Model(nn.Module):
 
 
 def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+    return optim.AdamW(parameters, lr=0.01, amsgrad=True)
 
 
 def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+    return optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+OTHERS = [optim.NAdam, optim.RAdam, optim.Adamax, partial(optim.RMSprop, momentum=0.5)]
 
 
 def made(name):
@@ -194,24 +196,35 @@ def test_checkpoints_load_in_both_directions(group, tmp_path):
             torch.testing.assert_close(in_small[number][key], expected, rtol=0, atol=0)
 
 
-def refused_case(world):
+def supported_case(world):
     del world
     model = nn.Linear(3, 3)
     for optimizer, text in [
-        (torch.optim.SGD(model.parameters()), "this SGD: SGD with these options keeps no state"),
-        (torch.optim.Adafactor(model.parameters()), "this Adafactor: it stores the state of"),
-        (torch.optim.Adagrad(model.parameters()), "this Adagrad: rounding the sum of Adagrad"),
+        (optim.SGD(model.parameters()), "this SGD: SGD with these options keeps no state"),
+        (optim.Adafactor(model.parameters()), "this Adafactor: it stores the state of"),
+        (optim.Adagrad(model.parameters()), "this Adagrad: rounding the sum of Adagrad"),
     ]:
         with pytest.raises(ModelError, match=text):
             sw.Engine(model, optimizer, optimizer_state="8bit")
-    adam = torch.optim.Adam(model.parameters())
+    adam = optim.Adam(model.parameters())
     with pytest.raises(ConfigError, match="8bit cannot be combined with --offload-optimizer nvme"):
         sw.Engine(model, adam, optimizer_state="8bit", offload_optimizer="nvme:/tmp")
-    sw.Engine(model, adam, optimizer_state="8bit").close()
+    for other in OTHERS:
+        losses = {}
+        for state in ("full", "8bit"):
+            torch.manual_seed(1)
+            model = nn.Linear(3, 3)
+            engine = sw.Engine(model, other(model.parameters(), lr=1e-3), optimizer_state=state)
+            for _ in range(8):
+                engine.backward((model(torch.ones(4, 3)) - 1).square().mean())
+                losses[state] = engine.step().loss
+            engine.close()
+        assert losses["8bit"] == pytest.approx(losses["full"], rel=1e-3)
+        assert losses["8bit"] != losses["full"]
 
 
-def test_refuses_state_that_must_not_be_rounded(group):
-    group(1)(refused_case)
+def test_supports_optimizers_whose_state_may_be_rounded(group):
+    group(1)(supported_case)
 
 
 def guarded_case(world):

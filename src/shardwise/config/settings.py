@@ -272,6 +272,9 @@ class Settings:
         ("full", "8bit"),
         rare=True,
     )
+    chunked_loss: bool = _switch(
+        "precision", "Transformers: compute head and loss in chunks of tokens", rare=True
+    )
     compile: bool = _switch("precision", "compile each unit with torch.compile")
     survive: int = _setting(
         "recover",
@@ -495,6 +498,10 @@ def check_survival(settings: Settings) -> None:
             )
 
 
+_LOSS_ELSEWHERE = ("tensor", "pipeline", "context")
+"""Axes whose engines compute the loss of a model themselves, or split its head."""
+
+
 def check_contradictions(settings: Settings) -> None:
     """Raise ConfigError if a setting cannot be combined with another one."""
     check_survival(settings)
@@ -503,6 +510,11 @@ def check_contradictions(settings: Settings) -> None:
         raise ConfigError(
             f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
             "saves memory, and on a disk the state needs none. Leave one of them out."
+        )
+    if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):
+        raise ConfigError(
+            f"--chunked-loss cannot be combined with {flag(axes[0])} {getattr(settings, axes[0])} "
+            "yet. Leave one of them out, or write sw.chunked_cross_entropy in the model's forward."
         )
     # Checked here rather than where the islands are built, so that the launcher reports it before
     # any rank starts.

@@ -336,7 +336,7 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
         return
     raise ModelError(
         f"--optimizer-state 8bit does not support this {name}: {reason}. Train with "
-        "torch.optim.AdamW, Adam, NAdam, RAdam, Adamax, or with SGD or RMSprop with momentum, or "
+        "torch.optim.AdamW, Adam, NAdam, RAdam, Adamax, RMSprop, or with SGD with momentum, or "
         "remove the flag."
     )
 

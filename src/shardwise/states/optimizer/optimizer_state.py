@@ -286,21 +286,18 @@ class OptimizerState:
         stored = sum(
             storage.nbytes
             for index, interval in enumerate(self.intervals)
-            if any(True for _ in self.state_of(index))
+            if self.state_of(index)
             for storage in interval.moments.values()
         )
-        return (
-            masters
-            + stored
-            + sum(
-                value.numel() * value.element_size()
-                for inner in self.inners
-                for state in inner.inner.state.values()
-                for value in state.values()
-                # Exclude step counts, and placeholders of the state in separate storage.
-                if isinstance(value, Tensor) and value.ndim and not has_no_memory(value)
-            )
+        held = sum(
+            value.numel() * value.element_size()
+            for inner in self.inners
+            for state in inner.inner.state.values()
+            for value in state.values()
+            # Exclude step counts, and placeholders of the state in separate storage.
+            if isinstance(value, Tensor) and value.ndim and not has_no_memory(value)
         )
+        return masters + stored + held
 
     def expected_bytes(self, index: int) -> int:
         """Return the size in bytes of bucket `index`'s state and master after the first update."""

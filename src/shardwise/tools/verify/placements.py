@@ -12,7 +12,8 @@ from shardwise.errors import ShardwiseError
 TRAINING = (
     *("precision", "optimizer_state", "reduce_dtype", "exact", "batch", "sync_batch_norm"),
     *("ema_decay", "nonfinite", "seed", "device", "config", "timeout", "warn_after"),
-    "save_failure",
+    # The whole loss rounds scores to fp32, also in fp64.
+    *("save_failure", "chunked_loss"),
 )
 """Settings that define the training rather than its placement. The reference uses them too."""
 
