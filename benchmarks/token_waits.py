@@ -117,7 +117,9 @@ def measure(
 
 def waits_of(ranks: Sequence[Sequence[StepTimes]]) -> list[float]:
     """Return the waiting time of each step, averaged over the ranks, in milliseconds."""
-    return [1e3 * statistics.mean(each.waited for each in step) for step in zip(*ranks)]
+    return [
+        1e3 * statistics.mean(each.waited for each in step) for step in zip(*ranks, strict=True)
+    ]
 
 
 def table(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]]) -> str:
@@ -126,7 +128,10 @@ def table(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]]) -
     rows = []
     for way, (ranks, facts) in found.items():
         waits = waits_of(ranks)
-        lasted = [1e3 * statistics.mean(each.seconds for each in step) for step in zip(*ranks)]
+        lasted = [
+            1e3 * statistics.mean(each.seconds for each in step)
+            for step in zip(*ranks, strict=True)
+        ]
         mean = statistics.mean(waits)
         rows.append(
             [

@@ -98,6 +98,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--precision": ("", "--precision bf16-mixed"),
     "--reduce-dtype": ("", "--reduce-dtype param"),
     "--compile": ("", "--compile"),
+    "--optimizer-state": ("", "--optimizer-state 8bit"),
+    "--chunked-loss": ("", "--chunked-loss"),
     "--nonfinite": ("", "--nonfinite skip"),
     "--survive": ("workers", "--survive 1"),
     "--save-failure": ("", "--save-failure continue"),

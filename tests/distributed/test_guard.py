@@ -193,9 +193,7 @@ def test_guard_leaves_no_trace(group, zero):
     assert group(2)(clean, zero, True) == group(2)(clean, zero, False)
 
 
-@pytest.mark.parametrize(
-    "setting", ["exact", "pipeline", "tensor", "islands", "behind", "expert"]
-)
+@pytest.mark.parametrize("setting", ["exact", "pipeline", "tensor", "islands", "behind", "expert"])
 def test_refuses_what_it_cannot_compare(setting):
     with pytest.raises(ConfigError, match="--guard 4 cannot be combined with"):
         check(Settings(guard=4, **{setting: 2}))

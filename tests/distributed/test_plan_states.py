@@ -63,12 +63,13 @@ def record_of(engine, precision="fp32"):
     )
 
 
-def planned_and_laid(world, kind, level, precision, bucket_mb):
+def planned_and_laid(world, kind, level, precision, bucket_mb, state="full"):
     """Return, for each rank, the plan's and the engine's bytes of each state."""
     torch.manual_seed(0)
     model = Model()
     given = optimizers(kind, model)
-    engine = sw.Engine(model, given, zero=level, precision=precision, bucket_mb=bucket_mb)
+    settings = {"precision": precision, "bucket_mb": bucket_mb, "optimizer_state": state}
+    engine = sw.Engine(model, given, zero=level, **settings)
     laid = engine._states.bytes_by_state()
     record = record_of(engine, precision)
     layout = lay_out(record, Placement.zero(level), world.size, bucket_mb=bucket_mb)
@@ -80,9 +81,10 @@ def planned_and_laid(world, kind, level, precision, bucket_mb):
 @each_value(size=[1, 2, 3, 4], level=[0, 1, 2, 3])
 def test_planned_states_equal_the_engines(group, size, level):
     cases = [("groups", "fp32", 0.004), ("sgd", "bf16", 25.0), ("whole", "fp32", 0.01)]
-    for kind, precision, bucket_mb in cases:
-        for planned, laid in group(size)(planned_and_laid, kind, level, precision, bucket_mb):
-            assert planned == laid, (kind, precision)
+    cases.append(("groups", "bf16", 0.004, "8bit"))
+    for kind, precision, *options in cases:
+        for planned, laid in group(size)(planned_and_laid, kind, level, precision, *options):
+            assert planned == laid, (kind, precision, options)
             assert all(laid[state] for state in ("parameters", "gradients"))
 
 

@@ -272,6 +272,15 @@ class Settings:
         ("fp32", "param"),
         rare=True,
     )
+    optimizer_state: str = _choice(
+        "precision",
+        "8bit: store moments in 8 bits, with a scale per 256",
+        ("full", "8bit"),
+        rare=True,
+    )
+    chunked_loss: bool = _switch(
+        "precision", "Transformers: compute head and loss in chunks of tokens", rare=True
+    )
     compile: bool = _switch("precision", "compile each unit with torch.compile")
     survive: int = _setting(
         "recover",
@@ -467,6 +476,10 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         lambda settings: any(tier != DEVICE for tier in settings.placement.tiers),
         "it is tested only with states on the device",
     ),
+    "optimizer_state": (
+        lambda settings: settings.optimizer_state == "8bit" and settings.placement.level > 0,
+        "second copies of the optimizer state are in full precision",
+    ),
     "tensor": (lambda settings: settings.tensor > 1, _GROUPS),
     "expert": (lambda settings: settings.expert > 1, _GROUPS),
     "context": (lambda settings: settings.context > 1, _GROUPS),
@@ -510,9 +523,24 @@ def check_survival(settings: Settings) -> None:
             )
 
 
+_LOSS_ELSEWHERE = ("tensor", "pipeline", "context")
+"""Axes whose engines compute the loss of a model themselves, or split its head."""
+
+
 def check_contradictions(settings: Settings) -> None:
-    """Raise ConfigError if a setting cannot be combined with --behind or with --survive."""
+    """Raise ConfigError if a setting cannot be combined with another one."""
     check_survival(settings)
+    disk = settings.offload_optimizer
+    if settings.optimizer_state == "8bit" and disk is not None and disk.kind == "nvme":
+        raise ConfigError(
+            f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
+            "saves memory, and on a disk the state needs none. Leave one of them out."
+        )
+    if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):
+        raise ConfigError(
+            f"--chunked-loss cannot be combined with {flag(axes[0])} {getattr(settings, axes[0])} "
+            "yet. Leave one of them out, or write sw.chunked_cross_entropy in the model's forward."
+        )
     # Checked here rather than where the islands are built, so that the launcher reports it before
     # any rank starts.
     if settings.behind is None:

@@ -218,15 +218,15 @@ class StreamSource:
         A rank's part ends with a micro-batch of 0 rows, whose data is a stand-in, or of -1 rows if
         the part had no samples.
         """
-        newest: deque[Any] = deque(
-            maxlen=1
-        )  # holds the last sample, which is the stand-in after the end
+        # The last sample, which is the stand-in after the end.
+        newest: deque[Any] = deque(maxlen=1)
         for chunk, state in self._chunks(request, newest):
             for micro, rows in self._cut(chunk, request.epoch):
                 yield replace(micro, stream=state), rows
         if not self._sliced:
-            rows = 0 if newest else -1
-            end = MicroBatch(epoch=request.epoch, part=0, parts=1, total=0, samples=0, rows=rows)
+            end = MicroBatch(
+                epoch=request.epoch, part=0, parts=1, total=0, samples=0, rows=0 if newest else -1
+            )
             yield end, list(newest)
         elif not newest:
             raise DataError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from shardwise.config import flag
 from shardwise.engine import initial_values, unit_assignment, usage_checks
@@ -34,6 +35,7 @@ from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
 from shardwise.states.second_copies import SecondCopies
 from shardwise.states.step_hooks import Kept, StepHooks
+from shardwise.states.storage.quantised_storage import BLOCK, SIGNED_KEYS
 from shardwise.states.storage.storage_factory import StorageFactory
 
 
@@ -161,6 +163,7 @@ def build(
     parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
+    quantised = spec.settings.optimizer_state == "8bit"
     # All parameters of a bucket are in the same parameter group, because `_spec` puts the group
     # into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
@@ -177,7 +180,9 @@ def build(
         gradients.buckets,
         storage_factories["optimizer"],
         # State on a disk is read span by span, and the other states are updated in the same spans.
-        by_spans=any(factory.on_disk for factory in storage_factories.values()),
+        # Quantised state has full precision for one span at a time.
+        by_spans=quantised or any(factory.on_disk for factory in storage_factories.values()),
+        quantised=quantised,
         # With replicated parameters and sharded optimizer state, ranks must exchange updates.
         sends=scattered and shown is None and spec.shard_group.size > 1,
         known=masters,
@@ -316,6 +321,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             # Experts are split between tensors, so an optimizer of whole tensors still gets them.
             parts = sum(shard.is_partial for shard in shards)
             _check_kind(spec, type(optimizer).__name__, kind, parts, index)
+            if spec.settings.optimizer_state == "8bit":
+                _check_quantised(optimizer, kind)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not shards and spec.cuts_nothing
             for parameter in options["params"]:
@@ -335,6 +342,24 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
                     stays=stays,
                 )
     return owners
+
+
+def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
+    """Raise ModelError if the state of `optimizer` cannot be stored in 8 bits."""
+    name = type(optimizer).__name__
+    if not kind.known or not kind.elementwise:
+        reason = "it stores the state of torch's own optimizers that update each element by itself"
+    elif not kind.tensor_keys:
+        reason = f"{name} with these options keeps no state"
+    elif unknown := sorted(kind.tensor_keys - SIGNED_KEYS.keys()):
+        reason = f"rounding the {unknown[0]} of {name} would change what it computes"
+    else:
+        return
+    raise ModelError(
+        f"--optimizer-state 8bit does not support this {name}: {reason}. Train with "
+        "torch.optim.AdamW, Adam, NAdam, RAdam, Adamax, RMSprop, or with SGD with momentum, or "
+        "remove the flag."
+    )
 
 
 def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
@@ -485,7 +510,10 @@ def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[buck
         specs,
         ranks=spec.shard_group.size,
         capacity=capacity,
-        grain=spec.summation.grain,
+        # A block of quantised state must not contain elements of two ranks or parameters.
+        grain=math.lcm(
+            spec.summation.grain, BLOCK if spec.settings.optimizer_state == "8bit" else 1
+        ),
         expert_copies=copies,
     )
     # This is cheap, and an error in the layout would silently corrupt training.

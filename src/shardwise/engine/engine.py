@@ -102,6 +102,7 @@ class Engine(HintsAtAttributes):
         self.world = world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
+        config.check_contradictions(self.settings)
         self.placement = self.settings.placement
         backward_kind: type[BackwardRunner] = BackwardRunner
         step_kind: type[StepRunner] = StepRunner
@@ -117,7 +118,6 @@ class Engine(HintsAtAttributes):
         world.expect_no_engine()
         if world.survival is not None:
             backward_kind, step_kind = RepeatableBackward, RepeatableSteps
-            config.check_contradictions(self.settings)
             usage_checks.refuse_another_engine(number)
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)

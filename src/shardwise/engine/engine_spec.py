@@ -27,6 +27,7 @@ from shardwise.model.unit_hooks import UnitHooks
 from shardwise.parallel.expert.routing_run import RoutingRun
 from shardwise.parallel.expert.split_experts import ExpertParallelModels
 from shardwise.parallel.pipeline import PipelineGroup, partition
+from shardwise.parallel.tensor.chunked_loss import ChunkedLoss
 from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.states.gradients.gradient_sum import Summation, in_tree
@@ -70,6 +71,8 @@ class EngineSpec:
     """Expert parallelism: this rank's experts, or None if every rank has all of them."""
     context: ContextParallel | None = None
     """Context parallelism: runs attention over the ranks that have parts of the same sequences."""
+    chunked_losses: tuple[ChunkedLoss, ...] = ()
+    """The language models that compute their head and loss in chunks."""
 
     def __post_init__(self) -> None:
         _check_names(self.models, self.settings)

@@ -33,6 +33,7 @@ from shardwise.model import precision
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
+from shardwise.parallel.tensor import chunked_loss
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_hooks import HookedCheckpoints, Returns
 from shardwise.states.step_totals import StepTotals
@@ -201,6 +202,7 @@ def spec_of(
         world.peers,
         *expert_parallel.begin(world, settings, model_tuple, expert_plan),
         context_parallel.begin(world, settings, model_tuple),
+        tuple(chunked_loss.find(model_tuple)) if settings.chunked_loss else (),
     )
 
 

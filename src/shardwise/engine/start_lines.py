@@ -18,6 +18,7 @@ from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
+from shardwise.states.storage.quantised_storage import nbytes_of
 from shardwise.world.world import World
 
 _NAMES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
@@ -49,6 +50,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
             world.print(f"  whole, not split: {name}: {reason}")
     if spec.context is not None:
         world.print(f"  context parallel over {world.context_size}: {spec.context.describe()}")
+    for loss in spec.chunked_losses:
+        world.print(f"  loss in chunks of tokens: {type(loss.model).__name__} never has all scores")
     if spec.pipeline is not None:
         cut = spec.pipeline.partition
         stages = f"{many(cut.stages, 'stage')} ({spec.settings.schedule})"
@@ -270,10 +273,14 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
         is_narrow = dtype in NARROW
         # Parameters and gradients have the parameter's dtype; moments, master, average and anchor
         # are fp32.
+        wide = 4 if is_narrow else dtype.itemsize
+        kept = is_narrow + (spec.settings.ema_decay is not None) + anchor
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
-        kept = moments + is_narrow + (spec.settings.ema_decay is not None) + anchor
-        each = 2 * dtype.itemsize + kept * (4 if is_narrow else dtype.itemsize)
-        total += sum(slot.numel for slot in bucket.slots) * each
+        for slot in bucket.slots:
+            total += slot.numel * (2 * dtype.itemsize + kept * wide)
+            is_quantised = spec.settings.optimizer_state == "8bit"
+            moment = nbytes_of(slot.numel, wide) if is_quantised else slot.numel * wide
+            total += moments * moment
     for named, _ in states.parameters.frozen_bytes():
         total += sum(each.shape.numel() * each.dtype.itemsize for each in named)
     return total

@@ -108,6 +108,8 @@ class UserObjects:
         self._handles = self._enter_precision()
         if spec.context is not None:
             spec.context.install()
+        for loss in spec.chunked_losses:
+            loss.install()
         if spec.settings.compile and spec.settings.activations == "kept":
             for model in spec.models:
                 for _, unit in units.find_units(model, spec.settings.units) or [("", model)]:
@@ -614,6 +616,8 @@ class UserObjects:
     def _give_back(self) -> None:
         if self.spec.context is not None:
             self.spec.context.uninstall()
+        for loss in self.spec.chunked_losses:
+            loss.uninstall()
         if self.spec.hooks is not None:
             self.spec.hooks.restore_common_weights()
         for optimizer, state in self._hidden.items():

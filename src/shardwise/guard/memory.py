@@ -20,6 +20,8 @@ from shardwise.checkpoint.spec_view import SpecView, StatesView
 from shardwise.guard.findings import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Finding
 from shardwise.layout.bucket_layout import ALIGNMENT, Slot
 from shardwise.layout.fingerprints import can_be_taken
+from shardwise.states.storage.quantised_storage import BLOCK as BLOCK_OF_STATE
+from shardwise.states.storage.quantised_storage import QuantisedStorage
 
 BLOCK = 4096
 """Number of elements in a block of a large tensor. The sums of fp32 need 1/2048 of its memory."""
@@ -77,7 +79,10 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
             average = states.averages.storages[index].loaded()
             found.append(Piece(AVERAGE, average, names, is_scattered))
         if interval.moments:
-            continue  # on a disk
+            for key, storage in interval.moments.items():
+                if isinstance(storage, QuantisedStorage):  # otherwise it is on a disk
+                    found += _quantised(storage, key, names, is_shard=is_scattered)
+            continue
         for segment, state in states.optimizer.state_of(index):
             for key, value in sorted(state.items()):
                 if not isinstance(value, Tensor) or not can_be_taken(value):
@@ -97,6 +102,19 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
                     inside = [(f"{first}.{key}", 0, flat.numel())]
                 found.append(Piece(OPTIMIZER, flat, inside, is_scattered))
     return found
+
+
+def _quantised(
+    storage: QuantisedStorage, key: str, names: Sequence[tuple[str, int, int]], *, is_shard: bool
+) -> Iterator[Piece]:
+    """Yield the codes and the scales of a state in 8 bits, entry `key` of the tensors `names`."""
+    codes = [(f"{name}.{key} (codes)", first, end) for name, first, end in names]
+    scales = [
+        (f"{name}.{key} (scales)", first // BLOCK_OF_STATE, -(-end // BLOCK_OF_STATE))
+        for name, first, end in names
+    ]
+    yield Piece(OPTIMIZER, storage.codes, codes, is_shard)
+    yield Piece(OPTIMIZER, storage.scales, scales, is_shard)
 
 
 def other_pieces(spec: SpecView, states: StatesView) -> list[Piece]:

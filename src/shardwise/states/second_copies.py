@@ -100,6 +100,7 @@ class SecondCopies:
             self._gradients,
             factory,
             by_spans=False,
+            quantised=False,
             sends=True,
             known=known,
             is_copy=True,

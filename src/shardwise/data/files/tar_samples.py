@@ -55,7 +55,7 @@ class TarSamples(IndexedFiles):
         try:
             with tarfile.open(fileobj=file, mode="r:") as tar:
                 while (member := tar.next()) is not None:
-                    tar.members.clear()  # it would keep an object per file
+                    tar.members.clear()  # type: ignore[attr-defined]  # it keeps all files
                     if (named := _split_name(member)) is None:
                         continue
                     key, _ = named

@@ -118,7 +118,7 @@ def _mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> 
 def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
     widths = [call.key.size(3), call.value.size(3)]
     both = gather(torch.cat([call.key, call.value], 3), 2, lengths, group)
-    key, value = both.split(widths, 3)
+    key, value = torch.split(both, widths, 3)
     if call.mask is None and call.is_causal:
         shares = CausalShares(lengths, group)
         results = []
@@ -126,8 +126,9 @@ def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collective
             # The queries are the last tokens that these keys have, but torch's is_causal would
             # align them with the first.
             ones = torch.ones(end - first, end, dtype=torch.bool, device=query.device)
-            mask = ones.tril(first)
-            results.append(call.compute(query, key[:, :, :end], value[:, :, :end], mask))
+            results.append(
+                call.compute(query, key[:, :, :end], value[:, :, :end], ones.tril(first))
+            )
         return shares.collect(results)
     mask = None if call.mask is None else _mask_of_queries(call.mask, lengths, group)
     return call.compute(call.query, key, value, mask)

@@ -154,7 +154,7 @@ class CausalShares:
             sent = torch.cat([sent[first:], sent[:first]])
         received = all_to_all(sent, self._counts, self._group)
         chunks = received.view(-1, rows, heads, features).permute(1, 2, 0, 3)
-        return list(chunks.split([end - begin for begin, end in self.chunks], 2))
+        return list(torch.split(chunks, [end - begin for begin, end in self.chunks], 2))
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
         """Return the results of this rank's part, given those of its `chunks`. Collective.

@@ -1,4 +1,4 @@
-"""Updates states on a disk (NVMe) or on the host span by span.
+"""Updates states on a disk (NVMe), on the host or in 8 bits span by span.
 
 While one span is updated, the next one is read and the previous one is written:
 
@@ -7,7 +7,8 @@ While one span is updated, the next one is read and the previous one is written:
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
 If segments and their state are on a disk, they are views of a span's memory while the span is
-updated. The rest of the time they have only shapes, but no memory.
+updated. The rest of the time they have only shapes, but no memory. The same applies to quantised
+state, whose span has memory in full precision only during the update.
 """
 
 from __future__ import annotations

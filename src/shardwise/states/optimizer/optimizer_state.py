@@ -41,9 +41,11 @@ from shardwise.states.optimizer.update_interval import (
     BucketUpdate,
     ReducedGradient,
     UpdatedTensor,
+    has_no_memory,
 )
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
 from shardwise.states.parameters.named_parameters import NamedParameter
+from shardwise.states.storage.quantised_storage import SIGNED_KEYS, QuantisedStorage
 from shardwise.states.storage.storage import Storage, in_spans, spans_of
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -64,14 +66,16 @@ class UpdatedParameters(Protocol):
 class OptimizerState:
     """The inner optimizers of all buckets, and the master weights.
 
-    A parameter has a master if it has 16 bits or is stored on a different tier.
+    A parameter has a master if it has 16 bits or is stored on a different tier. State is stored in
+    separate storage if it is on a disk or quantised. Otherwise the inner optimizers allocate it.
 
     Args:
         parameters: The parameters in buckets.
         groups: The user's parameter group of each bucket.
         gradients: The gradients of each bucket.
         factory: Creates the storage of masters, and of state on a disk.
-        by_spans: True if some state is on a disk.
+        by_spans: True if some state is on a disk, or quantised.
+        quantised: True to store state in 8 bits.
         sends: True if updated buckets are sent to other ranks.
         known: Values of parameters in the master dtype, which replace the rounded parameters.
         is_copy: True for a copy of another rank's state, which leaves the user's optimizer alone.
@@ -85,6 +89,7 @@ class OptimizerState:
         factory: StorageFactory,
         *,
         by_spans: bool,
+        quantised: bool,
         sends: bool,
         known: Mapping[nn.Parameter, Tensor],
         is_copy: bool = False,
@@ -93,7 +98,7 @@ class OptimizerState:
         self._is_copy = is_copy
         self._one_by_one = sends or by_spans
         self.groups = groups
-        self.intervals = self._lay_out(gradients, factory, by_spans)
+        self.intervals = self._lay_out(gradients, factory, by_spans, quantised)
         """The interval of each bucket that this rank updates."""
         for index, interval in enumerate(self.intervals):
             if interval.has_master:
@@ -108,9 +113,13 @@ class OptimizerState:
     # -- building -------------------------------------------------------------------------
 
     def _lay_out(
-        self, gradients: Sequence[ReducedGradient], factory: StorageFactory, by_spans: bool
+        self,
+        gradients: Sequence[ReducedGradient],
+        factory: StorageFactory,
+        by_spans: bool,
+        quantised: bool,
     ) -> list[BucketUpdate]:
-        """Allocate the masters, and state on a disk, for this rank's interval of each bucket."""
+        """Allocate the masters, and state on a disk or in 8 bits, for this rank's intervals."""
         own = [bucket.own for bucket in gradients]
         numbers = range(len(own))
         lengths = [end - first for first, end in own]
@@ -136,7 +145,7 @@ class OptimizerState:
             )
         )
         states = [{name: in_spans(next(storages), spans[i]) for name in kept[i]} for i in numbers]
-        return [
+        intervals = [
             BucketUpdate(
                 self._parameters.buckets[i],
                 own[i],
@@ -148,6 +157,18 @@ class OptimizerState:
             )
             for i in numbers
         ]
+        if quantised:
+            for interval, group in zip(intervals, self.groups, strict=True):
+                master = interval.master  # the update needs state in its dtype, on its device
+                for key in sorted(group.kind.tensor_keys):
+                    interval.moments[key] = QuantisedStorage(
+                        master.numel,
+                        master.dtype,
+                        master.device,
+                        interval.spans,
+                        signed=SIGNED_KEYS[key],
+                    )
+        return intervals
 
     def _fill_master(
         self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
@@ -277,19 +298,31 @@ class OptimizerState:
     def state_bytes(self) -> int:
         """Size in bytes of the optimizer state and separate masters that this rank stores now."""
         masters = sum(i.master.nbytes for i in self.intervals if i.has_master)
-        return masters + sum(
+        stored = sum(
+            storage.nbytes
+            for index, interval in enumerate(self.intervals)
+            if self.state_of(index)
+            for storage in interval.moments.values()
+        )
+        held = sum(
             value.numel() * value.element_size()
             for inner in self.inners
             for state in inner.inner.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and value.ndim  # not step counts
+            # Exclude step counts, and placeholders of the state in separate storage.
+            if isinstance(value, Tensor) and value.ndim and not has_no_memory(value)
         )
+        return masters + stored + held
 
     def expected_bytes(self, index: int) -> int:
         """Return the size in bytes of bucket `index`'s state and master after the first update."""
         interval = self.intervals[index]
-        moments = len(self.groups[index].kind.tensor_keys)
-        return interval.master.nbytes * (moments + interval.has_master)
+        nbytes = interval.master.nbytes
+        if interval.moments:
+            state = sum(storage.nbytes for storage in interval.moments.values())
+        else:
+            state = nbytes * len(self.groups[index].kind.tensor_keys)
+        return state + nbytes * interval.has_master
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
         """Return state `key` of all segments of bucket `index`, joined over this rank's interval.

@@ -58,7 +58,7 @@ class BucketUpdate:
     master: Storage
     """The values that the optimizer updates: `target` itself, or its master."""
     moments: dict[str, Storage]
-    """State entry -> its storage, if the optimizer's state is on a disk."""
+    """State entry -> its storage, if the optimizer's state is on a disk or quantised."""
     spans: Sequence[Span]
     """The pieces that are loaded into memory one at a time, in elements of the interval."""
     gradient: ReducedGradient
@@ -121,7 +121,7 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 
 def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of `numel` elements that represents data on a disk."""
+    """Return a flat tensor of `numel` elements that represents data in a storage."""
     return _nothing(dtype).expand(numel)
 
 

@@ -32,7 +32,16 @@ def command() -> Command:
     It has the options of `shardwise run` that are not part of a placement, because `plan` chooses
     the placement itself.
     """
-    shared = {"words", "module", "precision", "units", "seed", "adopt", "islands"}
+    shared = {
+        "words",
+        "module",
+        "precision",
+        "optimizer_state",
+        "units",
+        "seed",
+        "adopt",
+        "islands",
+    }
     return Command(
         "plan",
         top=TOP,

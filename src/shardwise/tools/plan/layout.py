@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from shardwise.layout import bucket_layout
 from shardwise.layout.bucket_layout import Bucket, Spec
 from shardwise.layout.placement import STATES, Placement
+from shardwise.states.storage.quantised_storage import BLOCK, nbytes_of
 from shardwise.states.storage.storage import SPAN
 from shardwise.tools.plan.record import GroupRecord, ParameterRecord, StepRecord
 
@@ -90,7 +91,8 @@ class StateLayout:
         mastered = self._has_master(bucket)
         size = bucket.master_size if mastered else bucket.itemsize
         # The master counts as optimizer state.
-        optimizer = updated * size * (len(bucket.group.moments) + mastered)
+        moment = nbytes_of(updated, size) if bucket.group.quantised else updated * size
+        optimizer = updated * size * mastered + moment * len(bucket.group.moments)
         return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
 
     def _has_master(self, bucket: LaidBucket) -> bool:
@@ -225,8 +227,10 @@ def _laid(
             )
         )
     buckets = []
+    # As in the engine, blocks of quantised state determine where all parameters start.
+    grain = BLOCK if any(group.quantised for group in record.groups) else 1
     for layout in bucket_layout.lay_out(
-        specs, ranks=ranks, capacity=capacity, expert_copies=ranks // expert
+        specs, ranks=ranks, capacity=capacity, expert_copies=ranks // expert, grain=grain
     ):
         first = parameters[layout.slots[0].parameter]
         group = record.groups[first.group] if first.group >= 0 else None

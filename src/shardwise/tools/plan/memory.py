@@ -280,7 +280,8 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
 
     They consist of an fp32 copy of 16-bit gradients, and the intermediate results of an update
     without a fused kernel. For states on disk, the initial state of a span is another temporary,
-    because it is created in memory before it is written.
+    because it is created in memory before it is written. State in 8 bits has full precision for one
+    span at a time.
     """
     on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0
@@ -294,7 +295,7 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
         # size.
         loops = 0 if bucket.group.fused else UPDATE_TEMPORARIES
         most = max(most, numel * bucket.master_size * (copies + loops))
-        if on_disk:
+        if on_disk or bucket.group.quantised:
             most = max(most, min(numel, SPAN) * bucket.master_size * len(bucket.group.moments))
     return most
 

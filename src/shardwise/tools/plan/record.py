@@ -149,6 +149,8 @@ class GroupRecord:
     separable: bool
     known: bool
     fused: bool
+    quantised: bool = False
+    """True if the moments are stored in 8 bits."""
 
 
 @dataclass(frozen=True)

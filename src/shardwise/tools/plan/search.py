@@ -177,9 +177,12 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
     States are offloaded to host memory if it is separate from device memory, and to disk if there
     is a folder for them.
     """
-    separable = all(group.separable for group in question.step.large.groups)
+    groups = question.step.large.groups
+    separable = all(group.separable for group in groups)
     tiers = [HOST] if question.hardware.apart else []
-    tiers += [Tier("nvme", question.disk)] if question.disk else []
+    # The engine rejects state in 8 bits on a disk.
+    if question.disk and not any(group.quantised for group in groups):
+        tiers.append(Tier("nvme", question.disk))
     # Without data parallelism there is nothing to shard, so all levels are identical.
     for level in range(4) if mesh.data > 1 else (0,):
         row = Placement.zero(level)
