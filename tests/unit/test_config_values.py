@@ -141,7 +141,7 @@ class TestWithoutEffect:
     def test_conditions_of_run_and_engine_differ(self) -> None:
         known = {need.name for need in config.OF_A_RUN}
         assert known == {
-            *("sequence_parallel", "schedule", "stages"),
+            *("sequence_parallel", "context_method", "schedule", "stages"),
             *("equal_every", "outer", "wire", "late", "behind"),
         }
         of_an_engine = {need.name for need in config.OF_AN_ENGINE}
