@@ -68,7 +68,7 @@ def test_context_ranks_are_consecutive():
 
 @pytest.mark.parametrize(
     "others",
-    [{"tensor": 2}, {"pipeline": 2}, {"islands": 2}, {"expert": 2}, {"exact": 4}],
+    [{"tensor": 2}, {"pipeline": 2}, {"islands": 2}, {"exact": 4}],
     ids=str,
 )
 def test_context_refuses_what_it_cannot_be_combined_with(others):

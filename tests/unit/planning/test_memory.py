@@ -132,7 +132,7 @@ def test_host_memory_is_the_share_of_one_device(monkeypatch, per_host):
             clock=None,
             capacity=2,
         )
-        mesh = SimpleNamespace(data=8, tensor=1, pipeline=1, schedule="1f1b")
+        mesh = SimpleNamespace(data=8, tensor=1, expert=1, pipeline=1, schedule="1f1b")
         line = search.measure(question, mesh, Placement.zero(2), ("kept", 1), (1, 1))
         assert line.over_host == over
         assert line.fits == (over == 0)
