@@ -51,7 +51,9 @@ def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
 
 def over(hosts: Lab, *flags: str) -> list[str]:
     """Return the arguments of a run over ssh between `hosts`."""
-    passed = [word for name in PASSED_ON if name in os.environ for word in ("-x", name)]
+    given = {flag.partition("=")[0] for flag in flags}
+    names = [name for name in PASSED_ON if name in os.environ and name not in given]
+    passed = [word for name in names for word in ("-x", name)]
     return ["run", "--ssh", hosts.ssh, "--ssh-port", str(PORT), *passed, *flags]
 
 
