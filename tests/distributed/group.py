@@ -184,8 +184,10 @@ class Group:
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks that are alive."""
         for rank in self._ranks:
-            if rank.process.is_alive():
-                os.kill(rank.process.pid, number)
+            # A rank that was killed is reaped by the fork server, maybe before this.
+            with contextlib.suppress(ProcessLookupError):
+                if rank.process.is_alive():
+                    os.kill(rank.process.pid, number)
 
     def end(self) -> None:
         """Ask the ranks to exit once they are idle."""
