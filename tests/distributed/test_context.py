@@ -285,13 +285,14 @@ def test_refuses_by_name(group, name):
 def two_engines(world: sw.World) -> None:
     """Train two models in turns, and check that attention is plain after the last engine."""
     plain = F.scaled_dot_product_attention
-    engines = []
-    for seed in range(2):
-        model = Problem(seed=seed).model()
-        engines.append(sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.3), quiet=True))
-    for engine, seed in zip(engines, range(2), strict=True):
+    models = [Problem(seed=seed).model() for seed in range(2)]
+    engines = [
+        sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.3), quiet=True)
+        for model in models
+    ]
+    for seed, (engine, model) in enumerate(zip(engines, models, strict=True)):
         problem = Problem(seed=seed)
-        engine.backward(problem.loss_of(engine.model, world.share(problem.batches(0)[0])))
+        engine.backward(problem.loss_of(model, world.share(problem.batches(0)[0])))
         expected = problem.model()
         problem.loss_of(expected, problem.batches(0)[0]).backward()
         norm = nn.utils.clip_grad_norm_(expected.parameters(), 1e9)

@@ -215,12 +215,14 @@ def supported_case(world):
             torch.manual_seed(1)
             model = nn.Linear(3, 3)
             engine = sw.Engine(model, other(model.parameters(), lr=1e-3), optimizer_state=state)
+            losses[state] = []
             for _ in range(8):
                 engine.backward((model(torch.ones(4, 3)) - 1).square().mean())
-                losses[state] = engine.step().loss
+                losses[state].append(engine.step().loss)
             engine.close()
-        assert losses["8bit"] == pytest.approx(losses["full"], rel=1e-3)
-        assert losses["8bit"] != losses["full"]
+        full, small = losses["full"], losses["8bit"]
+        assert abs(small[-1] - full[-1]) < 0.01 * (full[0] - full[-1])
+        assert small[-1] != full[-1]
 
 
 def test_supports_optimizers_whose_state_may_be_rounded(group):

@@ -55,7 +55,7 @@ def test_resumes_at_other_sizes_read_every_sample_once(group, draws, capfd):
     generator = random.Random(int(draws))
     state, log, starts = None, [], []
     while True:
-        size, most = generator.randint(1, 3), generator.randint(2, 6)
+        size, most = generator.randint(1, 3), generator.randint(1, 4)
         workers = generator.choice([0, 0, 1])
         ranks = group(size)(run, draws, generator.choice([5, 7]), state, most, workers)
         rows = [row for parts in zip(*(r for r, _ in ranks), strict=True) for row in parts]

@@ -35,13 +35,12 @@ def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:
         length: The number of tokens, of whole sequences or of a part.
         keys: The number of tokens of whole sequences.
     """
-    if len(shape) > DIM and shape[DIM] == length:
-        return DIM
+    # Masks first: a mask may have as many heads as there are tokens.
     if len(shape) == 4 and tuple(shape[2:]) == (length, keys):
         return 2
     if len(shape) == 4 and tuple(shape[1:]) == (1, 1, length):
         return 3
-    return None
+    return DIM if len(shape) > DIM and shape[DIM] == length else None
 
 
 def lengths_of(total: int, size: int) -> list[int]:
