@@ -76,6 +76,7 @@ class Settings:
         "where",
         "auto: NCCL, shared memory or Gloo; gloo: ranks may share a GPU",
         ("auto", "shared", "gloo"),
+        rare=True,
     )
     rendezvous: str | None = _setting(
         "where",
