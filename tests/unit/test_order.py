@@ -1,5 +1,7 @@
 """The order of the data as literal tables, and its laws for any numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +114,8 @@ def test_a_state_with_its_epoch_is_restored():
     assert restored(position.state(None), None, 4) == position
     parts = Position(order=PartOrder(parts=3, batch=8, joined=True)).stepped(8)
     assert restored(parts.state(None), None, 4) == parts
+    positioned = replace(parts, stream={"at": 8})
+    assert restored(positioned.state(None), None, 4) == positioned
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ class Position:
         """Number of samples consumed since training began."""
         return self.before + self.offset
 
-    def stepped(self, total: int, stream: Any) -> Position:
-        """Return the position after one more step of `total` samples. `stream` is its new state."""
+    def stepped(self, total: int, stream: Any = None) -> Position:
+        """Return the position after one more step of `total` samples, with the stream's new state."""
         return replace(self, offset=self.offset + total, steps=self.steps + 1, stream=stream)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
