@@ -51,7 +51,7 @@ class Position:
         return self.before + self.offset
 
     def stepped(self, total: int, stream: Any = None) -> Position:
-        """Return the position after one more step of `total` samples, with the stream's new state."""
+        """Return the position after a step of `total` samples, with the stream's new state."""
         return replace(self, offset=self.offset + total, steps=self.steps + 1, stream=stream)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
