@@ -1,4 +1,4 @@
-"""Datasets over JSONL and tar files: every sample once, over kills and resumes at other sizes."""
+"""Datasets over JSONL, tar and Parquet files: every sample once, over resumes at other sizes."""
 
 import io
 import json
@@ -7,6 +7,7 @@ import pickle
 import sys
 import tarfile
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
@@ -192,7 +193,7 @@ def test_bad_files_are_named(tmp_path):
 
 
 def test_parquet_rows(tmp_path):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    arrow, parquet = import_module("pyarrow"), import_module("pyarrow.parquet")
     for file, numbers in enumerate((range(3), range(3, 2503))):
         rows = [{"n": n, "ids": list(range(n % 4)), "text": None} for n in numbers]
         table = arrow.Table.from_pylist(rows)
