@@ -205,3 +205,20 @@ def test_equals_one_process(group, kind, zero):
         assert ours["losses"] == pytest.approx(losses, rel=1e-8)
         for name, value in model.named_parameters():
             torch.testing.assert_close(ours["values"][name], value.detach(), rtol=1e-8, atol=1e-10)
+
+
+def grouped(world: sw.World) -> float:
+    """Make a step of a model whose default kernel for experts does not know fp64."""
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=2)
+    model = transformers.MixtralForCausalLM(config)
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    engine.backward(model(**world.share(labelled_batch(0, ()))).loss)
+    loss = engine.step().loss
+    engine.close()
+    return loss
+
+
+def test_grouped_products_of_experts_pass_the_trial(group):
+    expected = group(1)(grouped)[0]
+    assert group(2, context=2)(grouped) == pytest.approx([expected] * 2, rel=1e-5)
