@@ -100,7 +100,8 @@ def test_experts_give_the_same_losses_on_two_workers(tmp_path: Path) -> None:
     place = tmp_path / "runs" / "moe"
 
     def recorded(name: str) -> list[float]:
-        return [json.loads(line)[name] for line in (place / "metrics.jsonl").open()]
+        lines = (place / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)[name] for line in lines]
 
     example("moe.py", *small, folder=tmp_path)
     losses, entropies = recorded("train/loss"), recorded("train/blocks.1.moe/entropy")
