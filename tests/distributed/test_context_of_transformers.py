@@ -18,6 +18,7 @@ TWO_KINDS = {
     "sliding_window": 4,
     "use_sliding_window": True,
     "layer_types": ["full_attention", "sliding_attention"],
+    "use_cache": False,
 }
 LLAMA = {
     **SIZES,
@@ -97,9 +98,15 @@ def fp64_loss(logits: Any, labels: Any, vocab_size: int, shift_labels: Any = Non
 CASES = {
     # kind, fields of a batch besides input_ids and labels, changes of the configuration
     "labels": ("Llama", (), {}),
-    "three heads": ("Llama", (), {"hidden_size": 12, "num_attention_heads": 3}),
+    "three heads": (
+        "Llama",
+        (),
+        {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1},
+    ),
     "padding": ("GPT2", ("attention_mask",), {}),
-    "documents": ("Qwen2", ("position_ids",), {}),
+    "documents": ("Qwen2", ("position_ids",), {"use_cache": False}),
+    # With a cache, Transformers does not look for documents in the positions.
+    "positions that restart": ("Qwen2", ("position_ids",), {}),
     "window": ("Mistral", (), {"sliding_window": 4}),
     "two kinds of layers": ("Qwen2", ("position_ids",), TWO_KINDS),
     "no causal mask": ("Bert", ("attention_mask",), {}),

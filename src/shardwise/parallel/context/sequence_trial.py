@@ -78,9 +78,9 @@ class SequenceTrial:
                 f"--context {run.group.size} tests a copy of {self._name}, which cannot be copied: "
                 f"{error}"
             ) from error
-        if hasattr(self.skeleton, "set_experts_implementation"):
-            # The grouped products of Transformers do not know fp64.
-            self.skeleton.set_experts_implementation("eager")
+        choose: Any = getattr(self.skeleton, "set_experts_implementation", None)
+        if choose is not None:
+            choose("eager")  # the grouped products of Transformers do not know fp64
 
     def check(self, model: nn.Module, given: Inputs, completed: Inputs) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.

@@ -41,6 +41,7 @@ class TransformersInputs:
         # Attributes that every PreTrainedModel has, also through PEFT, so nothing is imported.
         is_one = hasattr(model, "loss_type") and hasattr(model, "config")
         config: Any = model.config if is_one else None
+        self._model, self._config = model, config
         self._is_one = is_one
         self._parameters = list(_parameters(model)) if is_one else []
         self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
@@ -95,8 +96,9 @@ class TransformersInputs:
             whole = gather(padding, 1, lengths, group).bool()
             # Every rank reads the whole sequences, so all of them decide alike.
             allowed = None if bool(whole.all()) else whole[:, None, None, :]
-        elif positions is not None and self._is_causal:
-            # Transformers starts a new document where positions do not follow each other.
+        elif positions is not None and self._is_causal and not self._has_cache(kwargs):
+            # Transformers starts a new document where positions do not follow each other, unless
+            # it keeps keys and values in a cache.
             whole = gather(positions.expand(ids.size(0), -1), 1, lengths, group)
             numbers = whole.diff(dim=1, prepend=whole[:, :1] - 1).ne(1).cumsum(1)
             if bool(numbers[:, -1].any()):
@@ -113,6 +115,16 @@ class TransformersInputs:
         local = full & (keys > queries - self._window)
         # Models with two kinds of layers take a mask for each.
         return {"full_attention": full, kind: local} if self._layers - {kind} else local
+
+    def _has_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether the model would create a cache, as it does unless told otherwise."""
+        use_cache = kwargs.get("use_cache")
+        if not (getattr(self._config, "use_cache", False) if use_cache is None else use_cache):
+            return False
+        checkpoints = any(
+            getattr(m, "gradient_checkpointing", False) for m in self._model.modules()
+        )
+        return not (checkpoints and self._model.training and torch.is_grad_enabled())
 
     def _local_kind(self, total: int) -> str | None:
         """Return the kind of layers whose window is shorter than `total` tokens, or None."""
