@@ -39,11 +39,12 @@ class ChunkedLoss:
     def __init__(self, model: Any) -> None:
         self.model = model
         self._head: nn.Module = model.get_output_embeddings()
-        self._head_name = next((n for n, m in model._modules.items() if m is self._head), None)
-        if type(self._head) is not nn.Linear or self._head_name is None:
+        name = next((n for n, m in model._modules.items() if m is self._head), None)
+        if type(self._head) is not nn.Linear or name is None:
             raise self._refusal(
                 "get_output_embeddings() is not an nn.Linear that is an attribute of the model"
             )
+        self._head_name = name
         self._forward_before = vars(model).get("forward")
         self._own_forward = model.forward
         with torch.random.fork_rng(devices=[]):  # a trial must not change the user's random numbers
@@ -160,7 +161,7 @@ class ChunkedLoss:
     ) -> list[Tensor]:
         """Return the loss, and the gradients of the hidden states and of a substitute `head`."""
         model, hidden = self.model, hidden.clone().requires_grad_()
-        shadows: dict[str, Any] = {model.base_model_prefix: lambda *_, **__: _Outputs(hidden)}
+        shadows: dict[str, Any] = {str(model.base_model_prefix): lambda *_, **__: _Outputs(hidden)}
         # In fp64, the conversion of scores to fp32 would hide differences.
         with _InFp64(), torch.enable_grad(), _shadowed(self, {"_head": head}):
             if chunked:
