@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -41,8 +42,15 @@ def sgd(parameters):
     return optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
-OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
-OTHERS = [optim.NAdam, optim.RAdam, optim.Adamax, partial(optim.RMSprop, momentum=0.5)]
+OPTIMIZERS = {
+    "adamw": adamw,
+    "sgd": sgd,
+    "nadam": optim.NAdam,
+    "radam": partial(optim.RAdam, lr=0.05),
+    "adamax": optim.Adamax,
+    "rmsprop": partial(optim.RMSprop, momentum=0.5, lr=1e-3),
+}
+SIGNED = ("exp_avg", "momentum_buffer")
 
 
 def made(name):
@@ -93,7 +101,7 @@ def plain(name, steps):
             if p.grad is not None:
                 for key, value in state.items():
                     if value is not None and value.ndim:
-                        state[key] = rounded(value, signed="sq" not in key)
+                        state[key] = rounded(value, signed=key in SIGNED)
     return [p.detach() for p in model.parameters()]
 
 
@@ -124,8 +132,10 @@ def case(world, name, settings, steps=STEPS):
     return values, state, nbytes[0]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize(
+    ("zero", "name"),
+    [*product(range(4), ["adamw", "sgd"]), *product([2], ["nadam", "radam", "adamax", "rmsprop"])],
+)
 def test_equals_a_plain_process_that_rounds(group, zero, name):
     expected = plain(name, range(STEPS))
     values, state, _ = group(2 + zero % 2)(case, name, {"zero": zero})[0]
@@ -133,7 +143,7 @@ def test_equals_a_plain_process_that_rounds(group, zero, name):
     for entries in state.values():
         for key, value in entries.items():
             if value is not None and value.ndim:
-                expected = rounded(value, signed="sq" not in key)
+                expected = rounded(value, signed=key in SIGNED)
                 torch.testing.assert_close(value, expected, rtol=0, atol=0)
 
 
@@ -192,11 +202,11 @@ def test_checkpoints_load_in_both_directions(group, tmp_path):
     _, in_small = group(3)(loading_case, saved, "adamw", small)[0]
     for number, entries in state.items():
         for key, value in entries.items():
-            expected = rounded(value, signed="sq" not in key) if value.ndim else value
+            expected = rounded(value, signed=key in SIGNED) if value.ndim else value
             torch.testing.assert_close(in_small[number][key], expected, rtol=0, atol=0)
 
 
-def supported_case(world):
+def refused_case(world):
     del world
     model = nn.Linear(3, 3)
     for optimizer, text in [
@@ -209,24 +219,11 @@ def supported_case(world):
     adam = optim.Adam(model.parameters())
     with pytest.raises(ConfigError, match="8bit cannot be combined with --offload-optimizer nvme"):
         sw.Engine(model, adam, optimizer_state="8bit", offload_optimizer="nvme:/tmp")
-    for other in OTHERS:
-        losses = {}
-        for state in ("full", "8bit"):
-            torch.manual_seed(1)
-            model = nn.Linear(3, 3)
-            engine = sw.Engine(model, other(model.parameters(), lr=1e-3), optimizer_state=state)
-            losses[state] = []
-            for _ in range(8):
-                engine.backward((model(torch.ones(4, 3)) - 1).square().mean())
-                losses[state].append(engine.step().loss)
-            engine.close()
-        full, small = losses["full"], losses["8bit"]
-        assert abs(small[-1] - full[-1]) < 0.01 * (full[0] - full[-1])
-        assert small[-1] != full[-1]
+    sw.Engine(model, adam, optimizer_state="8bit").close()
 
 
-def test_supports_optimizers_whose_state_may_be_rounded(group):
-    group(1)(supported_case)
+def test_refuses_state_that_must_not_be_rounded(group):
+    group(1)(refused_case)
 
 
 def guarded_case(world):
