@@ -136,6 +136,7 @@ class IndexedFiles(FileDataset):
         """Return the sample in `content`. Raises DataError with `place` if it is malformed."""
 
     def read(self, number: int, row: int) -> Any:
+        """Return sample `row` of file `number`."""
         first, end = map(int, self._spans[number][row])
         place = f"sample {row} of {self.paths[number]}, at byte {first}"
         return self.parse(self._open(number).read(first, end), place)

@@ -40,6 +40,7 @@ class JsonLines(IndexedFiles):
     """
 
     def scan(self, file: BinaryIO, path: Path) -> Spans:
+        """Return the byte spans of the samples in `file`. Raises DataError if it is malformed."""
         pieces = []
         start, offset, has_text = 0, 0, False  # of the line that continues in the next block
         while block := file.read(BLOCK):
@@ -63,6 +64,7 @@ class JsonLines(IndexedFiles):
         return np.concatenate([np.empty((0, 2), np.int64), *pieces]).astype(np.int64)
 
     def parse(self, content: bytes, place: str) -> Any:
+        """Return the JSON value in `content`. Raises DataError with `place` if it is malformed."""
         try:
             return json.loads(content)
         except ValueError as error:

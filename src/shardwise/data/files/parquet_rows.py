@@ -68,6 +68,7 @@ class ParquetRows(FileDataset):
         return f"{super()._fingerprint} {self._columns}"
 
     def read(self, number: int, row: int) -> Any:
+        """Return row `row` of file `number`, as a dict of Python values."""
         if number not in self._tables:
             self._tables[number] = _Table(self._arrow, self._copies[number])
         return self._tables[number].row(row)

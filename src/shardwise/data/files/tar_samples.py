@@ -49,6 +49,7 @@ class TarSamples(IndexedFiles):
     """
 
     def scan(self, file: BinaryIO, path: Path) -> Spans:
+        """Return the byte spans of the samples in `file`. Raises DataError if it is malformed."""
         spans: list[list[int]] = []
         keys: set[str] = set()
         latest: str | None = None
@@ -80,6 +81,7 @@ class TarSamples(IndexedFiles):
         return np.array(spans, np.int64).reshape(-1, 2)
 
     def parse(self, content: bytes, place: str) -> dict[str, Any]:
+        """Return the fields of the sample in `content`. Raises DataError if two have one name."""
         sample: dict[str, Any] = {}
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
