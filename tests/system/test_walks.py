@@ -70,12 +70,20 @@ def test_a_gradient_and_a_save_take_the_walks_of_the_page(
     shardwise: Launcher, tmp_path: Path
 ) -> None:
     env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]])}
-    ran = shardwise.run("run", "-n", "2", script("walk_step"), str(tmp_path), env=env)
-    assert ran.code == 0, ran.out + ran.err
-    step, types = read(sorted(tmp_path.glob("step.*.walk")))
+    step, types = set[str](), set[str]()
+    # Where a sum is formed depends on which rank is first, so one run may not take every path.
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        ran = shardwise.run("run", "-n", "2", script("walk_step"), str(folder), env=env)
+        assert ran.code == 0, ran.out + ran.err
+        lines, kinds = read(sorted(folder.glob("step.*.walk")))
+        step, types = step | lines, types | kinds
+        if files(step) == files(listed("From a gradient to the updated weight")):
+            break
     check("From a gradient to the updated weight", step, 14)
     assert len(types) <= 14
-    save, _ = read([tmp_path / "save.0.walk"])
+    save, _ = read([folder / "save.0.walk"])
     check("From `engine.save` to bytes on disk", save, 12)
 
 
