@@ -29,7 +29,8 @@ CASES = {
     "grouped heads": (2, 2, Problem(groups=2)),
     "fewer groups than parts": (4, 4, Problem(groups=2, length=9, settings={"zero": 1})),
     "padding": (2, 2, Problem(mask="padding", rows=(3,))),
-    "bias of each head": (2, 2, Problem(mask="bias")),
+    # As many heads as tokens: dimension 1 of this mask looks like whole sequences.
+    "bias of each head": (2, 2, Problem(mask="bias", heads=8, groups=2, length=8)),
     "documents, gathered": (2, 2, Problem(mask="documents", rows=(3,), method="gathered")),
     "three heads": (4, 4, Problem("adamw", heads=3, groups=1, length=13, settings={"zero": 3})),
     "a part without labels": (2, 2, Problem(unlabelled=6, settings={"zero": 2})),

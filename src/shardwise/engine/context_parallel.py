@@ -76,9 +76,8 @@ class ContextParallel:
             for leaf in pytree.tree_leaves((args, kwargs))
             if isinstance(leaf, Tensor) and leaf.ndim > 1
         ]
-        if all(dim_of(shape, own, total) is None for shape in shapes) or any(
-            shape[1] == total for shape in shapes
-        ):
+        uncut = [shape for shape in shapes if dim_of(shape, own, total) is None]
+        if len(uncut) == len(shapes) or any(shape[1] == total for shape in uncut):
             found = ", ".join(map(str, shapes)) or "none"
             raise UsageError(
                 f"--context {self.size}: the model's inputs (shapes {found}) are not this worker's "
