@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardwise.data.files.indexed_files import replacement_of
 from shardwise.errors import DataError
 
 PROBES = 16
@@ -50,14 +50,12 @@ class LengthCache:
     def save(self, lengths: list[int]) -> None:
         """Write the lengths. Raises DataError if the file cannot be written."""
         content = json.dumps({"fingerprint": self._fingerprint(), "lengths": lengths})
-        # Another run may read the file at the same time, so it must never be incomplete.
-        part = self.file.with_name(f"{self.file.name}.{os.getpid()}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(content)
-            part.replace(self.file)
+            # Another run may read the file at the same time.
+            with replacement_of(self.file) as file:
+                file.write(content.encode())
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise DataError(
                 f"length_cache={str(self.file)!r} cannot be written: {error.strerror or error}. "
                 "Name a file in a folder that exists or can be created."
