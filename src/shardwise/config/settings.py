@@ -388,6 +388,11 @@ class Settings:
     quiet: bool = _switch("watch", "do not print the start lines", rare=True)
 
     @property
+    def quantises_state(self) -> bool:
+        """True if optimizer state is stored in 8 bits."""
+        return self.optimizer_state == "8bit"
+
+    @property
     def placement(self) -> Placement:
         """The placement that `zero` or `shard` selects, or ZERO_0 if neither is set.
 
@@ -478,7 +483,7 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         "it is tested only with states on the device",
     ),
     "optimizer_state": (
-        lambda settings: settings.optimizer_state == "8bit" and settings.placement.level > 0,
+        lambda settings: settings.quantises_state and settings.placement.level > 0,
         "second copies of the optimizer state are in full precision",
     ),
     "tensor": (lambda settings: settings.tensor > 1, _GROUPS),
@@ -532,7 +537,7 @@ def check_contradictions(settings: Settings) -> None:
     """Raise ConfigError if a setting cannot be combined with another one."""
     check_survival(settings)
     disk = settings.offload_optimizer
-    if settings.optimizer_state == "8bit" and disk is not None and disk.kind == "nvme":
+    if settings.quantises_state and disk is not None and disk.kind == "nvme":
         raise ConfigError(
             f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
             "saves memory, and on a disk the state needs none. Leave one of them out."

@@ -163,7 +163,7 @@ def build(
     parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
-    quantised = spec.settings.optimizer_state == "8bit"
+    quantised = spec.settings.quantises_state
     # All parameters of a bucket are in the same parameter group, because `_spec` puts the group
     # into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
@@ -321,7 +321,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             # Experts are split between tensors, so an optimizer of whole tensors still gets them.
             parts = sum(shard.is_partial for shard in shards)
             _check_kind(spec, type(optimizer).__name__, kind, parts, index)
-            if spec.settings.optimizer_state == "8bit":
+            if spec.settings.quantises_state:
                 _check_quantised(optimizer, kind)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not shards and spec.cuts_nothing
@@ -511,9 +511,7 @@ def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[buck
         ranks=spec.shard_group.size,
         capacity=capacity,
         # A block of quantised state must not contain elements of two ranks or parameters.
-        grain=math.lcm(
-            spec.summation.grain, BLOCK if spec.settings.optimizer_state == "8bit" else 1
-        ),
+        grain=math.lcm(spec.summation.grain, BLOCK if spec.settings.quantises_state else 1),
         expert_copies=copies,
     )
     # This is cheap, and an error in the layout would silently corrupt training.

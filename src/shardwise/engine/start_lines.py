@@ -278,9 +278,10 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
         for slot in bucket.slots:
             total += slot.numel * (2 * dtype.itemsize + kept * wide)
-            is_quantised = spec.settings.optimizer_state == "8bit"
-            moment = nbytes_of(slot.numel, wide) if is_quantised else slot.numel * wide
-            total += moments * moment
+            if spec.settings.quantises_state:
+                total += moments * nbytes_of(slot.numel, wide)
+            else:
+                total += moments * slot.numel * wide
     for named, _ in states.parameters.frozen_bytes():
         total += sum(each.shape.numel() * each.dtype.itemsize for each in named)
     return total

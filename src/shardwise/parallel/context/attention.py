@@ -38,7 +38,7 @@ class ContextRun:
     Args:
         group: The ranks of the context group, in the order of the parts.
         current_batch: Knows the length of the current sequences.
-        method: One of `methods.METHODS`.
+        method: "auto", "ulysses" or "gathered".
     """
 
     def __init__(self, group: Collectives, current_batch: CurrentBatch, method: str) -> None:

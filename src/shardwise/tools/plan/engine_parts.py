@@ -163,7 +163,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
                     known=kind.known,
                     fused=bool(options.get("fused"))
                     or may_fuse(optimizer, options, master, device),
-                    quantised=spec.settings.optimizer_state == "8bit",
+                    quantised=spec.settings.quantises_state,
                 )
             )
     return groups, owners
