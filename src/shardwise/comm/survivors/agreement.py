@@ -33,8 +33,8 @@ class Agreement:
     """The reports that this rank has received, and the last decision it has made or heard of.
 
     Args:
-        server: This rank's status server, over which reports arrive.
-        address: Where other ranks reach this one.
+        server: This rank's status server, which receives the reports.
+        address: The address of this rank for the others.
     """
 
     def __init__(self, server: StatusServer, address: str) -> None:
@@ -48,15 +48,15 @@ class Agreement:
     def reach(
         self, mine: Report, members: Sequence[int], timeout: float
     ) -> tuple[Decision, socket.socket | None]:
-        """Report to the lowest rank that is left, and return the decision of all.
+        """Report to the lowest remaining rank, and return the decision.
 
         Args:
             mine: This rank's report.
-            members: The ranks of the last group in which training was possible.
+            members: The ranks of the last group that could train.
             timeout: Limit for the wait, in seconds.
 
         Returns:
-            The decision. On its first member also the socket on which that rank listens.
+            The decision and, on its first member, the socket that accepts the others.
 
         Raises:
             CollectiveError: A rank has not reported in time, or the reports contradict each other.
@@ -94,7 +94,7 @@ class Agreement:
             listener = network.listen(self._address, 0)
             port = listener.getsockname()[1]
             self._decision = replace(decision, address=self._address, port=port)
-            # If this group does not come about, everybody reports anew.
+            # If this group cannot be formed, all ranks report again.
             self._reports.clear()
             return self._decision, listener
 

@@ -38,12 +38,12 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Who is left, and which steps stand.
+    """The remaining ranks, and the commits that stand.
 
     Args:
         generation: Number of this group, higher than in every report.
-        members: Ranks of the run that are left, in ascending order. The first one hosts the store
-            in which they meet.
+        members: Ranks of the run that are left, in ascending order. The first one hosts the
+            store that connects them.
         confirmed: Number of commits that all members finish before they continue.
         address: Where the first member listens.
         port: Its port.
@@ -68,7 +68,7 @@ def decide(
 
     Args:
         reports: The reports so far, by rank.
-        members: The ranks of the last group in which training was possible.
+        members: The ranks of the last group that could train.
         ended: Those whose processes have ended.
 
     Raises:
@@ -86,8 +86,8 @@ def decide(
             f"{', '.join(map(str, unprepared))} do not know its totals. Start again from the last "
             "checkpoint."
         )
-    # A rank that reports an older generation has not heard of a later decision, whose group never
-    # came about because its first member ended.
+    # A rank that reports an older generation does not know of a later decision. That decision's
+    # group was never formed, because its first member ended.
     generation = 1 + max(report.generation for report in heard)
     return Decision(generation=generation, members=left, confirmed=confirmed)
 
