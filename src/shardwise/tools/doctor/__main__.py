@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def _say_what_is_wrong(lines: list[str]) -> int:
-    """On rank 0, print the reasons why the ranks cannot join. Returns the exit code."""
+    """Print on rank 0 why the ranks cannot join. Return the exit code."""
     is_main = launcher_detection.identify().rank == 0
     for line in lines if is_main else ():
         print(printable(f"wrong: {line}"), flush=True)
@@ -65,7 +65,7 @@ def _hosts(world: World) -> dict[str, list[Check]]:
 
 
 def _measured(world: World) -> dict[str, Speed]:
-    """Measure all-reduce over all ranks and, with several hosts, within each host. Collective."""
+    """Measure all-reduce over all ranks, and within each host if there are several. Collective."""
     if world.size == 1:
         return {}
     group = world.collectives

@@ -86,7 +86,7 @@ def _exchange(identity: Identity, store: Store, what: str, value: Any) -> list[A
 
 
 def _unreachable_from(mine: ListeningHost, hosts: list[ListeningHost]) -> list[str]:
-    """Return one line per host that this host cannot connect to."""
+    """Return one line for each host to which this host cannot connect."""
     # Every host tries all others, because a firewall may block only one direction.
     others = [host for host in hosts if host != mine]
     ports = "-".join(_RANGE.read_text().split()) if _RANGE.exists() else "that the kernel chooses"
@@ -111,9 +111,9 @@ def _failure(host: ListeningHost) -> str | None:
 
 
 def check(identity: Identity) -> list[Check]:
-    """Return the check for connections between hosts (none if there is a single host).
+    """Return a check that shows successful connections between hosts, or none for a single host.
 
-    It always passes, because `connect_all` has already raised an error otherwise.
+    `connect_all` has already raised an error if a connection failed.
     """
     if identity.on_one_host:
         return []
@@ -125,7 +125,7 @@ class Speed:
     """The speed of all-reduce.
 
     `latency` is the time for 4 KB in seconds. `bandwidth` is the bus bandwidth for 16 MB in
-    bytes/s: it counts the bytes that each rank must send with any algorithm.
+    bytes/s. It counts the bytes that each rank must send with any algorithm.
     """
 
     latency: float

@@ -36,7 +36,7 @@ class TimedLayer:
 
     @property
     def time(self) -> float:
-        """Seconds per step of the forward and backward pass together."""
+        """Total seconds per step in the forward and backward pass."""
         return self.forward + self.backward
 
 
@@ -62,10 +62,10 @@ class PipelinePlanRequest:
 
 
 def show_plan(request: PipelinePlanRequest) -> int:
-    """Time the layers and show the stages. Returns the exit code.
+    """Time the layers and show the stages. Return the exit code.
 
-    Raises LaunchError if the script fails or makes no step, and ModelError if there are more stages
-    than layers.
+    Raises LaunchError if the script fails or completes no step, and ModelError if there are more
+    stages than layers.
     """
     console = Console(highlight=False, markup=False)
     with console.status(f"timing {request.steps} steps on one worker"):
@@ -178,10 +178,10 @@ def tables(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[T
 def idle_times(
     layers: Sequence[TimedLayer], request: PipelinePlanRequest, name: str
 ) -> tuple[int, float, float] | None:
-    """Return the number of stages and the idle fractions of workers under schedule `name`.
+    """Return the number of stages and the workers' idle fractions under schedule `name`.
 
-    The first fraction is for the measured layers, the second for stages that take equally long.
-    Returns None if the schedule cannot be used.
+    The first fraction is for the measured layers, the second for stages with equal times. Returns
+    None if the schedule cannot be used.
     """
     stages = request.pipeline * (2 if name == "interleaved" else 1)
     # Some schedules need a multiple of the pipeline size. Require it for all of them, so that they
@@ -207,7 +207,7 @@ def idle_times(
 
 
 def advice(layers: Sequence[TimedLayer], request: PipelinePlanRequest) -> list[str]:
-    """Return lines with the layers of each stage, and the command that uses these stages."""
+    """Return lines that list each stage's layers and the command that uses these stages."""
     # Print separate lines rather than a table column, because a narrow terminal would wrap the
     # names.
     assigned = assign_layers(layers, request, request.pipeline)

@@ -1,7 +1,7 @@
 """Implements `shardwise plan --calibrate`, which measures this machine for use with `--on here`.
 
-Ranks share cores, memory and links, so it measures each number of ranks separately: 1, 2, 4, ... up
-to the number of accelerators or cores. It writes the results to a file in the user's catalogue.
+Ranks share cores, memory and links, so each number of ranks is measured separately: 1, 2, 4, ... up
+to the number of accelerators or cores. The results are written to a file in the user's catalogue.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def calibrate(console: Console, file: Path | None = None) -> Path:
 def rank_counts(accelerators: int, cores: int) -> list[int]:
     """Return the numbers of ranks to measure: powers of two.
 
-    They go up to the number of accelerators, or of cores without accelerators, but at most
-    MOST_RANKS.
+    The largest is at most MOST_RANKS, and at most the number of accelerators. Without accelerators,
+    `cores` is the limit instead.
     """
     most = min(accelerators or cores, MOST_RANKS)
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
@@ -88,7 +88,7 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
 
 
 def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
-    """Return a catalogue file with `measurements` (by number of ranks), dated `day`."""
+    """Return a catalogue file, dated `day`, with `measurements` (by number of ranks)."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
     for ranks, lines in measurements.items():
         parts += _device(ranks, lines)
@@ -140,9 +140,9 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return the TOML lines for the link between ranks.
 
-    The bandwidth is the slope between the smallest and the largest message, and the latency per hop
-    follows from the remaining time of the smallest message. With one rank, the link is a
-    placeholder that is never used.
+    The bandwidth is the slope between the smallest and the largest message. The latency per hop
+    follows from the rest of the smallest message's time. With one rank, the link is a placeholder
+    that is never used.
     """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0

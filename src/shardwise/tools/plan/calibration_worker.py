@@ -100,7 +100,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _launch(device: torch.device) -> float:
-    """Return the time in seconds that the host needs to launch an operation."""
+    """Return the host time in seconds to launch an operation."""
     # With a single element, the kernel itself takes practically no time.
     small = torch.ones(1, device=device)
 
@@ -126,7 +126,7 @@ def _traffic(numel: int, device: torch.device) -> float:
 
 
 def _all_reduce(world: World, count: int) -> float:
-    """Return the seconds of an all-reduce of `count` bytes with the engine's transport."""
+    """Return the time in seconds of an all-reduce of `count` bytes with the engine's transport."""
     group = world.collectives
     buffer = group.allocate(count // 4, torch.float32, world.device)
 
@@ -184,7 +184,7 @@ def _hidden(world: World) -> float:
 
 
 def _disk() -> float:
-    """Return the seconds to write and sync a file in the working folder and read it back."""
+    """Return the seconds to write and sync a file in the working folder, then read it back."""
     # Use random bytes, because some file systems and disks compress data.
     chunk = os.urandom(2**20) * 8
     with tempfile.NamedTemporaryFile(dir=".") as file:

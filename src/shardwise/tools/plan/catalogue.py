@@ -64,8 +64,8 @@ _LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
 class Curve:
     """A quantity as a function of size, given by points (size, value) with increasing sizes.
 
-    Between two points, the value is linear in the logarithm of the size. Outside the points it is
-    constant.
+    Between two points, the value is linear in the logarithm of the size. Below the first point and
+    above the last one, it is constant.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -154,8 +154,8 @@ class Device:
 class NetworkLink:
     """A link between devices.
 
-    `bandwidth` is what collectives achieve per device in one direction ("bus bandwidth"), in
-    bytes/s. `latency` is the overhead per message in seconds.
+    `bandwidth` is the rate that collectives achieve per device in one direction ("bus bandwidth"),
+    in bytes/s. `latency` is the overhead per message in seconds.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Catalogue:
 
 
 def user_folder() -> Path:
-    """Return the folder of the user's files: `$XDG_CONFIG_HOME/shardwise/hardware`."""
+    """Return the user's catalogue folder, `$XDG_CONFIG_HOME/shardwise/hardware`."""
     home = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(home) / "shardwise" / "hardware"
 

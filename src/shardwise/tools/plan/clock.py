@@ -1,10 +1,10 @@
 """Predicts how long a step of an observed script takes with a given placement.
 
-The recorded operations are assigned to units, in the order of the forward pass. Operations before
-the first unit and after the last one form two extra units. Layers are split into pipeline stages as
-in the engine. Tensor parallelism divides the work of matrix products, and the memory traffic of
-tensors that are larger than a unit's output. The output itself is all-reduced twice in the forward
-pass and twice in the backward pass, as in Megatron-LM (Shoeybi et al., 2019).
+The recorded operations are assigned to units, in forward order. Operations before the first unit
+and after the last one form two extra units. Layers are split into pipeline stages as in the engine.
+Tensor parallelism divides the work of matrix products, and the memory traffic of tensors that are
+larger than a unit's output. The output itself is all-reduced twice in the forward pass and twice in
+the backward pass, as in Megatron-LM (Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PEAKS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "f
 def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
     """Return the estimated time of one step with `choice`.
 
-    `record` is a micro-batch of the size and with the recomputation that `choice` specifies. Raises
+    `record` is a micro-batch with the size and recomputation that `choice` specifies. Raises
     ConfigError if the catalogue lacks a value that the estimate needs.
     """
     run = parallelism_of(choice)
@@ -79,8 +79,8 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
     """Return the bytes moved per element, derived from the record's parameters.
 
     16-bit parameters have fp32 masters, and their gradients are reduced in fp32. An update reads
-    the gradient twice (once for its norm), clears it, and reads and writes each state. For 16-bit
-    parameters it also writes the parameter itself.
+    the gradient twice (once for the norm), clears it, and reads and writes each state. With 16-bit
+    parameters, it also writes the parameter itself.
     """
     trained = [each for each in record.parameters if each.group >= 0]
     elements = sum(each.numel for each in trained) or 1
@@ -158,7 +158,7 @@ def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
 
 
 def _outputs(record: StepRecord) -> dict[int, int]:
-    """Return each unit's output size in bytes: the size of the forward pass's last new tensor."""
+    """Return the size in bytes of each unit's output, the last tensor of its forward pass."""
     outputs: dict[int, int] = {}
     for each in record.tensors:
         if each.unit >= 0 and 0 <= each.born < record.backward:
@@ -168,7 +168,7 @@ def _outputs(record: StepRecord) -> dict[int, int]:
 
 
 def _exchanges(record: StepRecord, run: Parallelism, cluster: Cluster) -> dict[int, float]:
-    """Return the seconds in which each unit sends tokens to experts and back, in one pass."""
+    """Return the seconds that each unit spends sending tokens to experts and back, per pass."""
     seconds: dict[int, float] = defaultdict(float)
     group = run.expert_group(cluster)
     for each in record.routed:
@@ -181,7 +181,7 @@ def _exchanges(record: StepRecord, run: Parallelism, cluster: Cluster) -> dict[i
 def _parameters(
     record: StepRecord, expert: int
 ) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Return the numbers of parameter elements per unit: all, the trained ones, and experts'.
+    """Return three maps from units to parameter elements: all, the trained ones, and experts'.
 
     If experts are spread over `expert` ranks, the first two do not include them.
 
@@ -206,7 +206,7 @@ def _parameters(
 
 
 def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[Work]:
-    """Return the work of operations on one of `tensor` devices, without views (they are free)."""
+    """Return the operations' work on one of `tensor` devices, without views, which are free."""
     works = []
     for each in operations:
         if not each.flops and not each.bytes:

@@ -43,8 +43,8 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
     """Parse a cluster spec: `DEVICE`, `NxDEVICE`, `HOSTSxNxDEVICE`, `here` or `Nxhere`.
 
     If the number of hosts is omitted, it follows from the catalogue's devices per host: `16xH100`
-    is two hosts of 8. Raises ConfigError for an invalid spec, an unknown device, or a number of
-    devices that does not fill its hosts.
+    means two hosts with 8 devices each. Raises ConfigError for an invalid spec, an unknown device,
+    or a number of devices that does not fill its hosts.
     """
     counts, name = _counts(text)
     if name.lower() == HERE and HERE not in catalogue.devices:
@@ -64,7 +64,7 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
 
 
 def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
-    """Return this machine as measured with the given number of ranks (default 1)."""
+    """Return this machine as a cluster, as measured with the given number of ranks (default 1)."""
     ranks = counts[0] if counts else 1
     # Ranks share cores, memory and links, so measurements with n ranks cannot be scaled to a
     # different number of ranks.

@@ -1,11 +1,11 @@
 """Predicts how long collectives take over the links of a cluster.
 
-For a reduce-scatter or an all-gather, a ring of n ranks moves (n-1)/n of the bytes over each link,
-in n-1 hops. An all-reduce takes twice as much (Patarasuk and Yuan, 2009). If a group has several
-ranks on each of several hosts, the collective first runs within each host over the fast link. Each
-rank then exchanges one slice with other hosts, and all ranks do so at once over their own network
-cards. NCCL and this package's transports use the same hierarchy. A tree has fewer hops for the same
-number of bytes, and is used if it is faster, as in NCCL.
+In a reduce-scatter or all-gather, a ring of n ranks moves (n-1)/n of the bytes over each link, in
+n-1 hops. An all-reduce takes twice as long (Patarasuk and Yuan, 2009). If a group has several ranks
+on each of several hosts, the collective first runs within each host over the fast link. Each rank
+then exchanges one slice with other hosts, and all ranks do so at once over their own network cards.
+NCCL and this package's transports use the same hierarchy. A tree has fewer hops for the same number
+of bytes, and is used if it is faster, as in NCCL.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """Return a group of `ranks` ranks whose numbers are `stride` apart.
+    """Return a group of `ranks` ranks, with `stride` between consecutive rank numbers.
 
     Ranks are assigned to hosts in order. The ranks of a tensor group (stride 1) are therefore
     adjacent, and the ranks of a data group are one replica apart.
@@ -73,7 +73,7 @@ def all_reduce_seconds(count: float, group: Group) -> float:
 
 
 def all_to_all_seconds(count: float, group: Group) -> float:
-    """Return the time in seconds until each rank has sent equal parts of `count` bytes to all."""
+    """Return the time in seconds of an all-to-all. Each rank has `count` bytes in total."""
     if group.ranks == 1 or not count:
         return 0.0
     # Each rank sends over its own links, to the ranks of its host and of other hosts at once.
@@ -85,7 +85,7 @@ def all_to_all_seconds(count: float, group: Group) -> float:
 
 
 def send_seconds(count: float, link: NetworkLink) -> float:
-    """Return the time in seconds to send `count` bytes to one other rank."""
+    """Return the time in seconds to send `count` bytes to another rank."""
     return link.latency + count / link.bandwidth if count else 0.0
 
 

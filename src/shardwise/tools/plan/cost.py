@@ -17,8 +17,8 @@ class Cost:
 
     Days and dollars have a lower and an upper bound. Dollars are based on the catalogue's lowest
     and highest price per hour, and are None if it has no price. `kwh` assumes that devices and
-    hosts run at full power, and excludes cooling and network. It is None if the catalogue has no
-    power figure.
+    hosts run at full power, and excludes cooling and network. It is None if the catalogue lists no
+    power.
     """
 
     days: float
@@ -30,7 +30,7 @@ class Cost:
 
     @property
     def dollars(self) -> float | None:
-        """The mean of the lower and upper bound in dollars, or None without a price."""
+        """The mean of the lower and upper bound in dollars, or None if the price is unknown."""
         if self.dollars_low is None or self.dollars_high is None:
             return None
         return (self.dollars_low + self.dollars_high) / 2
@@ -69,7 +69,7 @@ def cost_of(
 def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
     """Return whether the midpoint estimates of `cost` are within `days` and `dollars`.
 
-    A limit of None is no limit. An unknown price counts as within the budget.
+    None means no limit. An unknown price counts as within the budget.
     """
     if days is not None and cost.days > days:
         return False

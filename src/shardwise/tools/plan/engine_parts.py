@@ -1,7 +1,7 @@
 """Collects an engine's units, parameter groups and parameters before its first forward pass.
 
-It also reduces a model to the part of the first tensor-parallel rank, with the engine's own rules
-and tests. The other ranks do not exist: collectives with them only return tensors of the correct
+It also reduces a model to the first tensor-parallel rank's part, with the engine's own rules and
+checks. The other ranks do not exist: collectives with them only return tensors of the correct
 shape.
 """
 
@@ -31,7 +31,7 @@ from shardwise.tools.plan.record import GroupRecord, LayerRecord, ParameterRecor
 class ObservedParameter:
     """A parameter with its unit, group and layer.
 
-    `arrived` is the index of the operation that completed its gradient, or -1 without a gradient.
+    `arrived` is the index of the operation that completed its gradient, or -1 if it has none.
     """
 
     named: NamedParameter
@@ -89,7 +89,7 @@ def note_layers(
 ) -> tuple[list[LayerRecord], dict[nn.Module, int]]:
     """Return the layers of the first model, and a map from their modules to their numbers.
 
-    Also sets `layer` of each of `parameters`. A shared parameter belongs to its first layer.
+    Also sets the `layer` of every parameter. A shared parameter belongs to its first layer.
     """
     model, names = spec.models[0], spec.settings.units
     layers, _, outside = partition.find_layers(model, names)
@@ -107,9 +107,9 @@ def note_layers(
 def note_experts(
     spec: EngineSpec, parameters: Sequence[ObservedParameter]
 ) -> list[tuple[nn.Module, int, bool]]:
-    """Return the modules with experts, the number of these, and whether they can be divided.
+    """Return each module with experts, its number of experts, and whether they can be divided.
 
-    Also sets `experts` and `expert` of each of `parameters`.
+    Also sets `experts` and `expert` of every parameter.
     """
     found: list[tuple[nn.Module, int, bool]] = []
     owners: dict[nn.Parameter, tuple[int, int]] = {}
@@ -202,7 +202,7 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
 
 
 class AbsentRanks(Solo):
-    """A stand-in for a group of `size` ranks. Only the first rank exists."""
+    """A stand-in for a group of `size` ranks, of which only the first exists."""
 
     def __init__(self, size: int) -> None:
         # Collectives of Solo, a group of one rank, return their input. So shapes are correct, and
@@ -212,7 +212,7 @@ class AbsentRanks(Solo):
 
 
 def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
-    """Return `spec` with its models reduced to the part of the first of `parts` tensor ranks.
+    """Return `spec` with its models reduced to the first tensor rank's part, of `parts` parts.
 
     Raises ModelError if no layer can be split, and ConfigError if the settings are incompatible
     with tensor parallelism.

@@ -1,4 +1,4 @@
-"""Computes output shapes of operators that support real CPU tensors, but not fake tensors."""
+"""Computes the output shapes of operators that support real CPU tensors but not fake tensors."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def rnn_layer(
     """Return empty results of an fp32 LSTM layer: output, states, and the saved workspace.
 
     torch's own fake implementation saves nothing for the backward pass. Every real implementation
-    saves the four gates and the cell state of each step, and the initial cell state. The rest of
-    oneDNN's workspace is not included, because it depends on the kernel for this CPU.
+    saves the four gates and cell state of each step, and the initial cell state. The rest of
+    oneDNN's workspace is not included, because it depends on this CPU's kernel.
     """
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
     length, batch, _ = source.shape

@@ -1,4 +1,4 @@
-"""Defines and checks the flags of `shardwise plan`. Does not import torch, to start fast."""
+"""Defines and checks the flags of `shardwise plan`. It does not import torch, so it starts fast."""
 
 import json
 from importlib import import_module
@@ -143,7 +143,7 @@ def _check_outputs(json_file: Path | None, page: str | None) -> None:
 
 
 def _check_configuration(file: Path) -> None:
-    """Raise LaunchError if `file` is not a config.json of transformers."""
+    """Raise LaunchError if `file` is not a transformers config.json."""
     if not file.is_file():
         raise LaunchError(f"--hf {file}: no such file. --hf takes a config.json of transformers.")
     try:

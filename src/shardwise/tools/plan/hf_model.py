@@ -26,7 +26,6 @@ KINDS = (
 
 
 def main() -> None:
-    """Train for `--steps` steps."""
     args = _arguments()
     world = sw.init(seed=0)
     config, build = _config(args.config)

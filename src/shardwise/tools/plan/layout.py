@@ -1,7 +1,7 @@
-"""Computes the size of parameters, gradients and optimizer state on each rank.
+"""Computes the sizes of parameters, gradients and optimizer state on each rank.
 
-It works on a StepRecord without allocating tensors. It uses the same buckets, splits and rules as
-`engine.build`, so the result equals `engine.describe()` to the byte.
+The computation uses a StepRecord and allocates no tensors. It uses the same buckets, splits and
+rules as `engine.build`, so the result equals `engine.describe()` to the byte.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StateLayout:
     """The buckets of a record with placement `row` on `ranks` ranks.
 
     `frozen` are buckets of frozen parameters, which exist only if parameters are sharded. `apart`
-    is True if devices have their own memory, so that the tier `cpu` is separate from it. `expert`
-    ranks hold different experts. The layout is that of the last one, which has the most.
+    is True if devices have their own memory, so that the tier `cpu` is separate from it. Experts
+    are spread over `expert` ranks. The layout is that of the last of these, which has the most.
     """
 
     record: StepRecord
@@ -68,9 +68,9 @@ class StateLayout:
     expert: int = 1
 
     def bytes_by_state(self, rank: int) -> dict[str, int]:
-        """Return the bytes of each state on `rank`, on any tier, as in `engine.describe()`.
+        """Return each state's bytes on `rank`, on any tier, as in `engine.describe()`.
 
-        Optimizer state is included even before the first step, when optimizers have not created it.
+        Optimizer state is included even if the optimizers have not created it yet.
         """
         sizes = zip(*(self.bucket_bytes(bucket, rank) for bucket in self.buckets), strict=True)
         by_state = dict(zip(STATES, map(sum, sizes), strict=True))
@@ -137,7 +137,7 @@ class StateLayout:
 
     @property
     def unlaid_bytes(self) -> int:
-        """Bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
+        """The bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
         # Frozen parameters are in buckets only if parameters are sharded.
         laid = self.row.is_sharded("parameters")
         return sum(

@@ -77,10 +77,10 @@ class Held:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The predicted memory of one rank: total bytes of its tensors.
+    """The predicted memory of one rank, as total bytes of its tensors.
 
     On an accelerator, this is the memory that its allocator hands out. On a CPU, the process uses
-    more memory: Python, libraries, kernel workspaces and free blocks of the C library are not
+    more memory: Python, libraries, kernel workspaces and the C library's free blocks are not
     included.
 
     Attributes:
@@ -117,8 +117,7 @@ Parts = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class InFlight:
-    """Bytes that a pipeline rank holds for other micro-batches, during a forward and a backward
-    pass."""
+    """Bytes that a pipeline rank holds for other micro-batches, by the kind of the running pass."""
 
     forward: int = 0
     backward: int = 0
@@ -135,9 +134,9 @@ def predict(
 ) -> MemoryPlan:
     """Return the predicted memory of `rank` over a step with `choice`.
 
-    `record` is a micro-batch of the size and with the recomputation that `choice` specifies. It
-    covers the full model, or one stage of a pipeline rank. In the second case, `parameters` are the
-    parameters of all stages on that rank, and `in_flight` is the memory of other micro-batches.
+    `record` is a micro-batch with the size and recomputation that `choice` specifies. It covers the
+    full model, or one stage of a pipeline rank. In the second case, `parameters` are the parameters
+    of all stages on that rank, and `in_flight` is the memory of other micro-batches.
     """
     layout = lay_out(
         record if parameters is None else replace(record, parameters=parameters),
@@ -231,7 +230,7 @@ def _kind(life: TensorLife) -> str:
 def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     """Return the bytes of the buffers that collect and send sharded gradients.
 
-    Each buffer has the size of the largest bucket of its dtype.
+    Each buffer has the size of the largest bucket with its dtype.
     """
     if not layout.row.is_sharded("gradients"):
         return 0
@@ -276,12 +275,12 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
 
 
 def _update_temporaries(layout: StateLayout, rank: int) -> int:
-    """Return the peak bytes of the temporaries in the update of a bucket.
+    """Return the peak bytes of the temporaries in a bucket's update.
 
-    They consist of an fp32 copy of 16-bit gradients, and the intermediate results of an update
-    without a fused kernel. For states on disk, the initial state of a span is another temporary,
-    because it is created in memory before it is written. State in 8 bits has full precision for one
-    span at a time.
+    These are an fp32 copy of 16-bit gradients, and the intermediate results of an update without a
+    fused kernel. For states on disk, the initial state of a span is another temporary, because it
+    is created in memory before it is written. 8-bit state is expanded to full precision one span at
+    a time.
     """
     on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0
@@ -332,8 +331,8 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
 class Waiting:
     """Numbers of micro-batches that wait for their backward pass, for each stage of a rank.
 
-    `forward` is the maximum while a given stage runs a forward pass, `backward` the maximum while
-    it runs a backward pass. Both have one number per stage.
+    `forward` has the largest numbers while one given stage of the rank runs a forward pass,
+    `backward` while that stage runs a backward pass.
     """
 
     forward: tuple[int, ...]
@@ -341,7 +340,7 @@ class Waiting:
 
 
 def predict_pipeline(record: StepRecord, choice: Choice, hardware: Hardware) -> MemoryPlan:
-    """Return the predicted memory of the pipeline rank that needs the most.
+    """Return the predicted memory of the pipeline rank that needs the most memory.
 
     `record` is one micro-batch of the full model.
     """
@@ -383,7 +382,7 @@ def saved_bytes(part: StepRecord) -> int:
 
 @lru_cache(maxsize=4096)
 def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, place: int) -> Waiting:
-    """Return the largest numbers of pending micro-batches on `rank` while its stage `place` runs.
+    """Return how many micro-batches are pending at most on `rank` while its stage `place` runs.
 
     The running micro-batch is not included.
     """

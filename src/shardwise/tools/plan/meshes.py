@@ -49,8 +49,8 @@ def meshes(
 
     `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
     `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
-    `total` replicas. `experts` is the smallest number of experts of a layer, or 0 if experts cannot
-    be spread over replicas.
+    `total` replicas. `experts` is the smallest number of experts in any layer, or 0 if experts
+    cannot be spread over replicas.
     """
     for parts in tensor:
         devices = cluster.devices // parts

@@ -23,7 +23,7 @@ from shardwise.tools.plan.step_recorder import StepRecorder
 
 
 class SteppingEngine(Protocol):
-    """The part of an engine's interface that an observation needs."""
+    """The part of an engine's interface that an observation uses."""
 
     settings: Settings
     backwards: int

@@ -1,7 +1,7 @@
 """Observes a script: runs it in a separate process for one step, and reads the recorded step.
 
 A second run with half the batch shows which tensors grow with the batch. For other batch sizes,
-every size is extrapolated linearly in the number of samples from these two runs.
+every size is extrapolated from these two runs, linearly in the number of samples.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Script:
 
     @property
     def name(self) -> str:
-        """The name of the script in messages."""
+        """The script's name in messages."""
         return " ".join(self.words[:2]) if self.words[0] == "-m" else self.words[0]
 
 
@@ -58,7 +58,7 @@ class ObservedStep:
 
     @property
     def scales(self) -> bool:
-        """True if other batch sizes can be computed: both runs executed the same operations."""
+        """Whether other batch sizes can be extrapolated: both runs have the same operations."""
         return self.small is not None and _alike(self.large, self.small)
 
     def knows(self, samples: int) -> bool:
@@ -69,7 +69,7 @@ class ObservedStep:
     def at(self, samples: int) -> StepRecord:
         """Return the record of a micro-batch of `samples` samples.
 
-        Raises LaunchError if it can be neither looked up nor computed.
+        Raises LaunchError if it was not observed and cannot be extrapolated.
         """
         # Return observed records as they are, because fitted sizes are rounded.
         if samples == self.large.batch_size:
@@ -84,7 +84,7 @@ class ObservedStep:
         return _fitted(self.small, self.large, samples)
 
     def difference(self) -> str:
-        """Return the reason why other batch sizes cannot be computed, or "" if they can."""
+        """Return the reason why other batch sizes cannot be extrapolated, or "" if they can."""
         large, small = self.large, self.small
         if small is None:
             return "it was observed with one batch size only"
@@ -110,8 +110,8 @@ def observe_sizes(
 ) -> ObservedStep:
     """Observe `script` with its own batch size and with half of it.
 
-    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. Raises LaunchError, which
-    names the line of the script, if the script cannot be observed.
+    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. Raises LaunchError if the
+    script cannot be observed. The message names the line of the script.
     """
     configured = replace(script, flags=(*script.flags, "--activations", activations))
     how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
@@ -154,7 +154,7 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
 def _why(script: Script, error: Path, output: bytes, code: int) -> str:
     """Return the error message for a run that wrote no record.
 
-    It contains the reason and the line of the script, or else the last lines of output.
+    It contains the reason and the line of the script, or otherwise the last lines of output.
     """
     if error.exists():
         failure = json.loads(error.read_text())

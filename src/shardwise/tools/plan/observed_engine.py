@@ -97,7 +97,6 @@ class ObservedEngine(Engine):
 
     @property
     def models(self) -> Sequence[nn.Module]:
-        """The models of the engine."""
         return self._spec.models
 
     def _take_memory(self, parameters: Sequence[ObservedParameter]) -> None:
@@ -127,7 +126,7 @@ class ObservedEngine(Engine):
             optimizer.state.clear()
 
     def _arrival(self, each: ObservedParameter) -> Callable[[Tensor], None]:
-        """Return a hook that records when a gradient is complete, and frees the gradient."""
+        """Return a hook that records when the gradient is complete, and frees the gradient."""
         # The real engine moves the gradient to a bucket and frees `param.grad`, so free it here.
         recorder = self._observation.recorder
 
@@ -167,8 +166,8 @@ class ObservedEngine(Engine):
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
         """Return the forward pre-hook of a module.
 
-        `number` is the index of the module's unit and `layer` the index of its layer. Both are -1
-        for a module that is not a unit or a layer itself.
+        `number` is the module's unit index and `layer` its layer index. Either is -1 if the module
+        is not a unit, or not a layer.
         """
         recorder = self._observation.recorder
 
@@ -316,7 +315,7 @@ class ObservedEngine(Engine):
     def step(
         self, max_norm: float | None = None, *, closure: Callable[[], Any] | None = None
     ) -> StepStats:
-        """Exit the script once all of its engines have stepped."""
+        """Record that this engine has stepped, and exit the script once all of its engines have."""
         del max_norm
         # The closure runs the forward and backward pass. Optimizers such as LBFGS call it several
         # times, but one call is enough for the record.

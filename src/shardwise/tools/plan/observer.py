@@ -6,7 +6,7 @@ SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's o
 number of tensor-parallel ranks.
 
 The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' memory.
-At the end of its first step, the script is stopped and the record is written to FILE.
+At the end of the first step, the record is written to FILE and the script exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.tools.plan.step_recorder import user_place
 
 
 def main(arguments: list[str]) -> None:
-    """Observe a script. The module docstring describes `arguments`, the command line."""
+    """Observe a script. `arguments` is the command line described in the module docstring."""
     path, samples, tensor, *words = arguments
     observation = Observation.begin(Path(path), int(tensor))
     # Replace Engine before the script runs, so that the script imports the replacement. The
@@ -115,7 +115,7 @@ def _skip_initial_values() -> None:
 
 
 def _fail(observation: Observation, why: str, line: str) -> None:
-    """Write the reason why nothing was observed to a file, and exit."""
+    """Write to a file why nothing was observed, and exit."""
     observation.path.with_suffix(".error").write_text(json.dumps({"why": why, "line": line}))
     raise SystemExit(3)
 

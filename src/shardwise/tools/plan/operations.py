@@ -1,10 +1,10 @@
 """Predicts how long operations take, with a roofline model.
 
-The time of an operation is the maximum of its arithmetic and its memory traffic (Williams et al.,
-2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as a
-function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
-operation. It launches operations ahead while the device works, so the time of a sequence is the
-maximum of the device's total and the host's total.
+An operation takes as long as its arithmetic or its memory traffic, whichever is slower (Williams et
+al., 2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as
+a function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
+operation. It launches operations ahead while the device works, so a sequence takes the device's
+total time or the host's total time, whichever is longer.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Work:
     """An operation that is executed `count` times.
 
     `flops` and `bytes` are for one execution. `flops` is the FLOPs of a matrix product, or 0 for
-    any other operation. `bytes` is the memory that it reads and writes. `dtype` selects the peak
-    rate: "bf16", "fp32", ...
+    any other operation. `bytes` counts the memory that it reads and writes. `dtype` selects the
+    peak rate: "bf16", "fp32", ...
     """
 
     flops: float

@@ -1,8 +1,8 @@
 """Predicts a stage's forward and backward time, with collectives overlapped as in the engine.
 
-There are two queues. One computes unit by unit, the other runs one collective after another, in
-launch order. Sharded parameters are gathered one unit ahead, and a unit waits for its own gather.
-A unit's gradients are reduced once its backward pass is complete.
+There are two queues. One runs the computation unit by unit, the other runs one collective after
+another, in launch order. Sharded parameters are gathered one unit ahead, and a unit waits for its
+own gather. A unit's gradients are reduced once its backward pass is complete.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class Passed:
-    """Times in seconds when a pass finishes its computation and its last collective."""
+    """Times in seconds at which a pass finishes its computation and its last collective."""
 
     computed: float
     reduced: float
@@ -64,7 +64,8 @@ def backward_pass(
 def _pass(turns: Sequence[tuple[float, float, float]], hidden: float) -> Passed:
     """Return the times of a pass over `turns`, one per unit.
 
-    A turn is (computation, gather that must precede it, reduction that follows it), in seconds.
+    A turn is a tuple of seconds: computation, the gather that must precede it, and the reduction
+    that follows it.
     """
     clock = queue = 0.0
     gathered: list[float] = []

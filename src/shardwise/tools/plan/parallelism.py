@@ -15,7 +15,7 @@ REPLICATED = Placement()
 class Parallelism:
     """The sizes of the mesh axes, and the work of each rank per step.
 
-    The ranks of a tensor group are adjacent, followed by the other stages of the same replica, as
+    A tensor group's ranks are adjacent. The next ranks are the other stages of the same replica, as
     in mesh.py. `stages_per_rank` is 2 or more for interleaved schedules. `micros` is the number of
     micro-batches per step on each data rank, `micro_batch` the number of samples in each.
     """

@@ -2,8 +2,8 @@
 
 It uses the engine's own schedule tables (parallel/pipeline/schedule.py). If all stages take the
 same time, gpipe, 1f1b and interleaved schedules have a closed form (Narayanan et al., 2021):
-(m + (p - 1) / v) (f + b) for m micro-batches, p ranks and v stages per rank, where f and b are
-the sums over a rank's stages of their forward and backward times.
+(m + (p - 1) / v) (f + b) for m micro-batches, p ranks and v stages per rank. Here f and b are the
+total forward and backward times of a rank's stages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def pipeline_seconds(
     backward: Sequence[float],
     send: float = 0.0,
 ) -> float:
-    """Return the seconds from the start of the first forward pass to the end of the last backward.
+    """Return the seconds from the first forward pass's start to the last backward pass's end.
 
     `forward` and `backward` are each stage's seconds per micro-batch. Stage s runs on rank
     s % `ranks`. `send` is the time in seconds of a message between two stages. Ranks keep computing
@@ -59,7 +59,7 @@ def _even(times: Sequence[float]) -> bool:
 def _walked(
     name: str, ranks: int, micros: int, forward: Times, backward: Times, send: float
 ) -> float:
-    """Return the length of a schedule in seconds, by simulating the actions of its table.
+    """Return a schedule's length in seconds, by simulating the actions in its table.
 
     The two parts of a split backward pass (I and W) each take half of its time.
     """

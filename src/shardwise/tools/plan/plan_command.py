@@ -157,7 +157,7 @@ def _table(result: Plan, lines: Sequence[Line]) -> Table:
 
 
 def _cost_cells(result: Plan, line: Line) -> list[str]:
-    """Return the days (marked if over a limit), the range of dollars, and the kWh."""
+    """Return the days (marked if a limit is exceeded), the range of dollars, and the kWh."""
     cost = result.cost(line)
     if cost is None:
         return ["-"] * 3

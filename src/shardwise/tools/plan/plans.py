@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def cluster(self) -> Cluster:
-        """The cluster that the plan is for."""
+        """The cluster for which the plan was made."""
         return self.question.cluster
 
     @property
@@ -118,7 +118,7 @@ class Plan:
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """Return notes on the limits of the figures, untried settings, and assumptions."""
+        """Return notes on the figures' limits, untried settings, and assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -282,7 +282,7 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
 
 
 def rounding_bytes(record: StepRecord) -> int:
-    """Return an upper bound on a shard's excess over an even share, in bytes.
+    """Return an upper bound in bytes on how far a shard exceeds an even share.
 
     For each bucket, this is one element of the parameters, of the masters and of each moment. There
     are at most as many buckets as parameters.

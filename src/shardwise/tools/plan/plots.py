@@ -47,7 +47,7 @@ of a range of operations."""
 
 @dataclass(frozen=True)
 class DrawnMemory:
-    """A placement in the memory plot: its flags, its memory, and a device's capacity in bytes."""
+    """A placement in the memory plot: its flags, its memory, and the device's capacity in bytes."""
 
     label: str
     memory: MemoryPlan
@@ -90,7 +90,7 @@ def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
 
 
 def most_of_each(curve: NDArray[np.int64], columns: int) -> NDArray[np.int64]:
-    """Return the indices of `curve` to draw: all, or the maximum of each of `columns` ranges."""
+    """Return the indices of `curve` to draw: all, or each maximum over `columns` equal ranges."""
     if len(curve) <= columns:
         return np.arange(len(curve))
     edges = np.linspace(0, len(curve), columns + 1).astype(np.int64)

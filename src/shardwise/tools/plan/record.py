@@ -53,7 +53,7 @@ class TensorLife:
 
     Attributes:
         nbytes: Size in bytes.
-        born: Index in StepRecord.operations of the operation that allocates it, or -1 for the
+        born: Index into StepRecord.operations of the operation that allocates it, or -1 for the
             batch, which exists before the first operation.
         died: Index of the operation after which it is freed.
         unit: Index into StepRecord.units, or -1 outside units.
@@ -88,11 +88,11 @@ class ParameterRecord:
         itemsize: Bytes per element.
         unit: Index into StepRecord.units, or -1 outside units.
         group: Index into StepRecord.groups, or -1 if no optimizer trains it.
-        arrived: Index of the operation that completed its gradient, or -1 without a gradient.
+        arrived: Index of the operation that completed its gradient, or -1 if it has none.
         is_float: True if its dtype is floating-point or complex, so that it can be sharded.
         layer: Index into StepRecord.layers.
-        experts: Number of experts of the layer that it belongs to, or 0 if it is no expert's.
-        expert: Index of its expert, or -1 if it holds all of them along its first dim.
+        experts: Number of experts in its layer, or 0 if it does not belong to an expert.
+        expert: Index of its expert, or -1 if it holds all experts along its first dim.
     """
 
     name: str
@@ -116,9 +116,9 @@ class ParameterRecord:
         return count
 
     def held(self, ranks: int) -> int:
-        """Return the number of elements on the last of `ranks` ranks that share the experts.
+        """Return the number of its elements on the last of `ranks` ranks that share the experts.
 
-        If the numbers of experts differ, the last rank has the most.
+        If the ranks have different numbers of experts, the last rank has the most.
         """
         if not self.experts or ranks == 1:
             return self.numel
@@ -155,7 +155,7 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class UnitUse:
-    """One pass through a unit in `phase`: the operations `first` to `end` (exclusive)."""
+    """One pass through a unit in `phase`, from operation `first` to `end` (exclusive)."""
 
     unit: int
     phase: str
@@ -165,13 +165,13 @@ class UnitUse:
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """The tokens that a layer with experts sends to them in a forward pass.
+    """The tokens that a layer sends to its experts in a forward pass.
 
     Attributes:
         nbytes: Size of the token copies in bytes.
         unit: Index into StepRecord.units, or -1 outside units.
         experts: Number of experts of the layer.
-        divisible: True if its experts can be held by different ranks.
+        divisible: True if different ranks can hold its experts.
     """
 
     nbytes: int
@@ -184,8 +184,8 @@ class RoutedTokens:
 class LayerRecord:
     """A layer, which is assigned to one pipeline stage.
 
-    `size` is the number of its parameter elements. `trains` is True if it has a trainable
-    parameter that is not shared with an earlier layer.
+    `size` is its parameter count, in elements. `trains` is True if it has a trainable parameter
+    that is not shared with an earlier layer.
     """
 
     name: str
@@ -195,7 +195,7 @@ class LayerRecord:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A note about a value that was unavailable in the observation, and its replacement."""
+    """A note about a value that was not available during the observation, and its replacement."""
 
     what: str
     line: str

@@ -1,4 +1,4 @@
-"""Searches the candidate placements of a script on a cluster, by memory and then by time.
+"""Searches a script's candidate placements on a cluster, by memory and then by time.
 
 For each combination of mesh, placement, tier and recomputation, it chooses the largest micro-batch
 that fits. If none fits, it chooses the smallest and reports how many bytes are missing.
@@ -48,7 +48,7 @@ class Line:
 
     @property
     def fits(self) -> bool:
-        """Whether the candidate fits in the memory of the device and the host."""
+        """Whether the candidate fits into the memory of the device and the host."""
         return not (self.over or self.over_host)
 
 
@@ -109,7 +109,7 @@ class Question:
 
     @property
     def _experts(self) -> int:
-        """The smallest number of experts of a layer, or 0 if the engine would not spread them."""
+        """The smallest number of experts in any layer, or 0 if the engine would not spread them."""
         record = self.step.large
         fused = any(each.experts and each.expert < 0 for each in record.parameters)
         fits = all(g.separable and (g.elementwise or not fused) for g in record.groups)
@@ -131,8 +131,8 @@ class Question:
     def sizes(self, mesh: AxisSizes) -> list[tuple[int, int]]:
         """Return pairs (samples per micro-batch, micro-batches per step), largest samples first.
 
-        The first pair splits a replica's share of the batch as little as possible. If the loop can
-        use micro-batches, each further pair halves their size.
+        The first pair splits a replica's share of the batch as little as possible. If the training
+        loop can split a step into micro-batches, each further pair halves their size.
         """
         record = self.step.large
         # Round up, because the replica with the most samples decides whether the placement fits.

@@ -43,9 +43,9 @@ class UnitWork:
     `forward` and `backward` are the computation of its passes. `parameters` is the number of
     parameter elements on the device, and `trained` how many of them have a gradient (default: all).
     `tensor_forward` and `tensor_backward` are the seconds spent in tensor-parallel collectives.
-    `experts` is the number of elements of experts on the device, which are not in the other
-    numbers. `exchange_forward` and `exchange_backward` are the seconds in which tokens are sent to
-    experts and back.
+    `experts` is the number of expert elements on the device, which the other counts do not include.
+    `exchange_forward` and `exchange_backward` are the seconds spent sending tokens to experts and
+    back.
     """
 
     forward: Busy
@@ -87,7 +87,7 @@ class Bytes:
 
 @dataclass(frozen=True)
 class RankTime:
-    """Time of a step on one pipeline rank, in seconds by kind. The kinds add up to the step."""
+    """Step time on one pipeline rank, in seconds by kind. The kinds add up to the step time."""
 
     stage: int
     by_kind: dict[str, float]
@@ -100,7 +100,7 @@ def step_times(
     cluster: Cluster,
     size: Bytes,
 ) -> list[RankTime]:
-    """Return the time of a step on each rank of the pipeline, by kind.
+    """Return the step time on each pipeline rank, by kind.
 
     `stages` lists the units of each stage. Stage s runs on rank s % run.pipeline. `boundary` is the
     number of bytes that a stage sends to the next one per micro-batch.
@@ -196,9 +196,9 @@ def _by_bucket(
     group: Group,
     size: Bytes,
 ) -> float:
-    """Return the time in seconds of a bucketed collective.
+    """Return the time in seconds of a bucketed collective over `elements` elements.
 
-    It transfers `elements` elements of `each` bytes.
+    `each` is the number of bytes per element.
     """
     # Each bucket is one collective with its own latency, so the number of buckets matters as well
     # as the number of bytes.
@@ -252,9 +252,9 @@ def _update(
 def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, float]:
     """Return the time in seconds of an update on the host, under the kind OFFLOAD.
 
-    Gradients and parameters cross the device's host link, and the update runs at the bandwidth of
-    host memory. With a disk, masters and moments are read and written in parallel with that, so
-    the slower of the two determines the time.
+    Gradients and parameters cross the device's host link, and the update runs at the host memory's
+    bandwidth. With a disk, masters and moments are read and written in parallel with that, so the
+    slower of the two determines the time.
     """
     over_link = own * (size.gradient + size.parameter) / needed(device, "host_gb_per_s")
     seconds = over_link + own * size.update / needed(device, "host_memory_gb_per_s")

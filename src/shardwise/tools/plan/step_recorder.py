@@ -1,8 +1,8 @@
-"""StepRecorder: records the operators of a step, and the lifetimes of the tensors they create.
+"""StepRecorder: records a step's operators, and the lifetimes of the tensors that they create.
 
 Parameters are fake tensors (torch.subclasses.FakeTensorMode), which have shapes but no memory. All
 tensors computed from them are fake as well. Tensors that the script computes only from its own data
-stay real. So masks and lengths have values, while layers take neither memory nor time.
+stay real. Masks and lengths therefore have values, while layers take neither memory nor time.
 
     real batch ─┐
                 ├─▶ operator ─▶ fake result ─▶ ... ─▶ loss
@@ -116,7 +116,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- interface --------------------------------------------------------------------------
 
     def ignore(self, tensor: Tensor) -> None:
-        """Exclude the memory of `tensor` (a parameter or buffer) from the activations."""
+        """Exclude the memory of `tensor` (a parameter or buffer) from the record."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def end(self) -> None:
@@ -201,8 +201,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _assume_nonzero(self, mask: Tensor) -> Tensor:
         """Return fake indices for `nonzero()` of a mask without values.
 
-        For a vector, assume that every element is set. For any other mask, assume that as many
-        elements are set as its last dim is long, as if each token were routed to one expert.
+        For a vector, assume that every element is set. For any other mask, assume as many set
+        elements as its last dim has entries, as if each token were routed to one expert.
         """
         count = mask.shape[-1] if mask.ndim else 1
         self.assume(f"nonzero() of {tuple(mask.shape)} has {count} places")
@@ -215,7 +215,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
-        """Return the place of the running operator. Backward operators inherit their forward's."""
+        """Return the running operator's place. A backward operator has its forward's place."""
         if not self.backward:
             # Autograd numbers its nodes as the forward pass creates them. Store the place under
             # that number, because the backward pass reports it again.

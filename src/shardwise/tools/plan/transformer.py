@@ -1,7 +1,7 @@
 """A closed-form model of a transformer: the operations of its layers, and the time of a step.
 
-It is used to compare predictions with published results, for which there is no script to observe.
-FLOPs follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
+Its predictions are compared with published results, for which there is no script to observe. FLOPs
+follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Transformer:
         """The number of parameter elements of the model.
 
         It includes the layers, the token embedding and the final norm. Gated models also have a
-        separate output head, the others a position embedding.
+        separate output head. Other models have a position embedding.
         """
         # GPT learns position embeddings. Llama uses rotary embeddings, which have no parameters.
         places = 0 if self.gated else self.sequence * self.hidden
@@ -105,8 +105,7 @@ class Transformer:
 
         Each matrix product of the forward pass has two in the backward pass. Memory traffic is 1.5
         times as high as in the forward pass, because most operations read two tensors instead of
-        one.
-        Fused attention recomputes its scores, so it has five products instead of the forward
+        one. Fused attention recomputes its scores, so it has five products instead of the forward
         pass's two.
         """
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
@@ -140,8 +139,8 @@ class Transformer:
     def attention(self, batch: int, t: int) -> list[Work]:
         """Return the operations of attention itself on one of `t` devices.
 
-        These are scores, softmax, dropout and the product with the values. Selective recomputation
-        repeats them.
+        These are the scores, the softmax, dropout and the product with the values. They are
+        repeated by selective recomputation.
         """
         s, h = self.sequence, self.hidden
         # FLOPs of one of the two products, queries with keys and scores with values. They are
@@ -229,7 +228,7 @@ def transformer_times(
 def _layers_of(layers: int, stages: int) -> list[int]:
     """Return the number of layers of each stage.
 
-    If the layers then divide evenly, the embedding and the head count as a layer each, as in
+    The embedding and the head each count as a layer if the layers then divide evenly, as in
     Llama 3.
     """
     if stages > 1 and (layers + 2) % stages == 0:
@@ -278,7 +277,7 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
 def _hosted(work: Busy, host: float, beside: float) -> Busy:
     """Return `work` with the launch time of a host that needs `host` seconds to launch it.
 
-    Launches are also hidden by the `beside` seconds that the device spends on collectives.
+    The `beside` seconds that the device spends on collectives also hide launches.
     """
     return replace(work, launch=max(work.launch, host - work.matmul - work.memory - beside))
 

@@ -61,7 +61,7 @@ def finite(value: float) -> float | None:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM inside the block, so that running subprocesses are stopped."""
+    """Context manager in which SIGTERM raises SystemExit, so that subprocesses are stopped."""
 
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,1 +1,1 @@
-"""The command `shardwise scale`: measures a script on several numbers of workers."""
+"""The command `shardwise scale`: measures a script's throughput with several worker counts."""

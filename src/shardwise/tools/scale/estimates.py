@@ -22,12 +22,13 @@ class Rate:
 
 
 def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
-    """Return the throughput of a run, from the samples (over all ranks) and seconds of each step.
+    """Return a run's throughput with its 95 % confidence interval.
 
-    The rate is the ratio of the sums, so a short last batch has the correct weight. Consecutive
-    steps are correlated, so treating them as independent would make the interval too narrow. The
-    interval is therefore computed from groups of consecutive steps (batch means; Law and Carson,
-    1979), with the ratio estimator.
+    `samples` has the samples of each step over all ranks, `seconds` its duration. The rate is the
+    ratio of the sums, so a short last batch has the correct weight. Consecutive steps are
+    correlated, so treating them as independent would make the interval too narrow. The interval is
+    therefore computed from groups of consecutive steps (batch means; Law and Carson, 1979), with
+    the ratio estimator.
     """
     whole, time = math.fsum(samples), math.fsum(seconds)
     value = whole / time
@@ -51,7 +52,7 @@ def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
 def student(p: float, degrees: int) -> float:
     """Return the quantile `p` of Student's t distribution (Abramowitz and Stegun, 1964, 26.7.5).
 
-    It is exact for 1 and 2 degrees of freedom. For 3 or more, the error is below 5e-3.
+    The result is exact for 1 and 2 degrees of freedom. For more, the error is below 5e-3.
     """
     if degrees == 1:
         return math.tan(math.pi * (p - 0.5))

@@ -16,10 +16,10 @@ from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
 
 
 def measure(plan: ScalingPlan) -> int:
-    """Measure all numbers of workers, write the results to `plan.out`, and return the exit code.
+    """Measure all worker counts, write the results to `plan.out`, and return the exit code.
 
-    The exit code is 1 if a run failed. If the measurement is interrupted, the results so far are
-    written. Raises LaunchError if a package for the plots is not installed.
+    The exit code is 1 if a run failed. If the measurement is interrupted, the results up to then
+    are written. Raises LaunchError if a package for the plots is not installed.
     """
     check_can_draw("shardwise scale")  # before the runs, which take minutes
     console = Console(highlight=False, markup=False)
@@ -54,7 +54,7 @@ def _tell(report: ScalingReport, console: Console) -> None:
 
 
 def _all(plan: ScalingPlan, console: Console) -> Iterator[MeasuredRun]:
-    """Run the script with each number of workers. Yield each finished run, even if it failed."""
+    """Run the script with each number of workers. Yield every finished run, even a failed one."""
     sizes = [(kind, size) for kind in plan.kinds for size in plan.sizes]
     alone: MeasuredRun | None = None
     with _bar(console) as bar:

@@ -56,7 +56,7 @@ def _plots(report: ScalingReport) -> Iterator[tuple[str, Draw]]:
 
 
 def _throughput(axes: Any, report: ScalingReport) -> None:
-    """Plot throughput with confidence intervals, and ideal scaling from the smallest size."""
+    """Plot throughput with confidence intervals, and ideal scaling from the smallest run."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         if not rows:
@@ -89,7 +89,7 @@ def _throughput(axes: Any, report: ScalingReport) -> None:
 
 
 def _efficiency(axes: Any, report: ScalingReport) -> None:
-    """Plot the throughput per worker, relative to the smallest size."""
+    """Plot the throughput per worker, relative to that of the smallest run."""
     for kind in report.plan.kinds:
         rows = report.rows(kind)
         counts = [row.run.workers for row in rows]

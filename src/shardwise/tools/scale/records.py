@@ -28,7 +28,7 @@ class Measured:
         rate: Throughput in samples per second.
         loss: Mean loss of each epoch.
         losses: Loss of each step.
-        means: For each mean that sw.Metrics computed, its last value in each epoch.
+        means: Last value in each epoch of each mean that sw.Metrics computed.
     """
 
     steps: int
@@ -105,12 +105,12 @@ def steps_made(folder: Path) -> int:
 
 
 def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
-    """Return the duration of a step, from the time when the last rank requested its batch.
+    """Return a step's duration, measured from when the last rank requested its batch.
 
-    All ranks finish a step at the same time, so the time between the ends of two steps is the same
-    on all ranks, apart from jitter that the mean removes. A rank that requests its batch early
-    waits for ranks that are still busy outside the step, for example with an evaluation on rank 0
-    only. This wait is not counted.
+    All ranks finish a step at the same time, so the time between two step ends is the same on all
+    ranks, apart from jitter that the mean removes. A rank that requests its batch early waits for
+    ranks that are still busy outside the step, for example if only rank 0 runs an evaluation. This
+    wait is not counted.
     """
     between: list[float] = [row["between"] for row in step]
     whole: float = mean(row["between"] + row["seconds"] for row in step)
@@ -144,7 +144,7 @@ def _is_loss(row: Mapping[str, Any]) -> bool:
 
 
 def _means(rows: Iterator[dict[str, Any]]) -> dict[str, Curve]:
-    """Return the curve of each mean, named "training NAME" or "evaluation NAME"."""
+    """Return each mean's curve, named "training NAME" or "evaluation NAME"."""
     curves: dict[str, Curve] = {}
     for row in rows:
         of = "training" if row["training"] else "evaluation"

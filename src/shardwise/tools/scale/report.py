@@ -49,7 +49,7 @@ class ScalingReport:
         return " ".join(self.plan.words)
 
     def rows(self, kind: str) -> list[ScalingRow]:
-        """Return the successful runs of a kind, sorted by number of workers."""
+        """Return the successful runs of kind `kind`, sorted by number of workers."""
         measured_runs = [
             (run, run.measured) for run in self.runs if run.kind == kind and run.measured
         ]
@@ -69,7 +69,7 @@ class ScalingReport:
 
     @property
     def accuracies(self) -> str:
-        """The name of the mean to show as accuracy, such as "evaluation accuracy", or ""."""
+        """The names of the means shown as accuracy, joined by " or "."""
         results = [run.measured for run in self.runs if run.measured]
         return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
@@ -154,7 +154,7 @@ COLUMNS = {
 
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
-    """Return the table cells of all runs of a kind, including failed runs."""
+    """Return the table cells of all runs of kind `kind`, including failed runs."""
     rows = {row.run.workers: row for row in report.rows(kind)}
     return [
         _cells(kind, rows[run.workers])
@@ -187,7 +187,7 @@ def figure(value: float) -> str:
 
 
 def accuracy_name(measured: Measured) -> str:
-    """Return the name of the mean to show as accuracy, or "" without such a mean.
+    """Return the name of the mean to show as accuracy, or "" if there is none.
 
     Evaluation means take precedence over training means.
     """
@@ -196,7 +196,7 @@ def accuracy_name(measured: Measured) -> str:
 
 
 def accuracy(measured: Measured) -> Curve:
-    """Return the curve of the mean to show as accuracy, or an empty curve without such a mean."""
+    """Return the curve of the mean to show as accuracy, or an empty curve if there is none."""
     name = accuracy_name(measured)
     return dict(measured.means[name]) if name else {}
 
@@ -274,7 +274,7 @@ def _result(report: ScalingReport, run: MeasuredRun) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the name of the CPU model."""
+    """Return the CPU model's name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

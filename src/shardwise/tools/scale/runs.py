@@ -45,8 +45,7 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """Default number of threads per rank. It is the same for all runs, so that workers are
-        comparable."""
+        """Threads per rank by default. Identical in all runs, so that they are comparable."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
@@ -103,7 +102,7 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
 
 
 def _folder(folder: Path) -> Path:
-    """Create the folder of a run, and remove the log and records of an earlier run from it."""
+    """Create a run's folder, and delete an earlier run's log and records from it."""
     # Remove only files with known names, because --out may contain the user's own files.
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():

@@ -2,12 +2,12 @@
 
 - failure_classes.py: reads failure classes: their rates, and the hardware that they take down
 - run_model.py: the parameters of a run, the causes of lost time, and the slowest of many devices
-- trial.py: one simulated run, event by event
-- island_trial.py: one simulated run with islands; a failure stops only the islands it hits
+- trial.py: simulates one run, event by event
+- island_trial.py: simulates one run with islands; a failure stops only the islands that it hits
 - outcome.py: the result of a trial, and how it spent its time
 - slow_links.py: the time that a synchronisation takes on the links between islands
-- goodput.py: many trials, their spread, and the best interval between checkpoints
-- flags.py: the command `shardwise simulate`
+- goodput.py: runs many trials, measures their spread, and finds the best checkpoint interval
+- flags.py: defines the command `shardwise simulate`
 - command.py: runs the trials and shows the results
 - report.py: the request, and the result as sentences and as JSON
 - pictures.py: the plots and the HTML page

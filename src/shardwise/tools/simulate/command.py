@@ -111,7 +111,7 @@ def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -
 
 
 def _interval(request: SimulationRequest, model: RunModel) -> float:
-    """Return the interval between saves in seconds of work, rounded to a multiple of a round.
+    """Return the checkpoint interval in seconds of work, rounded to whole rounds.
 
     By default, it is the length of the run.
     """
@@ -119,7 +119,7 @@ def _interval(request: SimulationRequest, model: RunModel) -> float:
 
 
 def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
-    """Raise ConfigError for options of islands or their links that would have no effect."""
+    """Raise ConfigError for island or link options that would have no effect."""
     of_links = {"--parameters": request.parameters, "--wire": request.wire, "--late": request.late}
     of_islands = {"--equal-every": request.equal_every, "--between": request.between, **of_links}
     if islands == 1 and (options := [name for name in of_islands if of_islands[name] is not None]):
@@ -135,8 +135,7 @@ def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
 
 
 def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError if islands cannot have equal sizes, or if other options are incompatible
-    with them."""
+    """Raise ConfigError if islands cannot have equal sizes, or if other options rule them out."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
     # All islands must have the same size, because each island has the same share of the work.
@@ -160,7 +159,7 @@ def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -
 def _links(request: SimulationRequest, islands: int) -> SlowLinks | None:
     """Return the links between islands, or None without --between.
 
-    Raises ConfigError if --between is set without --parameters.
+    Raises ConfigError if --between is set but --parameters is not.
     """
     if request.between is None:
         return None

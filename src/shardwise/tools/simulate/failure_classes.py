@@ -1,7 +1,7 @@
 """Reads failure classes from TOML files: their rates, and the hardware that they take down.
 
-Every value has a source, as in the catalogue of devices. The rate of a class is either a count in
-an observed run, or a number per component and 1,000 days:
+Every value has a source, as in the device catalogue. A class's rate is either a count in an
+observed run, or a number per component and 1,000 days:
 
     [class.gpu]
     title = "faulty GPU"
@@ -15,8 +15,8 @@ the job's size. With `per = { value = "device", from = "assumed" }` it is counte
 host, rack, pod). Its rate then grows with the size of the run. This suits a software bug that any
 rank may trigger.
 
-With `planned = true`, the run saves before it stops. With `slowdown`, the run does not stop, but
-runs at the pace of the slow component for `lasts_hours`.
+With `planned = true`, the run saves before it stops. With `slowdown`, the run does not stop.
+Instead, it runs at the slow component's pace for `lasts_hours`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class FailureClass:
         title: Description.
         scope: Hardware that the failure takes down: "device", "host", "rack", "pod", or "job" for
             none.
-        rate: Failures per second and component of `per`.
-        per: Kind of component whose number the rate is proportional to. It differs from `scope`
-            only for failures of the job that are more frequent on more hardware.
+        rate: Failures per second and component of kind `per`.
+        per: Kind of component to whose number the rate is proportional. It differs from `scope`
+            only for job failures that are more frequent on more hardware.
         detect: Seconds until the failure is noticed.
-        repair: Mean seconds until the hosts return, or 0 if they are not taken out of the run.
+        repair: Mean seconds until the hosts return, or 0 if they stay in the run.
         planned: True if the run saves before it stops.
         slowdown: Slowdown factor of the run. If it is 1, the run stops instead.
         lasts: Mean duration of the slowdown in seconds.
@@ -114,7 +114,7 @@ class FailureClass:
     lasts: float = 0.0
 
     def rate_over(self, topology: Topology) -> float:
-        """Return the failures per second of all components together."""
+        """Return the total failures per second of all components."""
         return topology.components(self.per) * self.rate
 
 
@@ -218,7 +218,7 @@ class _Reading(SourcedFile):
     def _rate(
         self, where: str, per: str, values: Mapping[str, float], observed: Mapping[str, float]
     ) -> float:
-        """Return the failures per second and component of `per`."""
+        """Return the failures per second and component of kind `per`."""
         if ("count" in values) == ("per_1000_days" in values):
             raise self.wrong(f"{where} needs either count or per_1000_days.")
         if "per_1000_days" in values:

@@ -61,7 +61,7 @@ class Goodput:
 
     @property
     def stop_rate(self) -> float:
-        """The number of stops of the entire run per second, over all trials."""
+        """Full stops of the run per second, over all trials."""
         seconds = sum(each.wall for each in self.outcomes)
         return sum(each.stops for each in self.outcomes) / seconds
 
@@ -110,7 +110,7 @@ def stops_per_second(
 ) -> float:
     """Return how many failures per second stop the entire run.
 
-    Without islands, every failure does. With islands, the rate is measured in some trials. Their
+    Without islands, every failure does. With islands, the rate is measured in a few trials, whose
     checkpoint interval hardly affects it.
     """
     if model.islands == 1:
@@ -125,7 +125,7 @@ def intervals_around(model: RunModel, rate: float) -> list[float]:
 
     They range from a quarter of Young's interval (1974) to four times that interval, for a run that
     stops `rate` times per second. They are rounded to whole rounds, and are at most the length of
-    the run. Without failures, that length is the only interval.
+    the run. Without failures, only the run's length is returned.
     """
     if not model.failure_rate:
         return [in_rounds(model.work, model)]

@@ -1,4 +1,4 @@
-"""IslandTrial: simulates one run with islands. A failure stops only the islands it hits.
+"""IslandTrial: simulates one run with islands. A failure stops only the islands that it hits.
 
 The present islands run in lockstep. A round consists of steps, a boundary that synchronises their
 parameters, and in some rounds a save. An island that fails loses its work of the current round. It
@@ -8,8 +8,8 @@ restarts while the others continue, and rejoins at a boundary with their common 
     island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
 
 Before an island rejoins, the present islands stop and save a checkpoint for it. At a boundary, they
-wait for a failed island until its failure is noticed. If no island is left, all of them return to
-the newest checkpoint. The run ends when all islands together have done the total work, so the
+wait for a failed island until its failure is noticed. If no island is present, all of them return
+to the newest checkpoint. The run ends when all islands together have done the total work, so the
 present islands make up for the steps of an absent one.
 """
 
@@ -37,7 +37,7 @@ class _Absence:
         cause: Current cause of the absence, one of CAUSES.
         until: Time when this cause ends.
         missing: Number of units that the island lacks (see RunModel.units_per_host).
-        awaited: True if the other islands have not noticed the failure yet, and so wait for this
+        awaited: True if the present islands have not noticed the failure yet, and so wait for this
             island at the boundary.
     """
 
@@ -78,7 +78,7 @@ class IslandTrial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Simulate the run until it ends, or until GIVES_UP times its work has passed."""
+        """Simulate the run until it ends, or until it takes GIVES_UP times as long as its work."""
         limit = GIVES_UP * self._model.work
         while not self._is_done and self._time.now < limit:
             ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
@@ -135,7 +135,7 @@ class IslandTrial:
             self._pass(until)
 
     def _begin_round(self) -> None:
-        """Begin a round. Islands that wait for the boundary rejoin."""
+        """Begin a round. Islands that are waiting at the boundary rejoin."""
         away = {n: each for n, each in self._away.items() if each.cause != "rejoining"}
         # True if an island rejoins and a present island saves a checkpoint for it. If all islands
         # were absent, they load the newest checkpoint instead.
@@ -198,7 +198,7 @@ class IslandTrial:
         }
 
     def _end(self, kind: str) -> None:
-        """Finish the current part of the round, of kind `kind`."""
+        """Finish the current part of the round, which is of kind `kind`."""
         del self._left[0]
         if kind == BOUNDARY:
             self._round = 0.0  # the common parameters contain this work, so failures cannot lose it
@@ -209,9 +209,9 @@ class IslandTrial:
             self._written.append((self._time.now + self._model.background, self._work))
 
     def _spend(self, seconds: float, parts: dict[str, float]) -> None:
-        """Account for `seconds` of wall time.
+        """Advance the time by `seconds`.
 
-        Present islands spend it on `parts`. Absent islands spend it on their causes.
+        Present islands spend this time on `parts`. Absent islands spend it on their causes.
         """
         # The wall time is divided equally among the islands.
         one = 1 / self._model.islands
@@ -228,7 +228,7 @@ class IslandTrial:
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
     def _take_events(self) -> None:
-        """Handle the events that are due."""
+        """Handle all due events."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
@@ -256,7 +256,7 @@ class IslandTrial:
             self._enter(lacking, "restart", self._model.restart)
 
     def _advance(self, each: _Absence) -> None:
-        """Move an absent island on to its next cause, because the current one has ended."""
+        """Start the next cause of an island's absence, because the current one has ended."""
         each.awaited = False
         if each.cause == "restart":
             self._enter(each, "rejoining", math.inf)
@@ -293,7 +293,7 @@ class IslandTrial:
             self._fail(failure, hit, working)
 
     def _hit(self, failure: FailureClass) -> dict[int, int]:
-        """Return the islands that a failure hits, with the number of failed units in each.
+        """Map each island that a failure hits to its number of failed units.
 
         Islands that wait for hosts are not included, because idle hosts do not fail.
         """
@@ -321,7 +321,7 @@ class IslandTrial:
     def _fail(self, failure: FailureClass, hit: dict[int, int], working: list[int]) -> None:
         """Handle a failure. The islands that it hits lose their work of the current round.
 
-        If no island is left, the run loses all work that is not in a checkpoint.
+        If no island is left, the run loses all work since its newest checkpoint.
         """
         detect = min(failure.detect, self._model.detect)
         # `_round` is the work of each island since the boundary, so scale it to the entire run.

@@ -25,7 +25,7 @@ class Outcome:
         lost: Lost time by cause.
         failures: Number of failures by class.
         moments: Time and class of each failure.
-        bins: For USEFUL and each cause, the time spent in each bin.
+        bins: Time spent in each bin, by kind (USEFUL or a cause).
         width: Width of a bin.
         whole: True if the run completed its work.
         stops: Number of failures that stopped the entire run.
@@ -48,7 +48,7 @@ class Outcome:
 
 
 class TimeSpent:
-    """Accumulates how the wall time is spent, in total and in bins of `width` seconds."""
+    """Accumulates how the wall time is spent, in total and per bin of `width` seconds."""
 
     def __init__(self, width: float) -> None:
         self.now = 0.0
@@ -57,7 +57,7 @@ class TimeSpent:
         self.bins: dict[str, list[float]] = {kind: [0.0] for kind in self.totals}
 
     def spend(self, parts: dict[str, float]) -> None:
-        """Advance the time by the sum of `parts` (seconds by kind), spread evenly over it."""
+        """Advance the time by the sum of `parts` (seconds by kind), which are spread evenly."""
         wall = sum(parts.values())
         if wall <= 0:
             return
@@ -97,7 +97,6 @@ class TimeSpent:
         whole: bool,
         stops: int,
     ) -> Outcome:
-        """Return the outcome of the trial."""
         return Outcome(
             wall=self.now,
             useful=self.totals[USEFUL],

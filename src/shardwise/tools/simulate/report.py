@@ -71,8 +71,8 @@ class SimulationRequest:
 class SimulationReport:
     """A simulated run and its result.
 
-    If the best checkpoint interval was searched, `tried` contains each interval in seconds with its
-    goodput.
+    If the simulation searched for the best checkpoint interval, `tried` contains each interval in
+    seconds with its goodput.
     """
 
     request: SimulationRequest

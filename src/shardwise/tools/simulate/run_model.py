@@ -31,11 +31,11 @@ class RunModel:
     Attributes:
         topology: Hosts and devices of the run.
         failures: Kinds of failures.
-        work: Total duration of the steps without any losses.
+        work: Total duration of the steps if no time were lost.
         step: Mean duration of a step over all devices.
         interval: Work between two checkpoints.
-        save: Time that a save blocks all devices.
-        restart: Duration of a restart until its first step.
+        save: Time for which a save blocks all devices.
+        restart: Time from a restart to its first step.
         background: Further time until a checkpoint is complete.
         detect: Maximum time until a failure is noticed.
         jitter: Standard deviation of a device's step time, as a fraction of `step`.
@@ -45,7 +45,7 @@ class RunModel:
         islands: Number of islands. They are groups of adjacent hosts, or of adjacent devices if
             there are more islands than hosts. A failure stops only the islands that it hits.
         every: Number of steps between two synchronisations of the islands.
-        boundary: Time that a synchronisation blocks the islands.
+        boundary: Time for which a synchronisation blocks the islands.
     """
 
     topology: Topology
@@ -106,10 +106,9 @@ class RunModel:
 
     @property
     def slowest(self) -> float:
-        """The slowdown of steps that jitter causes, as a factor.
+        """The factor by which jitter slows down steps.
 
-        Each step waits for the slowest device of an island, and each boundary for the slowest
-        island.
+        Each step waits for an island's slowest device, and each boundary for the slowest island.
         """
         # Only devices of the same island wait for each other in every step.
         mean, deviation = largest_of(self.topology.devices // self.islands)

@@ -22,7 +22,7 @@ GRADIENT = 4
 class SlowLinks:
     """The links between islands: one link of `megabits` Mbit/s per island.
 
-    `parameters` is the number of parameter elements of the model.
+    `parameters` is the model's parameter count, in elements.
     """
 
     islands: int
@@ -40,7 +40,7 @@ class SlowLinks:
         return (self.islands - 1) * packed
 
     def boundary_seconds(self, rule: IslandRule, step: float) -> float:
-        """Return the time in seconds that a boundary blocks the islands.
+        """Return the time in seconds for which a boundary blocks the islands.
 
         `step` is the duration of a step in seconds. If `rule.late` is set, the transfer overlaps
         with that many steps, and only the remaining time blocks.

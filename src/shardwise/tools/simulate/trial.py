@@ -2,8 +2,8 @@
 
 The events are failures, hosts returning from repair, and the ends of slow periods. Nothing changes
 between two events, so all steps and saves between them are computed at once. Failures of all
-components form a single Poisson process with the sum of the rates, and the class of each failure is
-drawn.
+components form a single Poisson process with the sum of their rates. The class of each failure is
+drawn at random.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Trial:
         self._next = self._draw_next()
 
     def run(self) -> Outcome:
-        """Simulate the run until it ends, or until GIVES_UP times its work has passed."""
+        """Simulate the run until it ends, or until it takes GIVES_UP times as long as its work."""
         while not self._is_done and self._time.now < self._limit:
             ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
             self._go_on(min(*ends, self._limit))
@@ -122,9 +122,9 @@ class Trial:
         self._since += work
 
     def _repeat(self, until: float, pace: float) -> None:
-        """Skip ahead over all full cycles, which consist of a save and an interval of work.
+        """Skip ahead over all full cycles of a save and an interval of work.
 
-        It is called when a save is due, and a save is due again afterwards. The cycles end before
+        A save must be due when this is called, and is due again afterwards. The cycles end before
         `until`, and before the work is done.
         """
         model = self._model
@@ -158,7 +158,7 @@ class Trial:
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
     def _take_events(self) -> None:
-        """Handle the events that are due."""
+        """Handle all due events."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
@@ -173,7 +173,7 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Return repaired hosts to the run, or to the spares. Return True if the run gained one."""
+        """Return repaired hosts to the run, or to the spares. Return True if the run gained any."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)

@@ -42,7 +42,7 @@ class StepTimes:
         number: The step number.
         seconds: Total duration in seconds.
         spent: Seconds by kind.
-        hidden: Seconds that a collective was in flight while the rank did other work.
+        hidden: Seconds during which a collective was in flight while the rank did other work.
         waited: Seconds that the rank slept until other ranks arrived.
         nbytes: Bytes that the rank passed to collectives.
     """
@@ -57,12 +57,12 @@ class StepTimes:
 
     @property
     def exposed(self) -> float:
-        """Seconds that the rank communicated and did nothing else."""
+        """Seconds during which the rank only communicated."""
         return self.spent[EXPOSED]
 
     @property
     def busy(self) -> float:
-        """Seconds that the rank did not wait for other ranks."""
+        """Seconds during which the rank did not wait for other ranks."""
         return self.seconds - self.waited
 
 
@@ -115,7 +115,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
 
 
 def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, float]]]:
-    """Return the intervals of each kind of work on a rank. No two of them overlap."""
+    """Return the intervals of each kind of work on a rank. None of the intervals overlap."""
     covered: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if (kind := _kind(event)) is not None:
@@ -131,9 +131,9 @@ def _kinds(events: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[float, f
 
 
 def _waits(events: Sequence[Mapping[str, Any]]) -> list[tuple[float, float]]:
-    """Return the intervals when a rank waited for other ranks.
+    """Return the intervals in which a rank waited for other ranks.
 
-    Waits of its communication thread count only while the rank is waiting for that thread.
+    The communication thread's waits count only while the rank itself waits for that thread.
     """
     waits = [_ends(event) for event in events if event["cat"] == WAIT]
     beside = union(_ends(event) for event in events if event["cat"] == WAIT_BESIDE)

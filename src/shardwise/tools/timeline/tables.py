@@ -50,7 +50,7 @@ def per_step(steps: Iterable[StepTimes]) -> Table:
 
 
 def longest(steps: Steps, count: int) -> list[StepTimes]:
-    """Return the `count` longest steps. Each one is included for all ranks."""
+    """Return the `count` longest steps, each for all ranks."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
@@ -60,7 +60,7 @@ def longest(steps: Steps, count: int) -> list[StepTimes]:
 
 
 def legend() -> list[str]:
-    """Return one line per column of the tables, which explains the column."""
+    """Return lines that explain the columns of the tables, one per column."""
     width = max(map(len, _MEANINGS))
     return [f"{heading:>{width}}  {meaning}" for heading, meaning in _MEANINGS.items()]
 
@@ -88,7 +88,7 @@ def words(steps: Steps) -> list[str]:
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
     """Return all results, in seconds, as values that JSON can represent.
 
-    `steps` are the steps that the means are computed from. `every` are all steps.
+    `steps` are the steps that the means use. `every` contains all steps.
     """
     last = slowest(steps)
     return {

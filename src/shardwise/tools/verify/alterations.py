@@ -1,9 +1,9 @@
 """Alters a script's behaviour to test a possible cause of a difference.
 
-`verify` reports a cause only if the difference between placements disappears without it.
+`verify` reports a cause only if removing it makes the difference between placements disappear.
 
     sampler      every DistributedSampler yields all samples, as on a single rank
-    batches      divides a library's batch size per worker, so that the total stays the same
+    batches      divides a library's per-worker batch size, so that the total stays the same
     split        random_split uses the same fixed generator on all ranks
     draws        all ranks draw the same random numbers after each step
     loss         multiplies losses by a factor
@@ -13,7 +13,7 @@
     sum          the script's own sums over ranks return their input
     averaged     averages the named module tensors across ranks after each step
     rank         the script sees rank 0 on every rank
-    size         the script sees a world of one rank
+    size         the script sees a world size of 1
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds the cause of a difference by experiment: removes a suspect and compares the runs again.
 
-suspects.py lists the suspects.
+The suspects are listed in suspects.py.
 """
 
 from __future__ import annotations

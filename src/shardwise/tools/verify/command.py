@@ -147,7 +147,7 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
 
 
 def _log_folder(out: Path) -> Path:
-    """Create the folder for logs in `out`, and remove the files of earlier verifications."""
+    """Create the log folder in `out`, and remove the files of earlier verifications."""
     # Remove only files with known names, because `--out` may contain the user's own files.
     folder = out / LOGS
     folder.mkdir(parents=True, exist_ok=True)

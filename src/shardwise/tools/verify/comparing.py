@@ -54,8 +54,8 @@ class StepDifference:
     """The differences in one step of `engine`. Number 0 is the state before the first step.
 
     `loss`, `grad_norm` and `weight` are relative differences, 0 if the values are identical.
-    `rows` are the numbers of rows that the models received in the reference and in the other run.
-    `tensors` are sorted in forward order.
+    `rows` are the models' input row counts in the reference and in the other run. `tensors` are
+    sorted in forward order.
     """
 
     engine: int
@@ -101,7 +101,7 @@ class StepDifference:
 class Comparison:
     """The comparison of two runs, over the steps that both runs completed.
 
-    `counts` maps each engine to its numbers of steps in the reference and in the other run.
+    `counts` maps each engine to its step counts in the reference and in the other run.
     """
 
     steps: Sequence[StepDifference]
@@ -128,14 +128,14 @@ class Comparison:
 
     @property
     def without_losses(self) -> Comparison:
-        """The same comparison without losses and weights."""
+        """A copy of this comparison in which losses and weights count as identical."""
         steps = [replace(step, loss=0.0, weight=0.0) for step in self.steps]
         return Comparison(steps, self.counts)
 
     def rounds_losses(self, tolerance: float, of_losses: float) -> bool:
         """Return whether only losses differ by more than `tolerance`, and by at most `of_losses`.
 
-        A wrong loss of this size would also have wrong gradients.
+        If a loss were really wrong by this much, the gradients would differ too.
         """
         return (
             not self.within(tolerance)
@@ -178,7 +178,7 @@ def compare(
 
 
 def _least(steps: Sequence[Step]) -> tuple[float, float]:
-    """Return the lower bounds of the scales for losses and for norms."""
+    """Return the lower bounds of the loss scale and the norm scale."""
     losses, norms = ([abs(getattr(step, name)) for step in steps] for name in ("loss", "grad_norm"))
     return (
         FLOOR * max(filter(math.isfinite, losses), default=0.0),
@@ -271,7 +271,6 @@ def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bo
 
 
 def _ratio(apart: float, size: float) -> float:
-    """Return `apart` / `size`, or infinity if the result is NaN."""
     # 0 / inf and 0 / nan must be 0.
     ratio = apart / size if apart else 0.0
     return math.inf if math.isnan(ratio) else ratio
@@ -349,16 +348,16 @@ def _difference(
 
 
 def _group(key: Key) -> Key:
-    """Return the group of tensors with comparable values.
+    """Return the group to which the tensor `key` belongs. Its tensors have comparable magnitudes.
 
-    For optimizer state and buffers, it contains those with the same last part of the name.
+    Optimizer state and buffers are grouped by the last part of their names.
     """
     kind, name = key
     return kind, name.rpartition(".")[2] if kind in ("optimizer", "buffer") else ""
 
 
 def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]]:
-    """Return `FLOOR` times the largest absolute value and the largest norm of each group."""
+    """Return `FLOOR` times the largest absolute value and the largest norm, for each group."""
     floors: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, whole in tensors.items():
         largest, norm = floors[_group(key)]
@@ -370,7 +369,7 @@ def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]
 
 
 def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
-    """Return a sort key by the module's first run, with unused modules last."""
+    """Return a sort key: modules in the order of their first forward pass, unused modules last."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         if (place := order.get(".".join(parts[:end]))) is not None:

@@ -153,7 +153,10 @@ def _verify_stock(
     resume_with: str | None,
     **given: Any,
 ) -> int:
-    """Verify a script of another library; `given` are flags of a placement, of which -n counts."""
+    """Verify a script that uses another library. `given` contains the flags of a placement.
+
+    Raises LaunchError if a placement flag other than -n is set.
+    """
     unused = sorted(n for n in ("config", *config.FIELDS, *LAUNCHER) if given.get(n))
     if unused:
         flag = LAUNCHER.get(unused[0], f"--{unused[0].replace('_', '-')}")
@@ -202,7 +205,7 @@ def _verify_stock(
 
 
 def _stock_command(words: tuple[str, ...], size: int | None, *, module: bool) -> tuple[Any, str]:
-    """Return the command that starts the ranks, and the name of its script without a suffix."""
+    """Return the command that starts the ranks, and its script's name without a suffix."""
     kind = import_module("shardwise.tools.verify.stock.stock_runs").StockCommand
     if len(words) == 1 and " " in words[0] and not Path(words[0]).exists():
         if size is not None:

@@ -49,7 +49,7 @@ Make = Callable[[Run, str], RecordedTraining]
 
 @dataclass
 class Verification:
-    """Verifies the placements of a plan. It executes runs with `make`, the reference only once."""
+    """Verifies a plan's placements. Executes runs with `make`, and runs the reference only once."""
 
     plan: VerifyRequest
     make: Make
@@ -61,7 +61,7 @@ class Verification:
     def check(self) -> RecordedTraining:
         """Run the reference and check that there is something to compare.
 
-        Raises LaunchError if the script makes no step, or trains without an engine or Horovod.
+        Raises LaunchError if the script completes no step, or trains without an engine or Horovod.
         """
         reference = self._reference()
         if self.plan.against is None:

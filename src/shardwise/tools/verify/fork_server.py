@@ -156,7 +156,7 @@ class ForkServer:
             self._selector.unregister(child.line)
 
     def _reap(self) -> None:
-        """Send the exit codes of exited ranks to their clients, and kill remaining processes."""
+        """Send exited ranks' exit codes to their clients, and kill the processes that they left."""
         for pid, child in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:

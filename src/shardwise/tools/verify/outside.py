@@ -30,8 +30,8 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 class Recorder:
     """Records the training of rank `rank` to `folder` if the script uses no engine.
 
-    If `plain` is true, the script runs without a launcher. In that case the recorder also stops it
-    after `stop_after` steps of the first optimizer that steps. `preset` is the precision to apply
+    If `plain` is true, the script runs without a launcher. The recorder then also stops the script
+    after `stop_after` steps of whichever optimizer steps first. `preset` is the precision to apply
     to models.
     """
 
@@ -214,11 +214,10 @@ class _TrackedOptimizer:
         return optimizer is mine or optimizer.param_groups is mine.param_groups
 
     def follow(self) -> None:
-        """Start recording the inputs of the models."""
         self.inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
-        """Return the contents of a step's file other than loss, norm and tensors."""
+        """Return the figures in a step's file, except the loss and the norm."""
         assert self.inputs is not None
         # Inputs belong to the step after them, not to the state before the first step.
         fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])
@@ -281,9 +280,9 @@ def _without_wrapper(name: str) -> str:
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
-    """Return whether a step was called with a closure.
+    """Return whether `step` was called with a closure.
 
-    The `args` of the hook may start with the optimizer.
+    The hook's `args` may start with the optimizer.
     """
     arguments = [
         *(each for each in args if not isinstance(each, optim.Optimizer)),

@@ -46,12 +46,12 @@ class RunPlacement:
 
     @property
     def passed(self) -> tuple[str, ...]:
-        """The launcher flags that pass on environment variables (-x), which are always needed."""
+        """The launcher flags that forward environment variables (-x), which every run needs."""
         pairs = zip(self.launcher, self.launcher[1:], strict=False)
         return tuple(word for flag, value in pairs if flag == "-x" for word in (flag, value))
 
     def reference(self) -> RunPlacement:
-        """Return the placement of the reference: a single rank on this host, -n 1 --zero 0."""
+        """Return the reference's placement: a single rank on this host, -n 1 --zero 0."""
         kept = {name: text for name, text in self.settings.items() if name in TRAINING}
         # All other settings of the placement are left at their defaults.
         alone = {"zero": "0"}
@@ -139,7 +139,7 @@ def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
 
 
 def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement with every lower ZeRO level, and the tiers that the level allows."""
+    """Yield a copy of the placement for each lower ZeRO level, with the tiers that it allows."""
     for level in range(placement.level):
         candidate = placement.without("shard", "zero", "shard_within").with_settings(
             zero=str(level)
@@ -152,7 +152,7 @@ def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without any offloading, then without each kind of offloading."""
+    """Yield the placement without any offloading, then without each kind of offloading alone."""
     names = [name for name in TIERS if name in placement.settings]
     for candidate in (placement.without(*names), *(placement.without(name) for name in names)):
         if candidate.is_legal:
@@ -165,7 +165,7 @@ def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without tensor, pipeline and expert parallelism, then without each."""
+    """Yield the placement without layer splits (AXES), then without each kind of split alone."""
     for names in (AXES, *((name,) for name in AXES)):
         if any(name in placement.settings for name in names):
             candidate = placement.without(*names)
@@ -178,7 +178,7 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without all other distribution settings, then without each of them."""
+    """Yield the placement without all other distribution settings, then without each one alone."""
     known = {*TRAINING, *AXES, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)

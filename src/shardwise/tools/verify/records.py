@@ -96,7 +96,7 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What ran the training: "engine", "horovod", "plain", or "" for none."""
+        """What ran the training: "engine", "horovod", "plain", or "" if nothing trained."""
         return str(self.facts.get("driver", ""))
 
     @property
@@ -143,7 +143,7 @@ def _dense(by_engine: Mapping[int, T]) -> dict[int, T]:
 
 
 def _facts(ranks: list[Path]) -> dict[str, Any]:
-    """Return the facts of all ranks. Lists are merged, and other values are taken from rank 0."""
+    """Return the ranks' facts. Lists are merged, and other values are taken from rank 0."""
     facts: dict[str, Any] = {}
     for rank in ranks:
         for path in sorted(rank.glob("*.json")):

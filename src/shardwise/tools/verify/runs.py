@@ -209,7 +209,7 @@ class WarmRanks:
         return bool(self._processes)
 
     def words(self, server: int, arguments: Sequence[str]) -> list[str]:
-        """Return the command line (script, then its arguments) that starts a rank."""
+        """Return the command line that starts a rank: the script, then `arguments`."""
         return [str(CLIENT), str(self._folder), str(server), *arguments]
 
     def __enter__(self) -> WarmRanks:

@@ -67,7 +67,7 @@ def list_differing_tensors(training: RecordedTraining) -> list[tuple[str, str]]:
 
 
 def quote_lines(facts: Mapping[str, Any], name: str) -> str:
-    """Return the lines recorded under `name`, as " at a.py:3, a.py:9", or "" without any lines."""
+    """Return the lines recorded under `name`, as " at a.py:3, a.py:9", or "" if there are none."""
     lines = list(facts.get(name, ()))
     more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
     return f" at {', '.join(lines[:MANY])}{more}" if lines else ""
@@ -80,7 +80,7 @@ def _of_data(
     size: int,
     rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
-    """Yield suspects for inputs that differ in their samples or their number."""
+    """Yield suspects if the runs' inputs differ in their samples or in their number."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
     # If the batch size is per worker, a step has exactly `size` times the reference's rows.

@@ -74,7 +74,7 @@ def module_of(depth: int) -> str:
 
 
 def user_line() -> str | None:
-    """Return FILE:LINE of the innermost frame of user code, or None without such a frame."""
+    """Return FILE:LINE of the innermost frame of user code, or None if there is none."""
     # Search all frames, because a library (a Trainer, for example) may be in between.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not _is_users(frame):
@@ -154,7 +154,6 @@ def watch_horovod(facts: Facts) -> None:
 
 
 def _watch_calls(owner: Any, name: str, facts: Facts, topic: str) -> None:
-    """Record every line of user code that calls `owner.name`."""
     plain = getattr(owner, name)
 
     @wraps(plain)

@@ -1,17 +1,17 @@
 """`shardwise verify --stock`: compares a distributed script of any library with one process.
 
-    stock_command.py   prints the result, writes page, JSON and JUnit
-    stock_flow.py      ranks against one process: which runs, which verdict
-    stock_resume.py    a stopped and resumed run against a whole one (--resume-at)
-    stock_runs.py      starts a run, and ends it after the time limit
+    stock_command.py   prints the result, and writes the page, JSON and JUnit files
+    stock_flow.py      compares the ranks with one process: decides on the runs and the verdict
+    stock_resume.py    compares a resumed run with an uninterrupted one (--resume-at)
+    stock_runs.py      starts each run, and stops it if it makes no progress
     own_files.py       shows each run the user's files, without changing them
-    start/             is imported when Python starts, and starts the recorder in each rank
-    recorder.py        writes gradients, parameters and losses of every step
-    batches.py         writes the batches of every rank, and replays their union in one process
-    findings.py        names the mistakes that records prove
-    metrics.py         names the mistakes of evaluations
-    suspects.py        possible causes of a difference, with the alterations that would remove it
+    start/             imported when Python starts; starts the recorder in each rank
+    recorder.py        records gradients, parameters and losses in every step
+    batches.py         records each rank's batches, and replays their union in one process
+    findings.py        reports mistakes that the records prove
+    metrics.py         reports mistakes in evaluations
+    suspects.py        lists possible causes of a difference, with alterations that remove them
     alterations.py     removes a suspected cause in a trial run
 
-Ranks and reference run the script unchanged.
+The ranks and the reference run the script unchanged.
 """

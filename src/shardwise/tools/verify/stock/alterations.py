@@ -1,6 +1,6 @@
-"""Changes one thing about a rank or the reference, to confirm a cause.
+"""Alters the ranks or the reference in one respect, to confirm a cause.
 
-If the runs agree with the change, the change takes away the cause of the difference.
+If the altered runs agree, the alteration removes the cause of the difference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NO_DROPOUT = {"dropout_p": 0.0}
 
 
 def apply(wanted: Mapping[str, Any]) -> None:
-    """Apply alterations by name, for the time of this process."""
+    """Apply the alterations in `wanted` (values by name) for the lifetime of this process."""
     for name, value in wanted.items():
         _ALTERATIONS[name](value)
 
@@ -42,7 +42,7 @@ def _scale_gradients(factor: float) -> None:
 
 
 def _scale_some_gradients(wanted: tuple[float, list[str]]) -> None:
-    """Multiply the gradients of the named parameters by a factor before they are used."""
+    """Multiply some gradients before they are used. `wanted` is (factor, parameter names)."""
     factor, names = wanted
 
     def scale(parameters: Sequence[Tensor]) -> None:
@@ -69,7 +69,10 @@ def _average_gradients(names: list[str]) -> None:
 
 
 def _share_gradients(names: list[str]) -> None:
-    """Give ranks without a gradient of a named parameter the mean of those of the others."""
+    """Average the named parameters' gradients over the ranks that have them, before they are used.
+
+    Ranks without a gradient receive this mean.
+    """
 
     def share(parameters: Sequence[Tensor]) -> None:
         for parameter in _with_names(parameters, names) if readers.world_size() > 1 else ():
@@ -83,8 +86,10 @@ def _share_gradients(names: list[str]) -> None:
 
 
 def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call `change` with the parameters of each step once, before their gradients are clipped, or
-    else before the optimizer uses them."""
+    """Call `change` once per step for each parameter, before its gradient is clipped.
+
+    Without clipping, call `change` just before the optimizer step.
+    """
     changed: set[int] = set()
 
     def change_once(parameters: Sequence[Tensor]) -> None:
@@ -107,7 +112,7 @@ def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
 
 
 def _clip_norms(norms: list[list[float]]) -> None:
-    """Clip by the given norms, by step. Steps without one stay as they are."""
+    """Clip by the norms in `norms`, by step. Steps with an empty list clip by their own norm."""
     place = 0
 
     def count(*_: Any) -> None:
@@ -138,7 +143,7 @@ def _clip_norms(norms: list[list[float]]) -> None:
 
 
 def _scale_rates(factor: float) -> None:
-    """Multiply the learning rates of each optimizer by `factor` when it is made."""
+    """Multiply each optimizer's learning rates by `factor` when the optimizer is created."""
     init: Callable[..., None] = optim.Optimizer.__init__
 
     @wraps(init)
@@ -151,7 +156,7 @@ def _scale_rates(factor: float) -> None:
 
 
 def _rates(rates: list[list[float]]) -> None:
-    """Use the given learning rates, by step and parameter group."""
+    """Override learning rates with `rates`, by step and parameter group."""
     steps = iter(rates)
 
     def set_rates(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -162,7 +167,10 @@ def _rates(rates: list[list[float]]) -> None:
 
 
 def _loss_factors(factors: list[list[list[float]]]) -> None:
-    """Multiply each loss by its factor, by rank, step and backward, before its backward."""
+    """Multiply each loss by its factor just before its backward pass.
+
+    `factors` is indexed by rank, step and backward pass.
+    """
     rank = readers.rank() if len(factors) > 1 else 0
     flat = iter([factor for step in factors[rank] for factor in step])
     backward: Callable[..., Any] = torch.autograd.backward
@@ -183,7 +191,10 @@ def _loss_factors(factors: list[list[list[float]]]) -> None:
 
 
 def _scale_term(wanted: tuple[int, float]) -> None:
-    """Multiply the gradient of one addend of each loss: 0 or 1, and the factor."""
+    """Multiply the gradient of one of each loss's two terms.
+
+    `wanted` is (index of the term, 0 or 1; factor).
+    """
     addend, factor = wanted
     backward: Callable[..., Any] = torch.autograd.backward
     inside = False
@@ -207,7 +218,7 @@ def _scale_term(wanted: tuple[int, float]) -> None:
 
 
 def _no_dropout(value: None) -> None:
-    """Let dropout pass its input through."""
+    """Disable dropout."""
     for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout"):
         setattr(nn.functional, name, _identity)
     plain: Callable[..., Tensor] = nn.functional.scaled_dot_product_attention
@@ -226,7 +237,7 @@ def _identity(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _global_batch_norm(value: None) -> None:
-    """Let BatchNorm use the mean and variance of the rows of all ranks."""
+    """Make BatchNorm normalise with the mean and variance of all ranks' rows."""
     plain: Callable[..., Tensor] = nn.functional.batch_norm
 
     @wraps(plain)
@@ -265,7 +276,7 @@ def _global_batch_norm(value: None) -> None:
 
 
 def _no_bf16(value: None) -> None:
-    """Use the default dtype where a script asks for bf16."""
+    """Use the default dtype wherever the script requests bf16."""
     kinds: tuple[Any, ...] = (Tensor, nn.Module)
     for kind in kinds:
         plain_to: Callable[..., Any] = kind.to
@@ -291,7 +302,6 @@ def _wider(value: Any) -> Any:
 
 
 def _with_names(parameters: Sequence[Tensor], names: Sequence[str]) -> list[Tensor]:
-    """Return the parameters with the given names, in the order of the names."""
     named = {
         readers.plain_name(joined(prefix, name)): parameter
         for prefix, model in _named_models(list(parameters))

@@ -1,8 +1,8 @@
-"""Records what the DataLoaders of a rank yield, and replays the union of all ranks.
+"""Records the batches that each rank's DataLoaders yield, and replays the union of all ranks.
 
-A loader is known by the line of the script that made it and by a count, so that the same loader
-has the same key in all processes. FOLDER/rank-R/batch-LOADER-EPOCH-NUMBER.pt is what its iteration
-number EPOCH yielded as number NUMBER.
+A loader's key is the script line that created it and a counter, so that the same loader has the
+same key in all processes. FOLDER/rank-R/batch-LOADER-EPOCH-NUMBER.pt is batch NUMBER of the
+loader's iteration EPOCH.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IGNORED = -100
 
 
 class UnjoinableBatches(Exception):
-    """One process cannot be given what the ranks were given. The message says why."""
+    """Raised if the ranks' batches cannot be combined for one process. The message says why."""
 
 
 class LoaderKeys:
@@ -38,7 +38,7 @@ class LoaderKeys:
         self._made: Counter[str] = Counter()
 
     def follow(self) -> None:
-        """Give a key to each loader that is made from now on."""
+        """Patch DataLoader to assign a key to every new loader."""
         init: Callable[..., None] = DataLoader.__init__
 
         @wraps(init)
@@ -54,10 +54,11 @@ class LoaderKeys:
 
 
 class BatchRecorder:
-    """Writes what the loaders of one rank yield into `folder`, unless `keeps` is False.
+    """Records the batches that one rank's loaders yield.
 
-    `seen` has for each batch the loader's key, its iteration, the step, a hash of each row, and
-    whether gradients were enabled. If `widens` is True, the script gets floats as fp64.
+    The batches are saved to `folder`, unless `keeps` is False. `seen` describes each batch: the
+    loader's key and iteration, the step, a hash of each row, and whether gradients were enabled. If
+    `widens` is True, the script receives floating-point tensors as fp64.
     """
 
     def __init__(self, folder: Path, *, keeps: bool = True, widens: bool = False) -> None:
@@ -71,13 +72,13 @@ class BatchRecorder:
         """Rows that were yielded without gradients since the last batch with gradients."""
 
     def count_since_step(self) -> int:
-        """Return the number of batches with gradients since the last call."""
+        """Return the number of batches with gradients enabled since the last call."""
         count = len([each for each in self.seen if each["trains"]]) - self._counted
         self._counted += count
         return count
 
     def follow(self) -> None:
-        """Record from now on."""
+        """Patch DataLoader to record every batch."""
         begin = DataLoader.__iter__
         following = dataloader._BaseDataLoaderIter.__next__
 
@@ -142,12 +143,12 @@ class BatchRecorder:
 
 
 def _evaluated(before: int, rows: Sequence[int]) -> int:
-    """Return the rows of the current evaluation, after a batch that was yielded now."""
+    """Return the evaluation's row count after a batch of `rows`, or 0 if gradients are enabled."""
     return 0 if torch.is_grad_enabled() else before + len(rows)
 
 
 def hashes_of_rows(batch: Any) -> list[int]:
-    """Return a hash of each row of a batch, over all of its tensors."""
+    """Return a hash of each row of a batch, over all tensors of the batch."""
     leaves = torch.utils._pytree.tree_leaves(_plain(batch))
     tensors = [each for each in leaves if isinstance(each, Tensor) and can_be_taken(each)]
     tensors = [each for each in tensors if each.ndim]
@@ -165,7 +166,7 @@ def hashes_of_rows(batch: Any) -> list[int]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with mappings as dicts. pytree does not open other mappings."""
+    """Return the batch with other mappings converted to dicts, which pytree can traverse."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -189,10 +190,10 @@ def _bytes(values: Tensor) -> bytes:
 
 
 class BatchReplay:
-    """Makes the loaders of one process yield the union of what `ranks` recorded.
+    """Makes one process's loaders yield the union of the batches that the ranks recorded.
 
-    A loader is found by its key. A script or a library may make a loader in another line if there
-    is one rank only; such a loader takes the place of the recorded one with as many samples.
+    Loaders are matched by key. With only one rank, a script or library may create a loader on a
+    different line. Such a loader replays a recorded one whose dataset has the same size.
     """
 
     def __init__(self, folder: Path, widen: bool = False) -> None:
@@ -215,7 +216,7 @@ class BatchReplay:
                     known["not_saved"] = loader["not_saved"]
 
     def follow(self) -> None:
-        """Replay from now on."""
+        """Patch DataLoader to replay the recorded batches."""
         begin, length = DataLoader.__iter__, DataLoader.__len__
 
         @wraps(begin)
@@ -241,7 +242,7 @@ class BatchReplay:
         DataLoader.__len__ = recorded  # type: ignore[method-assign]
 
     def _key(self, loader: DataLoader[Any]) -> str | None:
-        """Return the recorded key of a loader; None if no rank has iterated over it."""
+        """Return the loader's recorded key, or None if no rank has iterated over it."""
         own = str(getattr(loader, "stock_key", ""))
         if own in self._loaders:
             self._bound[own] = own
@@ -259,7 +260,7 @@ class BatchReplay:
     def _draw(self, loader: DataLoader[Any], key: str) -> None:
         """Draw the random numbers that a DataLoader draws when an iteration starts.
 
-        Otherwise the next numbers of the script would not be the same as on the ranks.
+        Without this, the script's next random numbers would differ from those on the ranks.
         """
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         if self._loaders[key]["sampler"] == "RandomSampler":
@@ -289,7 +290,7 @@ class BatchReplay:
 
 
 def _loaded(path: Path) -> Any:
-    """Load a batch. Tensors on a GPU are moved to the GPU of this process."""
+    """Load a batch. Move its GPU tensors to this process's GPU."""
 
     def place(storage: Any, location: str) -> Any:
         return storage.cuda() if location.startswith("cuda") else storage
@@ -298,7 +299,7 @@ def _loaded(path: Path) -> Any:
 
 
 def widened(batch: Any) -> Any:
-    """Return a batch with its floating-point tensors in fp64."""
+    """Return the batch with its floating-point tensors in fp64."""
 
     def cast(values: Tensor) -> Tensor:
         return values.double() if values.is_floating_point() else values
@@ -307,8 +308,10 @@ def widened(batch: Any) -> Any:
 
 
 def without_copies(batches: Sequence[Any]) -> list[Any]:
-    """Return the batches without those whose rows an earlier one has: ranks that share the layers
-    of a model are given the same rows."""
+    """Return the batches without duplicates, which are batches with the same rows.
+
+    Ranks that share the layers of a model receive the same rows.
+    """
     kept: dict[tuple[int, ...], Any] = {}
     for batch in batches:
         kept.setdefault(tuple(hashes_of_rows(batch)), batch)
@@ -316,10 +319,11 @@ def without_copies(batches: Sequence[Any]) -> list[Any]:
 
 
 def are_copies(batches: Sequence[Any]) -> bool:
-    """Return whether each distinct batch occurs equally often, and more than once.
+    """Return whether every distinct batch occurs equally often, and more than once.
 
-    Ranks that share the layers or the sequences of a model are given the same rows. One process
-    needs them once. A batch that occurs more often than others counts more often, so it stays.
+    In that case the ranks share the layers or sequences of a model, and one process needs each
+    batch only once. If one batch occurs more often than the others, its repetitions are part of the
+    training, so they must stay.
     """
     counts = Counter(tuple(hashes_of_rows(batch)) for batch in batches)
     return () not in counts and len(set(counts.values())) == 1 < max(counts.values())
@@ -328,17 +332,17 @@ def are_copies(batches: Sequence[Any]) -> bool:
 def join(batches: Sequence[Any], batch_size: int | None = None) -> Any:
     """Return one batch with the rows of all `batches`, in their order.
 
-    Tensors and arrays are concatenated along dim 0. Rows of different lengths are padded at their
-    end: with -100 where it occurs in one of the tensors (labels), else with 0. A list with one
-    entry per sample is appended to the others'.
+    Tensors and arrays are concatenated along dim 0. Rows of different lengths are padded at the
+    end: with -100 if one of the tensors contains -100 (labels), otherwise with 0. Lists with one
+    entry per sample are concatenated.
 
     Args:
         batches: The batches, one per rank.
-        batch_size: Largest number of samples in each of them, or None if it is not known.
+        batch_size: Largest number of samples per batch, or None if it is not known.
 
     Raises:
-        UnjoinableBatches: If the batches do not have the same structure, or have values that are
-            neither tensors nor lists nor equal, or if dim 0 is not that of the samples.
+        UnjoinableBatches: If the batches have different structures, if they contain values that are
+            neither tensors nor lists and differ, or if dim 0 is not the sample dim.
     """
     first = batches[0]
     if len(batches) == 1:
@@ -371,7 +375,7 @@ def join(batches: Sequence[Any], batch_size: int | None = None) -> Any:
 
 
 def _is_of_samples(batches: Sequence[Sequence[Any]], batch_size: int | None) -> bool:
-    """Return whether a list has one entry per sample, such as strings, and not one per field."""
+    """Return whether the lists have one entry per sample, such as strings, not one per field."""
     entries = [entry for each in batches for entry in each]
     if not any(isinstance(each, Tensor | np.ndarray | list | tuple | Mapping) for each in entries):
         return bool(entries)

@@ -1,4 +1,4 @@
-"""Notes which operations of a script draw random numbers, to name the one that has no seed."""
+"""Logs which operations of a script draw random numbers, to name the one without a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 2000
 
 
 class DrawLog(TorchFunctionMode):
-    """Compares the states of all generators after each call of torch.
+    """Logs random draws by comparing the states of all generators after each torch call.
 
     An entry is (operation, line of the script, library, hashes of the state before and after).
     """
@@ -26,7 +26,6 @@ class DrawLog(TorchFunctionMode):
         self._states = readers.hash_random_states()
 
     def follow(self) -> None:
-        """Note draws from now on."""
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_function__(
@@ -50,7 +49,7 @@ class DrawLog(TorchFunctionMode):
 
 
 def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
-    """Return the first operation that drew from other states in two runs; None without one."""
+    """Return the first operation that drew from different states in the two runs, or None."""
     # Libraries draw from `random` for names of files, so look at the generators of torch first.
     for wanted in ("torch", "cuda", "numpy", "random"):
         pairs = ([entry for entry in each if entry[2] == wanted] for each in (one, other))

@@ -1,7 +1,7 @@
-"""Recognises what went wrong in a stock script from what its ranks recorded.
+"""Finds mistakes in a stock script that the ranks' records prove, without a trial run.
 
-A finding needs no trial: the records prove it, such as equal batches on all ranks. suspects.py has
-the possible causes of a difference, which a trial confirms.
+An example is identical batches on all ranks. Possible causes that only a trial run can confirm are
+in suspects.py.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ CLOSE = 1e-3
 
 @dataclass(frozen=True)
 class Finding:
-    """A mistake that the records of the ranks prove."""
+    """A mistake that the ranks' records prove."""
 
     name: str
     words: str
 
 
 def findings(made: StockRecords, reference: StockRecords | None = None) -> list[Finding]:
-    """Return what the records prove, the most particular first.
+    """Return the mistakes that the records prove, most specific first.
 
-    Without the records of the reference, what the ranks alone prove.
+    Without `reference`, only mistakes that the ranks' own records prove are returned.
     """
     if len(made.ranks) == 1:
         return []
@@ -55,7 +55,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
 
 
 def parts_of_ranks(made: StockRecords, reference: StockRecords | None) -> list[str]:
-    """Return the parameters that have other shapes on the ranks than in one process."""
+    """Return the parameters that have different sizes on the ranks and in the reference."""
     if reference is None:
         return []
     return [
@@ -123,8 +123,10 @@ def _same_data(made: StockRecords) -> Iterator[Finding]:
 
 
 def _compute_parts(made: StockRecords) -> bool:
-    """Return whether ranks with the same parameters and the same rows had different losses, or
-    have parts of the parameters."""
+    """Return whether ranks with the same rows compute different parts of them.
+
+    This is so if their losses differ without dropout, or if they hold parts of the parameters.
+    """
     values = [[term["value"] for term in rows[0]["terms"]] for rows in made.steps if rows]
     steps = next(iter(made.training.engines.values()))
     models = [whole for (kind, _), whole in steps[0].tensors.items() if kind == "model"]
@@ -218,13 +220,13 @@ def _same(wholes: Sequence[WholeTensor | None]) -> bool:
 
 
 def _is_constant(values: Fingerprint) -> bool:
-    """Return whether all elements may have the same magnitude, like a new norm's weights."""
+    """Return whether all elements may have the same magnitude, as in a new norm layer's weight."""
     # The norm is an estimate, within a few percent.
     return abs(values.norm**2 - values.largest**2 * values.numel) <= 0.2 * values.norm**2
 
 
 def _saved_parts(made: StockRecords) -> Iterator[Finding]:
-    """Check for a file that one rank writes and that has its parts of split tensors only."""
+    """Check for a file in which one rank saves only its own shards of split tensors."""
     counts = [len(facts["saves"]) for facts in made.ranks]
     if not any(counts) or all(counts):
         return
@@ -262,17 +264,17 @@ def _buffers_apart(made: StockRecords) -> Iterator[Finding]:
 
 
 def is_of_batch_norm(buffer: str, made: StockRecords) -> bool:
-    """Return whether a buffer belongs to a BatchNorm, whose statistics suspects.py tries."""
+    """Return whether the buffer belongs to a BatchNorm (suspects.py tests those statistics)."""
     return buffer.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") and (
         any("BatchNorm" in kind for kind in made.ranks[0]["kinds"].values())
     )
 
 
 def _normalisation(made: StockRecords) -> Iterator[Finding]:
-    """Check that the losses of each step add up to one mean over all its items.
+    """Check that the losses of each step add up to one mean over all items of the step.
 
-    Each loss is `factor` times a mean over `items`. A factor that all losses have in common may be
-    the script's own, such as the weight of a term.
+    Each loss is `factor` times a mean over `items`. A factor that all losses share may be
+    intentional, such as the weight of a term.
     """
     size = len(made.ranks)
     first: float | None = None
@@ -353,12 +355,12 @@ def _clipping(made: StockRecords) -> Iterator[Finding]:
 
 
 def clip_norms(events: Sequence[str]) -> list[float]:
-    """Return the norms that gradients were clipped by in a step."""
+    """Return the gradient norms that were used for clipping in a step."""
     return [float(event.split()[1]) for event in events if event.startswith("clip ")]
 
 
 def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
-    """Check that the norm of clipped gradients is within the limit."""
+    """Check that the norm of the clipped gradients is within the limit."""
     if len(made.training.engines) > 1:
         return  # events are by step, of any optimizer
     for steps in made.training.engines.values():
@@ -388,7 +390,11 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
 
 
 def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> list[str]:
-    """Return the gradients that only some ranks have, if their norm is `length`; else all."""
+    """Return the names of the gradients that a norm may have left out.
+
+    These are the gradients that only some ranks have, if their norm is `length`. Otherwise, return
+    all names.
+    """
     wholes = {name: whole for (kind, name), whole in tensors.items() if kind == "gradient"}
     most = max(len(whole.copies) for whole in wholes.values())
     some_ranks = [name for name, whole in wholes.items() if len(whole.copies) < most]
@@ -398,7 +404,7 @@ def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> li
 
 
 def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
-    """Check that the gradients of one process are the sum of what its backwards added."""
+    """Check that the reference's gradients are the sum of its backward passes' gradients."""
     # Facts of losses are by step of the first optimizer.
     if reference is None or len(reference.training.engines) > 1:
         return
@@ -433,7 +439,7 @@ def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
 
 
 def _joined(wholes: Sequence[WholeTensor | None]) -> torch.Tensor | None:
-    """Return the values of several tensors in one; None if some were not recorded."""
+    """Return the tensors' values concatenated, or None if some were not recorded."""
     values = [whole.values for whole in wholes if whole is not None and whole.values is not None]
     if not values or len(values) < len(wholes):
         return None
@@ -441,7 +447,7 @@ def _joined(wholes: Sequence[WholeTensor | None]) -> torch.Tensor | None:
 
 
 def parallel_ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
-    """Return `two` / `one` if one is a multiple of the other, else None."""
+    """Return r if `two` equals r times `one` within rounding, otherwise None."""
     square = float(torch.dot(one, one))
     if not square:
         return None

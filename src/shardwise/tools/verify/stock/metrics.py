@@ -1,7 +1,7 @@
-"""Compares what the ranks report about an evaluation with what one process reports.
+"""Compares the evaluation results that the ranks report with the reference's.
 
-The numbers are those that the script prints in an evaluation, and the scalars that it reduces. They
-say something only if the training itself agrees.
+These are the numbers that the script prints during an evaluation, and the scalars that it reduces.
+The comparison is only meaningful if the training itself agrees.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LEAST = 1e-5
 
 
 def findings(reference: StockRecords, made: StockRecords) -> list[Finding]:
-    """Return mistakes in what the ranks report about evaluations, at most one."""
+    """Return at most one mistake in the evaluation results that the ranks report."""
     return list(_unweighted(reference, made))[:1] or list(_multiplied(reference, made))[:1]
 
 
 def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
-    """Check for means of ranks that are averaged although the ranks have other numbers of rows."""
+    """Check for an unweighted average of the ranks' means although their row counts differ."""
     theirs = _reported(reference)
     for entries in zip(*(facts["reduced"] for facts in made.ranks), strict=False):
         rows = [entry["rows"] for entry in entries]
@@ -47,7 +47,7 @@ def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding
 
 
 def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
-    """Check for printed numbers that are N times, or 1/N of, those that one process prints."""
+    """Check for printed numbers that are N times, or 1/N of, the reference's, with N ranks."""
     size = len(made.ranks)
     pairs = zip(reference.ranks[0]["printed"], made.ranks[0]["printed"], strict=False)
     for one, two in pairs:
@@ -70,14 +70,14 @@ def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding
 
 
 def _reported(records: StockRecords) -> list[tuple[float, int]]:
-    """Return the numbers that a run reports about evaluations, with their decimals."""
+    """Return the evaluation results that a run reports, each with its number of decimals."""
     facts = records.ranks[0]
     numbers = [each for line in facts["printed"] for each in _numbers(line["text"])]
     return numbers + [(value, 9) for each in facts["reduced"] for value in each["values"]]
 
 
 def _numbers(text: str) -> list[tuple[float, int]]:
-    """Return the numbers in a line, with their decimals."""
+    """Return the numbers in a line, each with its number of decimals."""
     return [(float(match[0]), len(match[1] or "")) for match in NUMBER.finditer(text)]
 
 

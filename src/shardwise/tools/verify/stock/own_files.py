@@ -1,14 +1,15 @@
-"""Gives each run of a script a folder that shows the user's files, and keeps what the run writes.
+"""Gives each run of a script a view of the user's files, and keeps the run's own files in it.
 
-Ranks and reference run the same script, so the second would find the checkpoints of the first, and
-both would overwrite the user's. A view is a folder of symbolic links, at the same depth, so that
-relative paths with ".." work too:
+The ranks and the reference run the same script. Without views, the second run would find the first
+run's checkpoints, and both would overwrite the user's. A view is a folder of symbolic links. It has
+the same depth as the current folder, so that relative paths with ".." also work:
 
     /home/me/project/              the current folder          data/train.bin   last.pt
     VIEW/home/me/project/          where the run starts        data/train.bin → ...   last.pt → ...
 
-New files are created in the view. Before a rank opens a link to write, the link is replaced by a
-copy. Absolute paths, and writes of other programs through links, reach the user's files.
+New files are created in the view. Before a rank opens a link for writing, the link is replaced by a
+copy of the file. Absolute paths, and other programs that write through links, still reach the
+user's files.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def make_view(view: Path, current: Path, hidden: Path) -> Path:
-    """Make a view of the folder `current`, and return the folder in which a run starts.
+    """Create a view of the folder `current`, and return the folder in which the run starts.
 
     Args:
         view: Folder to create.
         current: The user's current folder, absolute.
-        hidden: Folder of the verification itself, which the view does not show.
+        hidden: The verification's own folder, which the view does not show.
     """
     place, user = view, Path(current.anchor)
     place.mkdir()
@@ -68,7 +69,7 @@ def make_view(view: Path, current: Path, hidden: Path) -> Path:
 
 
 def _link_entries(place: Path, user: Path, omitted: set[str]) -> None:
-    """Link the entries of a folder above the current one, as far as they can be listed."""
+    """Link the entries of a parent of the current folder, if they can be listed."""
     for entry in _entries(user)[:MOST]:
         if entry.name not in omitted:
             (place / entry.name).symlink_to(entry.path)
@@ -83,7 +84,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _is_opened(entry: os.DirEntry[str], left: int) -> bool:
-    """Return whether the entries of a folder are linked one by one."""
+    """Return whether to link the entries of a folder individually."""
     if entry.name in OPAQUE or not entry.is_dir(follow_symlinks=False):
         return False
     count = len(_entries(Path(entry.path)))
@@ -91,7 +92,7 @@ def _is_opened(entry: os.DirEntry[str], left: int) -> bool:
 
 
 def follow(view: Path) -> None:
-    """Replace links of the view by copies before this process writes to them, from now on."""
+    """Patch this process to replace a link in the view by a copy before writing to it."""
     root = str(view.resolve()) + os.sep
     is_inside = False
 
@@ -122,7 +123,7 @@ def follow(view: Path) -> None:
 
 
 def _follow_safetensors(root: str) -> None:
-    """Replace links before safetensors writes a file: it does so in Rust."""
+    """Patch safetensors, which writes files in Rust, to replace links first."""
     try:
         import safetensors.torch as library
     except ImportError:
@@ -140,7 +141,7 @@ def _follow_safetensors(root: str) -> None:
 def detach(file: str, root: str, *, copies: bool) -> None:
     """Replace a link to a file by a copy, or remove it if `copies` is False.
 
-    Does nothing for a file that is not in the view `root`, or that is no link.
+    Does nothing if the file is not in the view `root`, or is not a link.
     """
     path = os.path.abspath(file)
     if not path.startswith(root) or not os.path.islink(path) or not os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""Lets a stock script compute in fp64, so that rounding explains no difference."""
+"""Runs a stock script in fp64, so that rounding cannot explain a difference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.tools.verify.script import PromoteToFp64
 
 
 def widen(*, promotes: bool) -> None:
-    """Make fp64 the default of this process, and switch off what computes in fewer bits.
+    """Make fp64 the default dtype of this process, and disable features that use narrower dtypes.
 
-    That is autocast, loss scaling and the mixed precision of FSDP. If `promotes` is True, casts of
-    the script to narrower dtypes have no effect, and mixed arguments are promoted.
+    These are autocast, loss scaling and FSDP's mixed precision. If `promotes` is True, the script's
+    casts to narrower dtypes have no effect, and mixed arguments are promoted.
     """
     torch.set_default_dtype(torch.float64)
     _set_argument(torch.autocast, "enabled", False)
@@ -33,7 +33,7 @@ def widen(*, promotes: bool) -> None:
 
 
 def _set_argument(kind: Any, name: str, value: Any) -> None:
-    """Replace the value of a keyword argument in every constructor call of `kind`."""
+    """Override a keyword argument in every constructor call of `kind`."""
     init: Callable[..., None] = kind.__init__
 
     @wraps(init)

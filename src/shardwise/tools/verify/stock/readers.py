@@ -1,4 +1,4 @@
-"""Reads whole tensors, names and ranks of the libraries that split models."""
+"""Reads full tensors, names and ranks from the libraries that split models."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _WRAPPERS = re.compile(
 
 
 def rank() -> int:
-    """Return this process's rank from the variables of its launcher."""
+    """Return this process's rank, which its launcher has set in the environment."""
     return next(int(os.environ[name]) for name in _RANKS if name in os.environ)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the script's process group; 1 without one."""
+    """Return the size of the script's process group, or 1 if it has none."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size()
@@ -43,7 +43,7 @@ def world_size() -> int:
 
 
 def partitioning_library(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the imported package whose optimizers step on partitions; None without one."""
+    """Return the imported package whose optimizers update partitions, or None if there is none."""
     home = type(optimizer).__module__.split(".")[0]
     if home in PARTITIONING:
         return home
@@ -51,12 +51,12 @@ def partitioning_library(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name without what wrappers put into it."""
+    """Return a parameter's name without the parts that wrappers add."""
     return _WRAPPERS.sub("", name)
 
 
 def number(value: Any) -> float | None:
-    """Return a number or a tensor of one element as float; None for anything else."""
+    """Return a number or one-element tensor as a float, or None for anything else."""
     if isinstance(value, Tensor):
         value = whole(value.detach())
         return float(value) if value.ndim == 0 and not value.is_complex() else None
@@ -64,19 +64,22 @@ def number(value: Any) -> float | None:
 
 
 def whole(values: Tensor) -> Tensor:
-    """Return the whole tensor of a DTensor, else the tensor. Collective for a sharded DTensor."""
+    """Return the full tensor if `values` is a DTensor, otherwise `values`.
+
+    Collective for a sharded DTensor.
+    """
     full = getattr(values, "full_tensor", None)
     return values if full is None else full()
 
 
 def local(values: Tensor) -> Tensor:
-    """Return the part of a DTensor that this rank has, else the tensor."""
+    """Return this rank's shard if `values` is a DTensor, otherwise `values`."""
     part = getattr(values, "to_local", None)
     return values if part is None else part()
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return whether ranks have parts of a layer's parameters and compute with the same rows."""
+    """Return whether ranks hold parts of a layer's parameters and process the same rows."""
     from torch.distributed.fsdp import FSDPModule
 
     meshes = [getattr(p, "device_mesh", None) for p in model.parameters()]
@@ -86,7 +89,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def compiled_modules(models: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the modules inside torch.compile's, whose hooks would break its graphs."""
+    """Return the modules inside compiled modules. Hooks on them would break the graphs."""
     # Importing torch._dynamo takes a second, and without it nothing is compiled.
     frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if frame is None:
@@ -102,10 +105,11 @@ def compiled_modules(models: Iterable[nn.Module]) -> set[nn.Module]:
 
 @contextmanager
 def full_parameters(models: Iterable[nn.Module]) -> Iterator[bool]:
-    """Let the parameters and gradients of FSDP1 models be full tensors inside the block.
+    """Context manager in which FSDP1 models have full parameters and gradients.
 
-    Collective for such models. Yields whether there is one with `use_orig_params=True`; its
-    optimizer state stays in parts. FSDP1's flat parameters stay as they are: see `gathered`.
+    Collective for FSDP1 models. Yields whether any of them has `use_orig_params=True`. The
+    optimizer state of such models stays sharded. FSDP1's flat parameters are left unchanged: see
+    `gathered`.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -125,11 +129,11 @@ def full_parameters(models: Iterable[nn.Module]) -> Iterator[bool]:
 
 
 def gathered(values: Tensor, parameter: Tensor) -> Tensor:
-    """Return a whole tensor from the intervals of an FSDP1 flat parameter; other tensors as is.
+    """Gather a full tensor from the ranks' shards of an FSDP1 flat parameter.
 
-    FSDP1 has flat parameters without `use_orig_params=True`. Each rank has an interval, shape
-    (ceil(numel / ranks),), and the last interval ends with padding. Collective for such a
-    parameter.
+    Return the values of any other parameter unchanged. FSDP1 has flat parameters unless
+    `use_orig_params=True`. Each rank's shard has shape (ceil(numel / ranks),), and the last one
+    ends with padding. Collective for a flat parameter.
     """
     full = getattr(parameter, "_unpadded_unsharded_size", None)
     if full is None:
@@ -147,7 +151,7 @@ def gathered(values: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | None:
-    """Return the gradient that an optimizer would use for a parameter; None without one."""
+    """Return the gradient that the optimizer would use for the parameter, or None."""
     values = parameter.grad
     if values is None:
         return None
@@ -157,7 +161,7 @@ def gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | No
 
 
 def part(kind: str, name: str, values: Tensor, rank: int) -> Part:
-    """Return a copy of a tensor as this rank has it, whole, as copy number `rank`."""
+    """Return a dense copy of this rank's full tensor, as copy number `rank`."""
     values = whole(values.detach())
     if values.is_sparse:
         values = values.to_dense()
@@ -167,12 +171,12 @@ def part(kind: str, name: str, values: Tensor, rank: int) -> Part:
 
 
 def can_be_recorded(values: Tensor) -> bool:
-    """Return whether a tensor is dense, sparse or a DTensor, and not, for example, nested."""
+    """Return whether the tensor's layout can be recorded: dense, sparse or DTensor."""
     return hasattr(values, "full_tensor") or values.is_sparse or can_be_taken(values)
 
 
 def hash_random_states() -> dict[str, int]:
-    """Return a hash of the state of each generator that a script may draw from, by library."""
+    """Return a hash of each generator's state, by library."""
     states: dict[str, bytes] = {
         "torch": torch.get_rng_state().numpy().tobytes(),
         "random": repr(random.getstate()).encode(),
@@ -189,6 +193,6 @@ def hash_random_states() -> dict[str, int]:
 
 
 def floating_dtypes(values: Sequence[Tensor]) -> list[str]:
-    """Return the names of the floating-point dtypes of tensors, such as "float32"."""
+    """Return the names of the tensors' floating-point dtypes, such as "float32"."""
     dtypes = {each.dtype for each in values if each.is_floating_point()}
     return sorted(str(each).removeprefix("torch.") for each in dtypes)

@@ -1,8 +1,8 @@
-"""Records one rank of a stock script, or its reference, by hooks on torch.
+"""Records one rank of a stock script, or its reference, with hooks on torch.
 
-Every step of an optimizer is written as `shardwise.world.tensor_log` writes those of an engine:
-losses, gradients just before the update, parameters, buffers and optimizer state after it, learning
-rates. stock.facts has the facts that causes are recognised by.
+Every optimizer step is written in the format that `shardwise.world.tensor_log` uses for engines:
+losses, learning rates, gradients just before the update, and parameters, buffers and optimizer
+state after it. Each process also writes the file stock.facts, with facts that identify causes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ LAST_WAIT = 20.0
 
 
 def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
-    """Record this process from now on, unless another process records this rank already.
+    """Start recording this process, unless another process is already recording this rank.
 
     Args:
         rank: The rank, if no launcher has set it in the environment.
-        words: Words that start the script, if they are not those of this process.
+        words: The script's command line, if it differs from this process's command line.
     """
     request = json.loads(os.environ[VARIABLE])
     is_spawned = rank is not None
@@ -82,9 +82,9 @@ def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Return whether the process that claimed a rank has ended without a step.
+    """Return whether the process that claimed a rank has exited without completing a step.
 
-    A script may ask a subprocess for the GPUs before it imports torch itself.
+    A script may query the GPUs in a subprocess before it imports torch itself.
     """
     if any(folder.glob("engine-*.pt")):
         return False
@@ -98,7 +98,7 @@ def _is_abandoned(folder: Path) -> bool:
 
 
 class StockRecorder:
-    """Records the optimizers, losses and loaders of one process."""
+    """Records one process's optimizers, losses and loaders."""
 
     def __init__(
         self, request: dict[str, Any], rank: int, folder: Path, started: dict[str, Any]
@@ -140,11 +140,11 @@ class StockRecorder:
 
     @property
     def _is_here(self) -> bool:
-        """Whether this is the process that records, and not a forked child of it."""
+        """Whether the current process is the recording one, rather than a forked child."""
         return os.getpid() == self._pid
 
     def follow(self) -> None:
-        """Record from now on."""
+        """Install all hooks and start recording."""
         if self._request["view"]:
             own_files.follow(Path(self._request["view"]))
         if self._request["wide"]:
@@ -177,7 +177,7 @@ class StockRecorder:
     # -- notes ----------------------------------------------------------------------
 
     def _follow_losses(self) -> None:
-        """Note the value and the terms of everything that backward is called on."""
+        """Patch torch to record the value and terms of every loss on which backward is called."""
         backward: Callable[..., Any] = torch.autograd.backward  # Tensor.backward calls it, too
 
         @wraps(backward)
@@ -199,7 +199,7 @@ class StockRecorder:
         torch.autograd.backward = noted
 
     def _follow_events(self) -> None:
-        """Note the order of clipping, unscaling and schedulers between two steps."""
+        """Patch torch to record the order of clipping, unscaling and scheduler steps."""
         self._note_calls(nn.utils.clip_grad, "clip_grad_norm_", "clip")
         nn.utils.clip_grad_norm_ = nn.utils.clip_grad.clip_grad_norm_
         self._note_calls(nn.utils, "clip_grads_with_norm_", "clip")
@@ -227,7 +227,7 @@ class StockRecorder:
         setattr(owner, name, noted)
 
     def _follow_scaler(self) -> None:
-        """Mark losses with their scale, and forget the gradients of steps that are skipped."""
+        """Patch GradScaler to mark losses with their scale and drop the losses of skipped steps."""
         scaler: Any = torch.amp.GradScaler
         scale, step = scaler.scale, scaler.step
 
@@ -253,7 +253,7 @@ class StockRecorder:
         scaler.scale, scaler.step = marked, stepped
 
     def _follow_spawns(self) -> None:
-        """Note whether this rank starts processes itself."""
+        """Patch torch.multiprocessing to record whether this rank starts processes itself."""
         module: Any = sys.modules["torch.multiprocessing.spawn"]
         plain: Callable[..., Any] = module.start_processes
 
@@ -265,7 +265,7 @@ class StockRecorder:
         module.start_processes = vars(torch.multiprocessing)["start_processes"] = noted
 
     def _follow_exit(self) -> None:
-        """Write the facts also if the script ends by os._exit, which runs no exit handlers."""
+        """Patch os._exit, which runs no exit handlers, to write the facts first."""
         leave: Callable[[int], Any] = os._exit
 
         @wraps(leave)
@@ -354,8 +354,8 @@ class StockRecorder:
     def _wait_for_others(self) -> None:
         """Wait until all ranks have written their facts.
 
-        All ranks make the same step now. A rank that exits closes its sockets, and another one may
-        still be in the collective that this rank has finished.
+        All ranks complete the same step. A rank that exits closes its sockets, while another rank
+        may still be in the collective that this rank has finished.
         """
         until = time.monotonic() + LAST_WAIT
         folder = self._folder.parent
@@ -375,7 +375,7 @@ class StockRecorder:
         self._log.write(followed.number, followed.steps, figures, parts)
 
     def _leave(self) -> None:
-        """Write the facts, at the end of the script or after the last step."""
+        """Write the facts when the script exits or the last step is complete."""
         if not self._is_here:
             return
         followed = [each for each in self._optimizers.values() if each.names]
@@ -404,7 +404,7 @@ class StockRecorder:
 
 
 def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> str:
-    """Return the norm that gradients had, the largest that they may have, and their number."""
+    """Return the gradient norm, the limit and the number of clipped parameters, as text."""
     # clip_grads_with_norm_ returns nothing, and is given the norm.
     norm = (args[0] if args else kwargs.get("total_norm")) if result is None else result
     values = [readers.number(each) for each in (norm, max_norm)]
@@ -417,10 +417,10 @@ def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kw
 
 
 class Rounds:
-    """Counts rounds of steps. Every optimizer steps at most once in a round.
+    """Counts rounds of steps. Every optimizer steps at most once per round.
 
-    With one optimizer a round is a step. With two, as for a GAN, it is a step of each. An optimizer
-    that a script makes again for the same parameters counts as the same one.
+    With one optimizer, a round is a step. With two, as in a GAN, a round has a step of each. If a
+    script creates an optimizer again for the same parameters, it counts as the same optimizer.
     """
 
     def __init__(self, most: int) -> None:
@@ -430,7 +430,7 @@ class Rounds:
         self._before: set[int] = set()
 
     def begin(self, parameters: set[int]) -> int:
-        """Note a step for the parameters with these ids. Return the number of rounds before it."""
+        """Record a step for the parameters with these ids. Return the number of earlier rounds."""
         if not self._number or self._stepped & parameters:
             self._number += 1
             self._before, self._stepped = self._stepped, set()
@@ -438,15 +438,16 @@ class Rounds:
         return self._number - 1
 
     def end(self) -> bool:
-        """Return whether the last round is complete, so that the script can end."""
+        """Return whether the last round is complete, so that the script can be stopped."""
         return self._number >= self._most and self._before <= self._stepped
 
 
 def _described(loss: Tensor) -> dict[str, Any]:
-    """Return the value of a loss, what its graph shows that it is a mean over, and the factor that
-    the script multiplied that mean by, such as 1/4 for four micro-batches.
+    """Describe a loss: its value, the items over which it is a mean, and the mean's factor.
 
-    Value and factor are those before a GradScaler multiplied the loss."""
+    The script may multiply the mean by a factor, such as 1/4 for four micro-batches. The value and
+    factor do not include a GradScaler's scale.
+    """
     terms = loss_terms.read(loss, None)
     main = terms.main
     scale = getattr(loss, "stock_scale", 1.0)
@@ -463,7 +464,7 @@ def _described(loss: Tensor) -> dict[str, Any]:
 
 
 def _count_addends(loss: Tensor) -> int:
-    """Return the number of terms of a loss that is a sum at its root: 2 for a + b, else 1."""
+    """Return the number of terms if the loss is a sum (2 for a + b), otherwise 1."""
     node = loss.grad_fn
     if node is None or type(node).__name__ != "AddBackward0":
         return 1
@@ -471,7 +472,7 @@ def _count_addends(loss: Tensor) -> int:
 
 
 def _root_factor(loss: Tensor) -> float:
-    """Return the product of the constants that a loss was multiplied by, or divided by, last."""
+    """Return the product of the constants by which the loss was last multiplied or divided."""
     node, factor = loss.grad_fn, 1.0
     while node is not None and type(node).__name__ in ("MulBackward0", "DivBackward0"):
         other = readers.number(getattr(node, "_saved_other", None))
@@ -483,7 +484,7 @@ def _root_factor(loss: Tensor) -> float:
 
 
 class FollowedOptimizer:
-    """An optimizer, and the names that its parameters have in the outermost modules."""
+    """An optimizer, and the names of its parameters in their outermost modules."""
 
     def __init__(self, optimizer: optim.Optimizer, number: int) -> None:
         self._optimizer = optimizer
@@ -500,10 +501,10 @@ class FollowedOptimizer:
         self._followed: set[Tensor] = set()
 
     def update(self) -> bool:
-        """Find the names of the parameters, again if the script has added some.
+        """Find the parameters' names, if the script has changed the parameters since the last call.
 
         Returns:
-            Whether there are other parameters than before.
+            Whether the parameters have changed.
         """
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if [*map(id, parameters)] == [*map(id, self._parameters)]:
@@ -533,7 +534,10 @@ class FollowedOptimizer:
         return set(map(id, self._parameters))
 
     def follow_contributions(self) -> None:
-        """Keep the gradient of each backward. Ranks reduce it, so do this in one process only."""
+        """Start recording each backward pass's gradients.
+
+        Call this only in the reference. On ranks, the gradients may already be reduced.
+        """
         for parameter in self._parameters:
             is_new = parameter not in self._followed and parameter in self.names
             if is_new and parameter.requires_grad and parameter.is_leaf:
@@ -547,9 +551,10 @@ class FollowedOptimizer:
         self._contributions[parameter] = [total, first, values]
 
     def take_contributions(self, rank: int) -> list[Part]:
-        """Return the gradients of the backwards since the last step, if there were several.
+        """Return what the backward passes since the last step added to each gradient.
 
-        They are three: the sum, the first one and the last one.
+        A parameter with several backward passes has three parts: their sum, the first gradient and
+        the last one. Other parameters are left out.
         """
         taken, self._contributions = self._contributions, {}
         return [
@@ -560,7 +565,7 @@ class FollowedOptimizer:
         ]
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures of a step, which its file holds next to tensors."""
+        """Return the figures that a step's file contains in addition to tensors."""
         assert self._inputs is not None
         fed, samples = self._inputs.taken() if self.steps else (FeedTotals(), [])
         named = [p for p in self._parameters if p in self.names]
@@ -579,7 +584,7 @@ class FollowedOptimizer:
         }
 
     def read_gradients(self, rank: int) -> Iterator[Part]:
-        """Yield the whole gradient of each trained parameter."""
+        """Yield each trained parameter's full gradient."""
         with readers.full_parameters(model for _, model in self.models):
             for parameter in self._parameters:
                 values = readers.gradient(parameter, self._optimizer)

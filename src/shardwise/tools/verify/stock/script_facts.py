@@ -1,11 +1,11 @@
-"""Notes facts about a stock script that are not part of its training. Some causes need them.
+"""Records facts about a stock script that are not part of its training. Some causes depend on them.
 
 | fact       | content                                                                        |
 |------------|--------------------------------------------------------------------------------|
-| groups     | reductions that the script calls: name and size of the group                    |
+| groups     | reductions that the script performs: name and size of the group                |
 | reduced    | scalars that the script reduces in an evaluation, with its number of rows       |
 | printed    | lines that the script prints in an evaluation                                   |
-| saves      | tensors that the script saves under names of parameters                         |
+| saves      | tensors that the script saves under parameter names                             |
 | kinds      | class of each parameter's module                                               |
 | split      | names of parameters that are split over ranks                                   |
 """
@@ -29,11 +29,11 @@ PRINTED = 200
 
 
 class ScriptFacts:
-    """Facts about one process, by hooks on torch's functions.
+    """Collects facts about one process, by patching torch functions.
 
     Args:
-        is_here: Returns whether the process that records is the current one.
-        evaluated: Returns the rows of the current evaluation, or 0 during training.
+        is_here: Returns whether the current process is the recording one.
+        evaluated: Returns the current evaluation's row count, or 0 during training.
         note: Adds an event to the current step.
         step: Returns the number of completed steps.
     """
@@ -55,7 +55,7 @@ class ScriptFacts:
         self._kinds: dict[str, str] = {}
 
     def follow(self) -> None:
-        """Note facts from now on."""
+        """Start collecting facts."""
         distributed = torch.distributed
         if distributed.is_available():
             for name in ("all_reduce", "reduce", "reduce_scatter_tensor"):
@@ -67,7 +67,7 @@ class ScriptFacts:
         _before(torch, "save", self._saves_tensors)
 
     def know(self, models: list[tuple[str, nn.Module]], names: Mapping[Tensor, str]) -> None:
-        """Note which modules the parameters of an optimizer belong to."""
+        """Record the modules to which an optimizer's parameters belong."""
         self._parameters |= {name: parameter for parameter, name in names.items()}
         for _, model in models:
             for module in model.modules():
@@ -76,7 +76,7 @@ class ScriptFacts:
                         self._kinds[names[parameter]] = type(module).__name__
 
     def plain(self) -> dict[str, Any]:
-        """Return all facts, for JSON."""
+        """Return all facts as values that JSON can represent."""
         return {
             "groups": dict(self._groups),
             "reduced": self._reduced,
@@ -104,7 +104,7 @@ class ScriptFacts:
     def _draws(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> None:
-        """Note the state that the first dropout of a step draws from."""
+        """Record the random state from which the first dropout of a step draws."""
         if self._drawn_at == self._step() or not self._is_here() or not torch.is_grad_enabled():
             return
         if not p or not training:
@@ -146,7 +146,7 @@ class ScriptFacts:
 
 
 def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Call `note` with the arguments of each call of `owner.name`, before it."""
+    """Patch `owner.name` to call `note` with the same arguments first."""
     plain = getattr(owner, name)
 
     @wraps(plain)
@@ -159,7 +159,7 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _named_tensors(value: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a nest of dictionaries, by the plain name that each has in its own."""
+    """Yield the tensors in nested dictionaries, each with its plain name in its own dictionary."""
     if isinstance(value, Mapping) and depth:
         for key, each in value.items():
             if isinstance(each, Tensor) and isinstance(key, str):
@@ -170,6 +170,6 @@ def _named_tensors(value: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_split(parameter: Tensor) -> bool:
-    """Return whether a DTensor has an axis along which each rank has a part."""
+    """Return whether the parameter is a DTensor that is sharded along a mesh axis."""
     placements = getattr(parameter, "placements", ())
     return readers.local(parameter).numel() < parameter.numel() and bool(placements)

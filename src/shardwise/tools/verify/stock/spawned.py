@@ -1,8 +1,8 @@
-"""Records ranks that a script starts itself, by torch.multiprocessing.spawn.
+"""Records ranks that a script starts itself with torch.multiprocessing.spawn.
 
-Such ranks have no variables of a launcher: their number is the first argument of the function that
-they run. In the reference, the script starts one process, and the argument that says how many there
-are becomes 1.
+Such ranks have no launcher environment variables. The rank is the first argument of the spawned
+function. In the reference, the script starts one process, and the argument with the world size is
+replaced by 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SIZES = re.compile(r"world_?size|^world$|^size$|n_?procs|num_proc|gpus$|n_?rank
 
 
 def follow() -> None:
-    """Record the processes that this process spawns from now on."""
+    """Patch torch.multiprocessing to record spawned processes."""
     # The package has a function of the module's name.
     module: Any = sys.modules["torch.multiprocessing.spawn"]
     plain: Callable[..., Any] = module.start_processes
@@ -43,9 +43,9 @@ def follow() -> None:
 
 
 def with_one_rank(function: Callable[..., Any], arguments: Any, ranks: int) -> tuple[Any, ...]:
-    """Return the arguments of a rank's function, with 1 for the number of ranks.
+    """Return `arguments` with the world size replaced by 1.
 
-    The first parameter of `function` is the rank, and `arguments` are the others.
+    `function` is called with the rank, followed by `arguments`.
     """
     names = list(inspect.signature(function).parameters)[1:]
     return tuple(
@@ -55,13 +55,12 @@ def with_one_rank(function: Callable[..., Any], arguments: Any, ranks: int) -> t
 
 
 class SpawnedRank:
-    """Calls a rank's function, recorded. `words` started the script that spawns the ranks."""
+    """Calls a spawned rank's function and records it. `words` is the script's command line."""
 
     def __init__(self, function: Callable[..., Any], words: list[str]) -> None:
         self._function, self._words = function, words
 
     def __call__(self, rank: int, *arguments: Any) -> Any:
-        """Start recording, and call the function."""
         if json.loads(os.environ[VARIABLE])["reference"]:
             _refuse_other_sizes()
         import_module("shardwise.tools.verify.stock.recorder").start(rank, self._words)
@@ -69,7 +68,7 @@ class SpawnedRank:
 
 
 def _refuse_other_sizes() -> None:
-    """Refuse a process group of several ranks, which one process would wait for."""
+    """Make a process group of several ranks an error, because one process would wait forever."""
     plain: Callable[..., Any] = torch.distributed.init_process_group
 
     @wraps(plain)

@@ -1,4 +1,4 @@
-"""Shows and writes the result of `shardwise verify --stock`."""
+"""Prints the result of `shardwise verify --stock`, and writes it to files."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ LINES_OF_OUTPUT = 60
 
 @dataclass(frozen=True, kw_only=True)
 class StockRequest:
-    """What to verify, and how.
+    """The arguments of `shardwise verify --stock`.
 
     Attributes:
         command: The command that starts the ranks.
-        steps: Largest number of steps of a run.
-        out: Folder of page, plot, JSON and logs.
+        steps: Largest number of steps per run.
+        out: Folder for the page, plot, JSON and logs.
         accepts_rounding: Whether "equal within rounding" gives exit code 0.
-        finds_causes: Whether to look for the cause of a difference by further runs.
-        time_limit: Seconds without a step after which a run is stopped.
+        finds_causes: Whether to search for the cause of a difference with further runs.
+        time_limit: Seconds without progress after which a run is stopped.
         resume_at: Step after which to stop the ranks, or None to compare with one process.
-        again: The command that is started after it.
+        again: The command that resumes the stopped ranks.
     """
 
     command: StockCommand
@@ -59,14 +59,14 @@ class StockRequest:
 
     @property
     def reference(self) -> str:
-        """What the ranks are compared with, in words."""
+        """The name of the run that the ranks are compared with."""
         if self.resume_at is not None:
             return "the same command, not stopped"
         return f"one process {shlex.join(self.command.alone)}".strip()
 
 
 def verify(request: StockRequest, *, json_file: Path | None, junit: Path | None) -> int:
-    """Verify a stock script, print what was found, and return the exit code."""
+    """Verify a stock script, print the result, and return the exit code."""
     for path in (json_file, junit):
         if path is not None and not path.parent.is_dir() and not is_stdout(path):
             raise LaunchError(f"{path} cannot be written: there is no folder {path.parent}.")
@@ -122,11 +122,11 @@ def verify(request: StockRequest, *, json_file: Path | None, junit: Path | None)
 
 
 def sentences(result: StockResult | ResumeResult, alone: Sequence[str] = ()) -> list[str]:
-    """Return what to say about a result, the verdict first.
+    """Return a description of a result in sentences, starting with the verdict.
 
     Args:
         result: The result.
-        alone: The command of `--total-batch` that started the one process, if it was given.
+        alone: The `--total-batch` command that started the single process, if given.
     """
     if isinstance(result, ResumeResult):
         return _about_resume(result)
@@ -200,7 +200,7 @@ def _about_resume(result: ResumeResult) -> list[str]:
 
 
 def as_json(request: StockRequest, result: StockResult, code: int) -> dict[str, Any]:
-    """Return everything as plain values."""
+    """Return the request and the result as values that JSON can represent."""
     causes = [(each.name, each.words) for each in result.findings]
     if result.cause is not None:
         causes.append((result.cause.name, result.cause.words))

@@ -1,11 +1,11 @@
-"""Verifies a stock script: which runs are made, and what follows from them.
+"""Verifies a stock script: decides which runs are needed and what their results mean.
 
 runs                                    result
 -------------------------------------------------------------------------------------------
 ranks and one process                   done if they are identical or within 1e-8
 both in fp64                            within 1e-8: equal within rounding
 one process in fp64 again               differs: the script is not deterministic
-ranks, with a suspect taken away        agree: the suspect is the cause
+ranks, without a suspect                agree: the suspect is the cause
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WIDE = "float64"
 
 @dataclass(frozen=True, kw_only=True)
 class StockResult:
-    """What was found about a stock script. `judged` is the comparison that the verdict is about."""
+    """The verdict on a stock script, and the evidence."""
 
     verdict: TrainingVerdict
     steps: int
@@ -52,7 +52,7 @@ class StockResult:
 
     @property
     def judged(self) -> Comparison:
-        """The comparison that the verdict is about."""
+        """The comparison that determines the verdict."""
         return self.own if self.wide is None else self.wide
 
 
@@ -60,8 +60,8 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
     """Run the ranks and the reference, compare them, and find the cause of a difference.
 
     Raises:
-        LaunchError: If the script makes no step of a torch optimizer, or if a run hangs.
-        RunFailed: If the ranks end with an error.
+        LaunchError: If no torch optimizer completes a step, or if a run hangs.
+        RunFailed: If the ranks exit with an error.
     """
     made = runs.ranks("the ranks")
     check(made)
@@ -104,7 +104,7 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
 
 
 def check(made: StockRecords) -> None:
-    """Raise LaunchError if there is nothing to compare, and say why."""
+    """Raise LaunchError, with the reason, if there is nothing to compare."""
     if not made.ranks:
         raise LaunchError(
             "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
@@ -137,7 +137,7 @@ def check(made: StockRecords) -> None:
 
 
 def _unproved(result: StockResult, why: str) -> StockResult:
-    """Return the result of a comparison that could not be made. Findings still count."""
+    """Return the result if the comparison is impossible because of `why`. Findings still count."""
     verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
     return replace(result, verdict=verdict, why=why)
 
@@ -149,7 +149,7 @@ def _why_failed(error: RunFailed) -> str:
 
 
 def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) -> StockResult:
-    """Run ranks and reference in fp64, and find the cause of a difference that remains."""
+    """Run the ranks and the reference in fp64, and find the cause of any remaining difference."""
     why, rounded = "", None
     for wide in ("default", "promoted"):
         try:
@@ -182,15 +182,17 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
 
 
 def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
-    """Return the result of a difference with this cause, which need not be a mistake."""
+    """Return the result for a difference with this cause, which is not always a mistake."""
     if cause is not None and not cause.is_mistake:
         return _unproved(result, cause.words)
     return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
 
 
 def _compared(reference: StockRecords, made: StockRecords) -> Comparison:
-    """Compare two runs. What backward is called on need not be the mean over all ranks, so losses
-    do not count if everything else agrees."""
+    """Compare two runs, ignoring losses if everything else agrees.
+
+    The ranks' losses need not average to the mean over all ranks.
+    """
     compared = compare(reference.training, made.training)
     plain = compared.without_losses
     return plain if plain.within(TOLERANCE) else compared
@@ -205,7 +207,7 @@ def _losses(made: StockRecords) -> list[float]:
 
 @dataclass(frozen=True)
 class _Totals:
-    """Totals of the models' inputs in a step, over all ranks (see `tensor_log.FeedTotals`)."""
+    """Totals over all ranks' model inputs in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -214,7 +216,7 @@ class _Totals:
 
 
 def _by_step(made: StockRecords) -> list[list[dict[str, Any]]]:
-    """Return the inputs of the first optimizer's models, by step and rank."""
+    """Return the inputs to the first optimizer's models, by step and rank."""
     inputs = [[row["fed"] for row in rows] for rows in zip(*made.steps, strict=False)]
     if made.ranks[0]["tensor_parallel"]:
         # Ranks that share layers are given the same rows.
@@ -232,9 +234,9 @@ def _fed(inputs: Sequence[dict[str, Any]]) -> _Totals:
 
 
 def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
-    """Describe the first step that one process computed with other inputs, or return None.
+    """Describe the first step in which the reference had different inputs, or return None.
 
-    Inputs of the first step are not known, because the models are found by their optimizer.
+    The first step's inputs are unknown, because models are found through their optimizer.
     """
     pairs = list(zip(_by_step(made), _by_step(reference), strict=False))
     reads_loaders = all(any(e["trains"] and e["rows"] for e in f["seen"]) for f in made.ranks)
@@ -262,7 +264,7 @@ def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
 
 
 def _uneven(made: StockRecords) -> str | None:
-    """Describe different numbers of steps of the ranks, or return None."""
+    """Describe the ranks' step counts if they differ, otherwise return None."""
     counts = [len(rows) for rows in made.steps]
     if min(counts) == max(counts):
         return None
@@ -273,7 +275,7 @@ def _uneven(made: StockRecords) -> str | None:
 
 
 def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
-    """Say why two runs of one process differ; None if they agree."""
+    """Run the reference again, and describe why the results differ. Return None if they agree."""
     again = runs.reference("one process again", wide=wide)
     compared = compare(reference.training, again.training)
     first = compared.first(TOLERANCE)
@@ -291,7 +293,7 @@ def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
 def _confirmed(
     runs: StockRuns, tried: Iterable[StockSuspect], reference: StockRecords, wide: str
 ) -> StockSuspect | None:
-    """Return the first suspect that is proved, or without which the runs agree."""
+    """Return the first suspect that is proved, or whose removal makes the runs agree."""
     for suspect in tried:
         if suspect.is_proved:
             return suspect

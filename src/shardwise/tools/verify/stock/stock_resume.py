@@ -1,11 +1,11 @@
-"""Verifies that a stock script resumes: compares a stopped and resumed run with a whole one.
+"""Verifies that a stock script resumes: compares a resumed run with an uninterrupted one.
 
     whole       step 1 ... K  K+1 ... S
-    stopped     step 1 ... K  SIGTERM           saves by the script's own means
-    resumed              R+1 ... S              the command again, in the folder of the stopped run
+    stopped     step 1 ... K  SIGTERM           the script saves its own checkpoint
+    resumed              R+1 ... S              the command again, in the stopped run's folder
 
-R is the last step that the script has saved. It is found by the parameters of the resumed run: the
-whole run had the same ones after step R.
+R is the last step that the script has saved. It is the step after which the whole run had the
+parameters with which the resumed run starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.tools.verify.verdicts import TrainingVerdict
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeResult(StockResult):
-    """The result for a script that was stopped and started again."""
+    """The result for a script that was stopped and resumed."""
 
     stopped_at: int
     resumed_from: int | None = None
@@ -34,11 +34,11 @@ class ResumeResult(StockResult):
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
-    """Make the three runs, and compare all steps after the one that the script resumed from.
+    """Execute the three runs, and compare all steps after the one from which the script resumed.
 
     Raises:
-        LaunchError: If the script makes no step of a torch optimizer, or if a run hangs.
-        RunFailed: If the whole run ends with an error.
+        LaunchError: If no torch optimizer completes a step, or if a run hangs.
+        RunFailed: If the whole run exits with an error.
     """
     whole = runs.ranks("the ranks, not stopped")
     check(whole)
@@ -103,7 +103,7 @@ def _same_until(whole: StockRecords, stopped: StockRecords, step: int) -> bool:
 
 
 def _by_copies(one: RecordedTraining, two: RecordedTraining, steps: int) -> Comparison:
-    """Compare two runs rank by rank: values that differ between ranks may do so in both runs."""
+    """Compare each rank's copies in two runs. Within a run, ranks may have different values."""
     compared = compare(one, two, steps=steps)
     kept = []
     for step in compared.steps:
@@ -120,7 +120,10 @@ def _by_copies(one: RecordedTraining, two: RecordedTraining, steps: int) -> Comp
 
 
 def _same_copies(one: WholeTensor | None, two: WholeTensor | None) -> bool:
-    """Return whether all ranks have the same bits in both runs. Numbers have no tensor."""
+    """Return whether each rank's copy is bit-identical in both runs.
+
+    False if a tensor is missing, as for a plain number that has no tensor.
+    """
     return (
         one is not None
         and two is not None
@@ -130,7 +133,7 @@ def _same_copies(one: WholeTensor | None, two: WholeTensor | None) -> bool:
 
 
 def _start(whole: StockRecords, resumed: StockRecords) -> int | None:
-    """Return the step of the whole run that ended with the resumed run's parameters."""
+    """Return the last step after which the whole run had the resumed run's initial parameters."""
     first = resumed.training.engines[0][0]
     same = [step.number for step in whole.training.engines[0] if _same_parameters(step, first)]
     # Parameters may be equal after several steps, such as with a learning rate of 0 at first.
@@ -157,7 +160,7 @@ def _other_start(start: int | None) -> Finding:
 
 
 def _compare_from(whole: StockRecords, resumed: StockRecords, start: int) -> Comparison:
-    """Compare the resumed run with the steps of the whole run after step `start`."""
+    """Compare the resumed run with the whole run's steps after step `start`."""
     theirs = _shifted(whole.training, start)
     common = min(theirs.steps, resumed.training.steps)
     return _by_copies(theirs, resumed.training, common)
@@ -178,7 +181,7 @@ def _shifted(training: RecordedTraining, start: int) -> RecordedTraining:
 def _findings(
     whole: StockRecords, resumed: StockRecords, compared: Comparison, start: int
 ) -> Iterator[Finding]:
-    """Yield the parts that the script does not restore, in the order that a step uses them."""
+    """Yield the states that the script does not restore, in the order in which a step uses them."""
     named = False
     if _inputs(whole, start) != _inputs(resumed, 0):
         named = True
@@ -225,16 +228,16 @@ def _findings(
 
 
 def _inputs(made: StockRecords, start: int) -> list[list[int]]:
-    """Return hashes of the inputs of the models after step `start`, by rank and step.
+    """Return hashes of the model inputs in two steps after step `start`, by rank and step.
 
-    The first of these steps is left out: a run knows the inputs of its models from its second step
-    on.
+    The first step after `start` is skipped, because a run records model inputs only from its second
+    step.
     """
     return [[row["fed"]["hashes"] for row in rows[start + 1 : start + 3]] for rows in made.steps]
 
 
 def _other_random_states(whole: StockRecords, resumed: StockRecords, start: int) -> list[str]:
-    """Return the libraries whose random state after the first step of the resumed run differs."""
+    """Return the libraries whose random state differs after the resumed run's first step."""
     names: dict[str, None] = {}
     for one, two in zip(whole.steps, resumed.steps, strict=True):
         if len(one) > start and two:
@@ -244,7 +247,7 @@ def _other_random_states(whole: StockRecords, resumed: StockRecords, start: int)
 
 
 def _lost_state(whole: StockRecords, resumed: StockRecords, start: int) -> str | None:
-    """Return the name of an optimizer state that is not as it was after step `start`."""
+    """Return the name of an optimizer state that differs from its value after step `start`."""
     theirs, ours = whole.training.engines[0][start], resumed.training.engines[0][0]
     for key, before in theirs.tensors.items():
         if key[0] == "optimizer" and (

@@ -1,4 +1,4 @@
-"""Runs the ranks of a stock script, and its reference, recorded."""
+"""Runs and records the ranks of a stock script, and its reference."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python[\d.]+
 
 @dataclass(frozen=True, kw_only=True)
 class StockCommand:
-    """A command that starts the ranks: the words of a launcher, a script and its arguments."""
+    """A command that starts the ranks: a launcher's command line, a script and its arguments."""
 
     words: Sequence[str]
     size: int | None = None
@@ -83,9 +83,10 @@ class StockCommand:
     """Words that are added for one process, so that it uses the total batch (`--total-batch`)."""
 
     def start_words(self, logs: Path) -> list[str]:
-        """Return the words to start, with torchrun in front of a script.
+        """Return the full command line, with torchrun in front of a plain script.
 
-        torchrun creates a folder in `logs`, and would leave one in the folder for temporary files.
+        torchrun creates a log folder in `logs`. By default it would leave one in the temporary
+        folder.
         """
         if self.size is None:
             return list(self.words)
@@ -98,7 +99,7 @@ class StockCommand:
 
 @dataclass(frozen=True)
 class StockRecords:
-    """What one run recorded: its training, and the facts of each rank."""
+    """The record of one run: its training, and each rank's facts."""
 
     training: RecordedTraining
     ranks: Sequence[dict[str, Any]]
@@ -107,11 +108,11 @@ class StockRecords:
 
 
 class StockRuns:
-    """Makes the runs of one verification, in a folder that is removed at the end. A context.
+    """Context manager that executes a verification's runs in a temporary folder.
 
     Args:
         command: The command that starts the ranks.
-        steps: Number of steps after which a run is ended.
+        steps: Number of steps after which a run is stopped.
         logs: Folder for the output of each run.
         progress: Display of the current run.
         limit: Seconds without a step or a batch after which a run is stopped.
@@ -141,7 +142,7 @@ class StockRuns:
     def ranks(
         self, words: str, *, wide: str | None = None, alter: Mapping[str, Any] | None = None
     ) -> StockRecords:
-        """Run the script on its ranks. Raises RunFailed."""
+        """Run the script on its ranks. Raises RunFailed if it exits with an error."""
         made, folder = self._run(
             self.command.start_words(self._folder), words, {}, wide=wide, alter=alter
         )
@@ -149,18 +150,18 @@ class StockRuns:
         return made
 
     def stopped_ranks(self, words: str, step: int, view: Path) -> StockRecords:
-        """Run the script in `view` until each rank gets SIGTERM after `step` steps."""
+        """Run the script in `view` until step `step`, after which each rank receives SIGTERM."""
         made, _ = self._run(
             self.command.start_words(self._folder), words, {}, stop_at=step, view=view
         )
         return made
 
     def resumed_ranks(self, words: str, command: StockCommand, view: Path) -> StockRecords:
-        """Run `command` in the view of a stopped run. Raises RunFailed."""
+        """Run `command` in a stopped run's view. Raises RunFailed if it exits with an error."""
         return self._run(command.start_words(self._folder), words, {}, view=view)[0]
 
     def new_view(self) -> Path:
-        """Return the folder of a view that several runs can share."""
+        """Return the folder for a view that several runs can share."""
         return self._folder / "view-shared"
 
     def reference(
@@ -171,10 +172,11 @@ class StockRuns:
         alter: Mapping[str, Any] | None = None,
         notes_draws: bool = False,
     ) -> StockRecords:
-        """Run the script in one process, on the union of the batches that the ranks were given.
+        """Run the script in one process, on the union of the ranks' batches.
 
         With `--total-batch`, the process reads its own batches instead. If `notes_draws` is True,
-        the facts list the operations that draw random numbers. Raises RunFailed.
+        the facts list the operations that draw random numbers. Raises RunFailed if the script exits
+        with an error.
         """
         facts = json.loads((self._ranks / "rank-0" / "stock.facts").read_text())
         known = {n: v for n, v in facts["environment"].items() if n not in DROPPED}
@@ -286,10 +288,10 @@ class StockRuns:
         *,
         is_stopped: bool,
     ) -> int:
-        """Wait until a run ends, and return its exit code.
+        """Wait until a run exits, and return its exit code.
 
-        Adds the process groups of its ranks to `groups`. Raises LaunchError after the time limit
-        without a new step or batch.
+        Adds the ranks' process groups to `groups`. Raises LaunchError if there is no new step or
+        batch within the time limit.
         """
         self._reaper.started(process.pid)
         files, since = -1, time.monotonic()
@@ -333,7 +335,7 @@ def _group(pid: int) -> int | None:
 
 
 def end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the command of a run, and then all processes that it has left."""
+    """Stop a run's command, and kill all processes that it leaves behind."""
     has_ended = process.poll() is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         if process.poll() is None:
@@ -353,7 +355,7 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _left(folder: Path) -> list[int]:
-    """Return the living processes of a run: those whose environment names its folder."""
+    """Return the running processes whose environment names the run's folder."""
     if not _has_proc():
         return list(_claimed(folder))
     mark = os.fsencode(json.dumps(str(folder)))
@@ -368,12 +370,12 @@ def _left(folder: Path) -> list[int]:
 
 
 def _has_proc() -> bool:
-    """Return whether this system shows the environment of processes. macOS does not."""
+    """Return whether other processes' environments can be read. This is not possible on macOS."""
     return Path("/proc/self/environ").exists()
 
 
 def describe_stall(folder: Path, words: str, limit: float) -> str:
-    """Describe a run that makes no step: the last step and the line of each rank."""
+    """Describe a run that makes no progress: each rank's last step and current line."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     if not ranks:
         return (
@@ -401,7 +403,7 @@ def describe_stall(folder: Path, words: str, limit: float) -> str:
 
 
 def users_line(stack: str) -> str | None:
-    """Return FILE:LINE (FUNCTION) of the innermost frame of a stack that is not a library's."""
+    """Return FILE:LINE (FUNCTION) of the innermost frame of `stack` that is not library code."""
     for match in _FRAME.finditer(stack):  # faulthandler writes the innermost frame first
         if not _INSTALLED.search(match["file"]) and str(START.parents[2]) not in match["file"]:
             function = match["function"]
@@ -411,7 +413,7 @@ def users_line(stack: str) -> str | None:
 
 
 def read(folder: Path, words: str) -> StockRecords:
-    """Read what all ranks of one run recorded. Raises LaunchError if a record is not complete."""
+    """Read the records of a run's ranks. Raises LaunchError if a record is incomplete."""
     import torch
 
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
@@ -430,7 +432,7 @@ def read(folder: Path, words: str) -> StockRecords:
 
 
 def _free_port() -> int:
-    """Return a port that is free now. torch's own store takes it a moment later."""
+    """Return a port that is currently free. torch's store binds it a moment later."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -1,6 +1,6 @@
-"""Recognises what may have made a stock script differ from one process.
+"""Lists possible causes of a difference between a stock script and its reference.
 
-A suspect is a possible cause. A trial run with its alterations confirms it (see alterations.py).
+Such a suspect is confirmed by a trial run with its alterations (see alterations.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 @dataclass(frozen=True)
 class StockSuspect:
-    """A possible cause: `ranks` and `reference` are the alterations that take it away."""
+    """A possible cause of a difference.
+
+    `ranks` and `reference` are the alterations that remove it from the ranks and the reference.
+    """
 
     name: str
     words: str
@@ -40,7 +43,7 @@ class StockSuspect:
 def suspects(
     reference: StockRecords, made: StockRecords, comparison: Comparison, tolerance: float
 ) -> list[StockSuspect]:
-    """Return what may have made the first difference, the most particular first."""
+    """Return possible causes of the first difference, most specific first."""
     first = comparison.first(tolerance)
     if first is None:
         return []
@@ -153,7 +156,7 @@ def _unreduced(
 
 
 def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
-    """Return the suspect for gradients that have one factor in common."""
+    """Return the suspect for gradients that are all off by the factor `ratio`."""
     size = len(made.ranks)
     if abs(ratio - size) < CLOSE * size:
         rows = [[each["rows"] for each in facts["seen"] if each["trains"]] for facts in made.ranks]
@@ -192,7 +195,7 @@ def _partly_scaled(
     wrong: Mapping[str, float],
     size: int,
 ) -> StockSuspect:
-    """Return the suspect for a factor that only some gradients have."""
+    """Return the suspect if only some gradients are off by a common factor."""
     ratio, names = sum(wrong.values()) / len(wrong), list(wrong)
     trial = {"scale_some_gradients": [1 / ratio, names]}
     if all(len(models[name].copies) < size for name in names):
@@ -214,7 +217,7 @@ def _partly_scaled(
 def _of_norms(
     reference: StockRecords, made: StockRecords, first: StepDifference
 ) -> Iterator[StockSuspect]:
-    """Compare the norms that gradients are clipped by."""
+    """Yield a suspect if the runs clip by different gradient norms."""
     if len(made.training.engines) > 1:
         return  # events are by step, of any optimizer
     theirs, ours = (
@@ -239,7 +242,7 @@ def _of_norms(
 def _of_updates(
     reference: StockRecords, made: StockRecords, first: StepDifference, tolerance: float
 ) -> Iterator[StockSuspect]:
-    """Compare updates that were made from equal gradients."""
+    """Yield a suspect if equal gradients lead to different updates of split parameters."""
     names = {each.name for each in first.beyond(tolerance) if each.kind == "model"}
     gradients = any(each.kind == "gradient" for each in first.beyond(tolerance))
     split = names & set(made.ranks[0]["split"])
@@ -303,7 +306,7 @@ def _of_dropout(made: StockRecords) -> Iterator[StockSuspect]:
 
 
 def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
-    """Try whether one of two addends of the loss is multiplied, or divided, by the ranks."""
+    """Yield suspects for a loss term multiplied or divided by the number of ranks."""
     size = len(made.ranks)
     terms = [term for rows in made.steps for row in rows[:1] for term in row["terms"]]
     if not terms or any(term["addends"] != 2 for term in terms):
@@ -320,7 +323,7 @@ def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
 
 
 def of_bf16(made: StockRecords) -> Iterator[StockSuspect]:
-    """Find gradients in bf16, which autocast with parameters in fp32 does not make."""
+    """Yield a suspect for bf16 gradients, which autocast with fp32 parameters does not produce."""
     rows = [row for rows in made.steps for row in rows]
     if not any("bfloat16" in facts["dtypes"] for facts in made.ranks):
         return
@@ -353,7 +356,10 @@ def _ratios(
     ours: Mapping[str, WholeTensor],
     number: int,
 ) -> dict[str, float]:
-    """Return the factor of each gradient, before clipping; nothing if one is not a multiple."""
+    """Return each gradient's factor relative to the reference, before clipping.
+
+    Empty if some gradient is not a multiple of the reference's.
+    """
     ratios = {}
     clipped = [1.0, 1.0]
     if len(made.training.engines) == 1:  # events are by step, of any optimizer
@@ -375,7 +381,7 @@ def _ratios(
 
 
 def _clip_factor(events: Sequence[Sequence[str]], place: int) -> float:
-    """Return the factor by which the last clipping of a step scaled gradients."""
+    """Return the factor by which a step's last clipping scaled the gradients."""
     words = [e.split() for e in (events[place] if place < len(events) else ()) if e[:5] == "clip "]
     if not words or len(words[-1]) < 3:
         return 1.0
@@ -384,7 +390,7 @@ def _clip_factor(events: Sequence[Sequence[str]], place: int) -> float:
 
 
 def _agree(ratios: Collection[float]) -> bool:
-    """Return whether several factors are one within rounding."""
+    """Return whether all factors are equal within rounding."""
     return max(ratios) - min(ratios) <= CLOSE * max(map(abs, ratios))
 
 
@@ -412,8 +418,10 @@ def _of_loss_weights(reference: StockRecords, made: StockRecords) -> Iterator[St
 
 
 def loss_factors(made: StockRecords) -> list[list[list[float]]] | None:
-    """Return by rank, step and backward the factor that makes a step's losses one mean over all
-    items; None if the items of a loss are not known."""
+    """Return the factors that turn each step's losses into one mean over all items.
+
+    The factors are indexed by rank, step and backward pass. None if a loss's item count is unknown.
+    """
     size = len(made.ranks)
     factors: list[list[list[float]]] = [[] for _ in made.ranks]
     for rows in zip(*made.steps, strict=False):

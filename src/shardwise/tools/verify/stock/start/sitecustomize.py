@@ -1,7 +1,7 @@
-"""Starts recording in a rank of `shardwise verify --stock`, as soon as it has imported torch.
+"""Starts recording in a rank of `shardwise verify --stock` as soon as the rank has imported torch.
 
-Python imports this module at start, because its folder is first in PYTHONPATH. It imports the
-environment's own sitecustomize, too.
+Python imports this module at startup, because its folder is first in PYTHONPATH. This module then
+imports the environment's own sitecustomize.
 """
 
 import importlib.abc
@@ -50,7 +50,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _import_next() -> None:
-    """Import the sitecustomize that this one hides, if there is one."""
+    """Import the sitecustomize module that this one shadows, if any."""
     paths = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
