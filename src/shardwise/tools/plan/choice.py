@@ -24,7 +24,7 @@ class Choice:
     pipeline: int = 1
     schedule: str = "1f1b"
     expert: int = 1
-    """Number of replicas over which the experts of each layer are spread."""
+    """Number of replicas over which each layer's experts are spread."""
     bucket_mb: float = 25.0
     in_rows: bool = False
     """Whether engine.forward_backward splits the rows it receives into micro-batches. If False,

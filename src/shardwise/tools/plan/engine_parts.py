@@ -40,9 +40,9 @@ class ObservedParameter:
     arrived: int = -1
     layer: int = 0
     experts: int = 0
-    """Number of experts of the layer that it belongs to, or 0."""
+    """Number of experts in its layer, or 0 if it does not belong to an expert."""
     expert: int = -1
-    """Index of its expert, or -1 if it holds all of them."""
+    """Index of its expert, or -1 if it holds all experts of its layer."""
 
 
 @dataclass(frozen=True)

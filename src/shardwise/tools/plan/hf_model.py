@@ -22,7 +22,7 @@ KINDS = (
     ("ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
     ("ForMaskedLM", "AutoModelForMaskedLM"),
 )
-"""Pairs of an architecture's suffix and the auto class that builds it (default: the first)."""
+"""Pairs of an architecture's suffix and the auto class that builds it (the first by default)."""
 
 
 def main() -> None:

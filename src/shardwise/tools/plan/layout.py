@@ -32,7 +32,8 @@ class LaidBucket:
     unit: int
     group: GroupRecord | None
     holders: int = 1
-    """Number of adjacent ranks that hold different experts, of which this is one part."""
+    """Number of adjacent ranks over which the experts are spread. The bucket has one rank's
+    experts."""
 
     @property
     def nbytes(self) -> int:

@@ -70,7 +70,7 @@ class MeasuredRun:
 
 
 OnStep = Callable[[int], None]
-"""Called during a run with the number of steps so far."""
+"""Called during a run with the number of completed steps."""
 
 
 def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> MeasuredRun:

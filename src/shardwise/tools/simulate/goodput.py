@@ -14,7 +14,7 @@ from shardwise.tools.simulate.run_model import CAUSES, RunModel, young
 from shardwise.tools.simulate.trial import Trial
 
 LOW, HIGH = 5, 95
-"""Percentiles of the trials that are the bounds of a band."""
+"""Percentiles of the trials' values at the bounds of a band."""
 
 FACTORS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 2.0, 2.8, 4.0)
 """Checkpoint intervals to try, as multiples of Young's interval."""

@@ -10,7 +10,8 @@ BINS = 100
 """Number of time bins for a run that loses no time. Trials record how they spend each bin."""
 
 GIVES_UP = 20.0
-"""A trial is stopped if it takes this many times its work, because it might never end."""
+"""A trial is stopped if its wall time reaches this many times its work, because it might never
+end."""
 
 USEFUL = "useful"
 

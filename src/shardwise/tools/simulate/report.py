@@ -51,7 +51,7 @@ class SimulationRequest:
     late: int | None = None
     parameters: float | None = None
     between: float | None = None
-    """Bandwidth of each island's link to the others in Mbit/s, or None to ignore its time."""
+    """Bandwidth in Mbit/s of each island's link to the other islands. None ignores the link."""
 
     @property
     def rule(self) -> IslandRule:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.config.outer_optimizer import IslandRule
 
 MEGABIT = 1e6 / 8
-"""Number of bytes in a megabit."""
+"""Bytes per megabit."""
 
 GRADIENT = 4
 """Bytes per gradient element on the link. 16-bit gradients are also reduced in fp32."""

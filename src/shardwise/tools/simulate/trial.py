@@ -48,7 +48,7 @@ class Trial:
         self._least = model.least or model.topology.hosts
         self._free = model.spares
         self._returns: list[float] = []
-        """Heap of the return times of hosts in repair."""
+        """Heap of times at which hosts return from repair."""
         self._slow: list[tuple[float, float]] = []
         """Heap of slow periods, as (end time, slowdown)."""
         self._stops = 0

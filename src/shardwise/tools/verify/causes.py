@@ -28,7 +28,7 @@ class Suspect:
     settings: Mapping[str, str] = field(default_factory=dict)
     in_reference: bool = False
     joint_words: str = ""
-    """Text to append to the words of another suspect if both are part of the same error."""
+    """Text to append to another suspect's `words` if both are part of the same error."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ Agrees = Callable[[Sequence[Suspect]], bool]
 def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     """Return the first suspect whose removal alone eliminates the difference.
 
-    Otherwise return a minimal set of suspects whose removal together eliminates it, or `clue` if no
-    such set exists.
+    If there is none, return a minimal set of suspects whose joint removal eliminates it. If there
+    is no such set either, return `clue`.
     """
     for suspect in suspects:
         if agrees([suspect]):

@@ -70,12 +70,12 @@ class StepDifference:
     skipped: float = 0.0
     """Infinite if only one of the runs skipped the update, otherwise 0."""
     samples: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Samples that only the reference trains on, and samples that only the other run trains on. If
-    both use a sample, but one uses it k more times, it is listed k times."""
+    """Samples on which only the reference trains, and samples on which only the other run trains.
+    If both runs use a sample, but one uses it k more times, it is listed k times."""
 
     @property
     def largest(self) -> float:
-        """The largest difference in the loss, norm, weight and tensors."""
+        """The largest difference in the loss, norm, weight or any tensor."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.weight, self.skipped, *apart), default=0.0)
 
@@ -86,13 +86,12 @@ class StepDifference:
 
     @property
     def in_training(self) -> float:
-        """The largest difference, ignoring the weight, which is only a number of items."""
+        """The largest difference, not counting `weight`, which is only a number of items."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 
     @property
     def same_bits(self) -> bool:
-        """Whether the step is bit-identical in both runs."""
         figures = (self.loss, self.grad_norm, self.weight, self.skipped)
         return not self.tensors and not any(figures)
 
@@ -109,7 +108,6 @@ class Comparison:
 
     @property
     def same_bits(self) -> bool:
-        """Whether the runs are bit-identical."""
         return self.same_counts and all(step.same_bits for step in self.steps)
 
     @property
@@ -191,7 +189,7 @@ def _end(steps: int | None) -> int | None:
 
 
 def _renaming(reference: RecordedTraining, other: RecordedTraining, engine: int) -> dict[str, str]:
-    """Map parameter names of `reference` to those in `other`, by their order in the optimizers.
+    """Map the parameter names of `reference` to those of `other`, by their order in the optimizers.
 
     The map is empty if the names are the same, or if the number or shapes of the parameters differ.
     """
@@ -260,10 +258,10 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bool) -> float:
-    """Return the difference of two numbers relative to `theirs`, or to `least` if that is larger.
+    """Return the difference between two numbers, relative to the larger of `theirs` and `least`.
 
-    If the records are not complete, a NaN in the reference means that the value was not recorded,
-    and counts as equal.
+    If the records are incomplete, NaN in the reference means that the value was not recorded. It
+    then counts as equal.
     """
     if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not is_complete)):
         return 0.0
@@ -298,7 +296,7 @@ def _fed_the_same(theirs: Step, ours: Step) -> bool:
 def _tensors(
     theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, is_complete: bool
 ) -> Iterator[TensorDifference]:
-    """Yield the tensors that are not bit-identical in both runs and on all ranks.
+    """Yield the tensors that differ between the runs, or between the ranks of a run.
 
     If the records are complete, also yield the tensors that exist in only one of the runs.
     """
@@ -348,7 +346,7 @@ def _difference(
 
 
 def _group(key: Key) -> Key:
-    """Return the group to which the tensor `key` belongs. Its tensors have comparable magnitudes.
+    """Return the group whose tensors have magnitudes comparable to the tensor `key`.
 
     Optimizer state and buffers are grouped by the last part of their names.
     """
@@ -357,7 +355,7 @@ def _group(key: Key) -> Key:
 
 
 def _floors(tensors: Mapping[Key, WholeTensor]) -> dict[Key, tuple[float, float]]:
-    """Return `FLOOR` times the largest absolute value and the largest norm, for each group."""
+    """Return FLOOR times each group's largest absolute value, and FLOOR times its largest norm."""
     floors: dict[Key, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for key, whole in tensors.items():
         largest, norm = floors[_group(key)]
@@ -379,7 +377,7 @@ def _forward_key(name: str, order: Mapping[str, int]) -> tuple[int, list[str]]:
 
 
 def natural_key(name: str) -> list[str]:
-    """Return a sort key that compares numbers in names by value, so that layer 10 follows 9."""
+    """Return a sort key that compares numbers in names by value: layer 9 precedes layer 10."""
     return [part.zfill(8) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 

@@ -33,7 +33,7 @@ LAUNCHER = {
     "interface": "--interface",
     "host_timeout": "--host-timeout",
 }
-"""Launcher flags that a placement may contain: maps parameter names to flags."""
+"""Maps parameter names to the launcher flags that a placement may contain."""
 
 
 def command() -> Command:

@@ -7,7 +7,7 @@ both in fp64                                within 1e-8: equal within rounding
 both in fp64, recording values              the first elements that differ
 the reference again                         differs: the script is not repeatable
 smaller placements                          the smallest placement that still differs
-smallest placement, without a suspect       no longer differs: the suspect is the cause
+smallest placement, without a suspect       agrees: the suspect is the cause
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOSSES = (
 )
 
 FP32 = 1e-6
-"""Relative difference that rounding a loss to fp32 can make."""
+"""Maximum relative difference that results from rounding a loss to fp32."""
 
 NARROW_LOSSES = (
     "The losses agree only to the precision of fp32: some loss functions of torch return fp32 for "
@@ -135,7 +135,7 @@ class Verification:
         )
 
     def _with_values(self, result: Result) -> Result:
-        """Add the values of the first tensors that differ to a copy of `result`."""
+        """Return a copy of `result` with the values of the first tensors that differ."""
         # Runs of large models record only fingerprints, which cannot locate an element. So repeat
         # both runs up to that step, and record the values of the tensors that differ. Use fp64,
         # because the verdict is based on the fp64 runs.
@@ -168,7 +168,7 @@ class Verification:
     def _explain(
         self, result: Result, reference: RecordedTraining, wide: RecordedTraining
     ) -> Result:
-        """Add the smallest placement that still differs, and the cause, to a copy of `result`."""
+        """Return a copy of `result` with the smallest placement that differs, and the cause."""
         if (found_causes := self._find_noise(reference)) is not None:
             return replace(result, found=found_causes)
         assert result.wide is not None
@@ -193,7 +193,7 @@ class Verification:
         return replace(result, smallest=smallest, found=found_causes)
 
     def _find_noise(self, reference: RecordedTraining) -> FoundCauses | None:
-        """Return the reason why two runs of the reference differ, or None if they agree."""
+        """Return why two runs of the reference differ, or None if they agree."""
 
         def same(
             words: str, before: RecordedTraining | None, **more: Any
@@ -342,7 +342,7 @@ _FIX_ORDER = (
 
 
 def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
-    """Return advice on where to look, for a difference that no suspect explains.
+    """Return advice on where to look for a difference that no suspect explains.
 
     `against` is True if the reference is a different script. In that case only the user can make
     both scripts read the data in the same order.

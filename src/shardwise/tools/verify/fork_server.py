@@ -44,14 +44,14 @@ PATIENCE = 2.0
 
 @dataclass
 class Child:
-    """A forked rank: its process, which leads a process group, and its client's socket."""
+    """A forked rank, which leads a process group, and the socket of its client."""
 
     pid: int
     line: socket.socket
 
 
 class ForkServer:
-    """Forks a rank for each client of `listener`. `serve` also returns in each forked process."""
+    """Forks a rank for each client of `listener`."""
 
     def __init__(self, listener: socket.socket, reserved: list[int]) -> None:
         self._listener = listener
@@ -63,9 +63,10 @@ class ForkServer:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> list[str] | None:
-        """Serve until standard input is closed, then return None. In a rank, return its arguments.
+        """Serve clients until standard input is closed, then return None.
 
-        A forked rank leaves this loop and runs its script.
+        This function also returns in each forked rank, with the rank's command-line arguments. The
+        rank then runs its script.
         """
         self._wakes.setblocking(False)
         # set_wakeup_fd makes select() return when a child exits. It needs a handler, because an
@@ -93,7 +94,7 @@ class ForkServer:
             self._reap()
 
     def _accept(self) -> list[str] | None:
-        """Fork a rank for the next client. In that rank, return its arguments."""
+        """Fork a rank for the next client. Return the rank's arguments in the rank, None here."""
         line, _ = self._listener.accept()
         line.settimeout(PATIENCE)
         try:

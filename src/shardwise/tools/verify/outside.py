@@ -237,7 +237,7 @@ class _TrackedOptimizer:
         }
 
     def parts(self, rank: int) -> Iterator[Part]:
-        """Yield parameters, optimizer state and buffers. Each rank has a full copy of them."""
+        """Yield the parameters, optimizer state and buffers. Every rank has full copies of them."""
         for parameter, name in self.names.items():
             yield Part("model", name, parameter, copy=rank)
             for key, value in self._state(parameter):

@@ -164,7 +164,7 @@ def _tensors(axes: Any, results: Sequence[DrawnResult]) -> None:
 
 
 def _legend_below(axes: Any) -> None:
-    """Put the legend below the plot, because it could cover curves inside the plot."""
+    """Put the legend below the plot, where it cannot cover any curves."""
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
 
 
@@ -178,5 +178,5 @@ def _short(text: str, most: int = 40) -> str:
 
 
 def _tail(name: str, most: int = 34) -> str:
-    """Shorten a long name at its start, because the end is more informative."""
+    """Shorten a long name at its start, because its end is more informative."""
     return name if len(name) <= most else f"…{name[-most + 1 :]}"

@@ -20,7 +20,7 @@ SERVERS = 2
 ranks are forked from different servers, so that errors that depend on `hash` can appear."""
 
 FREE = 64
-"""Fork servers keep file numbers below this free for the files that ranks receive."""
+"""Fork servers keep file descriptors below this number free for the files that ranks receive."""
 
 COLD = ("-P", "-m", "shardwise.tools.verify.script")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -53,7 +53,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class FeedRecord:
-    """Totals over all inputs of the models in a step (see `tensor_log.FeedTotals`)."""
+    """Totals over all of the models' inputs in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -138,7 +138,7 @@ def read(folder: Path) -> RecordedTraining:
 
 
 def _dense(by_engine: Mapping[int, T]) -> dict[int, T]:
-    """Return `by_engine` with its keys replaced by 0, 1, 2, ... in order."""
+    """Return `by_engine` with its keys replaced by 0, 1, 2, ... in ascending order."""
     return {number: by_engine[engine] for number, engine in enumerate(sorted(by_engine))}
 
 

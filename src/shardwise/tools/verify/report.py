@@ -54,7 +54,6 @@ class VerifyReport:
         return 0 if accepted else worst.value
 
     def machine(self) -> dict[str, str]:
-        """Return facts about this machine."""
         return machine_facts()
 
 

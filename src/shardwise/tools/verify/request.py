@@ -42,5 +42,5 @@ class VerifyRequest:
 
     @property
     def reference(self) -> RunPlacement | None:
-        """The placement of the reference, or None for `against`, which runs without a launcher."""
+        """The reference's placement, or None for `against`, which runs without a launcher."""
         return None if self.against is not None else self.placements[0].reference()

@@ -33,7 +33,7 @@ LARGE_PACKAGES = {
     *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
     *("sklearn", "torchvision", "transformers", "trl"),
 }
-"""Packages that are slow to import and do not depend on the environment variables of a rank."""
+"""Packages that are slow to import and independent of a rank's environment variables."""
 
 _SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
 
@@ -156,10 +156,11 @@ def command(run: Run, folder: Path, warm: WarmRanks | None = None) -> list[str]:
 
 
 def environment(max_size: int) -> dict[str, str]:
-    """Return the environment of a run.
+    """Return the environment variables of a run.
 
-    The number of threads is the same for every world size. The variables of a batch job are
-    removed, so that the run stays on this host: other hosts may not see the folder of the records.
+    The number of threads per rank depends only on `max_size`, so that it is the same in all runs.
+    The variables of a batch job are left out, so that the run stays on this host: other hosts might
+    not see the folder of the records.
     """
     # Use the number of threads of the largest run. Kernels split sums among threads, so a smaller
     # run with more threads per rank would differ by rounding for that reason alone.
@@ -205,7 +206,7 @@ class WarmRanks:
 
     @property
     def are_running(self) -> bool:
-        """Whether there are warm processes, which exist only on Linux."""
+        """Whether there are warm processes. They exist only on Linux."""
         return bool(self._processes)
 
     def words(self, server: int, arguments: Sequence[str]) -> list[str]:
@@ -226,11 +227,11 @@ class WarmRanks:
 
 
 def large_imports(script: ScriptCommand) -> list[str]:
-    """Return the LARGE_PACKAGES that the script imports and that can be imported in advance.
+    """Return those LARGE_PACKAGES that the script imports and that can be imported in advance.
 
     Packages read environment variables such as HF_HOME on import. The result is therefore empty if
     the script, or a module in its folder, sets environment variables. A package is left out if the
-    folder contains a module of the same name, because the script would import that module.
+    folder contains a module with the same name, because the script would import that module.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
     # Modules and packages next to the script, or in the current folder.

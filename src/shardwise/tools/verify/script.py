@@ -46,7 +46,7 @@ with torch 2.9."""
 
 
 class PromoteToFp64(TorchFunctionMode):
-    """Keeps a script in fp64, even if its own code or a library casts tensors to fp32.
+    """Makes a script compute in fp64, even if its own code or a library casts tensors to fp32.
 
     Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because of mixed fp32
     and fp64 arguments, it is repeated with all arguments in fp64. If the function writes to
@@ -92,7 +92,7 @@ class PromoteToFp64(TorchFunctionMode):
 
 
 def main(arguments: list[str]) -> None:
-    """Run a script to its end. `arguments` are options (JSON), the script and its arguments."""
+    """Run a script to its end. `arguments` are the options (JSON), the script and its arguments."""
     options: dict[str, Any] = json.loads(arguments[0])
     words = arguments[1:]
     if not Path(options["record"]).is_dir():

@@ -120,7 +120,10 @@ def _of_data(
 
 
 def _growing(library: str, odd: StepDifference, size: int, rates: Mapping[str, Any]) -> Suspect:
-    """Return the suspect for a library whose batch size, and possibly schedule, is per worker."""
+    """Return the suspect for a library whose batch size is per worker.
+
+    `rates` are the reference's learning rates if the library also steps schedules once per worker.
+    """
     return Suspect(
         name="batches",
         words=f"{_GROWING[library]}, so the total batch grows with the workers{_rows(odd)}. With "
@@ -155,7 +158,7 @@ _TO_DIVIDE = {
 
 
 def _of_weight(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Yield suspects for `weight=` that contradicts the loss, and for `reduction="ddp"`."""
+    """Yield suspects for a `weight=` that contradicts the loss, and for `reduction="ddp"`."""
     if facts.get("losses") and facts.get("weight"):
         yield Suspect(
             name="weight",
@@ -189,7 +192,7 @@ _EXACT_MEAN = {
 def _of_loss(
     reference: RecordedTraining, other: RecordedTraining, first: StepDifference, size: int
 ) -> Iterator[Suspect]:
-    """Yield a suspect if the loss is off by an integer factor."""
+    """Yield a suspect if the loss is too large or too small by an integer factor."""
     one, two = (each.engines[first.engine] for each in (reference, other))
     if len(one) < 2 or len(two) < 2:
         return

@@ -11,7 +11,7 @@ from shardwise.tools.verify.comparing import Comparison, StepDifference, TensorD
 from shardwise.tools.verify.placements import RunPlacement
 
 TOLERANCE = 1e-8
-"""Largest permitted relative difference of any loss, norm or tensor between two fp64 runs."""
+"""Maximum relative difference of any loss, norm or tensor between two fp64 runs."""
 
 SAMPLES = 6
 """Maximum number of sample indices to show."""
@@ -84,7 +84,7 @@ def worst(results: Sequence[Result]) -> TrainingVerdict:
 
 
 def sentences(result: Result) -> list[str]:
-    """Return a description of a result in sentences, starting with the verdict."""
+    """Return sentences that describe a result, starting with the verdict."""
     return [*_verdict(result), *([result.note] if result.note else [])]
 
 

@@ -1,6 +1,6 @@
 """Records the lines of a script that may make its result depend on the placement.
 
-These facts are not causes yet. suspects.py uses them to decide which possible causes to test.
+These lines are only facts. suspects.py uses them to decide which possible causes to test.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Facts:
             self._found[name].setdefault(word)
 
     def plain(self) -> dict[str, list[str]]:
-        """Return all facts as lists by topic, for JSON."""
+        """Return all facts as lists by topic, which JSON can represent."""
         return {name: list(words) for name, words in self._found.items()}
 
 
@@ -222,7 +222,7 @@ def _watch_weight(plain: Callable[..., Any], facts: Facts) -> Callable[..., Any]
 
 
 def _follow_engines(facts: Facts) -> None:
-    """Record every engine on creation, and its models' BatchNorm and dropout layers."""
+    """Record every new engine, and the BatchNorm and dropout layers of its models."""
     engine: Any = shardwise.Engine
     plain: Callable[..., None] = engine.__init__
 

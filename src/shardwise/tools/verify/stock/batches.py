@@ -24,7 +24,7 @@ from shardwise.layout.fingerprints import can_be_taken
 from shardwise.tools.verify import watching
 
 IGNORED = -100
-"""The target that cross-entropy ignores, with which rows of labels are padded."""
+"""The target that cross-entropy ignores. Rows of labels are padded with it."""
 
 
 class UnjoinableBatches(Exception):
@@ -66,10 +66,10 @@ class BatchRecorder:
         self.seen: list[dict[str, Any]] = []
         self.loaders: dict[str, dict[str, Any]] = {}
         self.steps = 0
-        """Number of optimizer steps so far, which the owner counts."""
+        """Number of optimizer steps so far, which the recorder increments."""
         self._counted = 0
         self.evaluated = 0
-        """Rows that were yielded without gradients since the last batch with gradients."""
+        """Number of rows without gradients since the last batch with gradients."""
 
     def count_since_step(self) -> int:
         """Return the number of batches with gradients enabled since the last call."""
@@ -100,7 +100,7 @@ class BatchRecorder:
 
     def _begin(self, iterator: Any, loader: DataLoader[Any]) -> None:
         if not hasattr(loader, "stock_key"):
-            return  # it was made without __init__, and the reference refuses it
+            return  # created without __init__; the reference refuses it
         key = loader.stock_key
         iterator.stock = [key, loader.stock_epochs, 0]  # type: ignore[attr-defined]
         loader.stock_epochs += 1  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def _is_numeric(values: Any) -> bool:
 
 
 def _bytes(values: Tensor) -> bytes:
-    # Without padding at the end: the same sample is padded to another length in another batch.
+    # Strip trailing padding, because a sample's padded length depends on its batch.
     flat = values.resolve_conj().contiguous().reshape(-1)
     if not (flat.is_floating_point() or flat.is_complex()) and flat.numel() > 1:
         kept = ((flat != 0) & (flat != IGNORED)).nonzero()
@@ -201,7 +201,7 @@ class BatchReplay:
         self._widen = widen
         self._loaders: dict[str, dict[str, Any]] = {}
         self._bound: dict[str, str] = {}
-        """The recorded key of each key in this process."""
+        """Maps the key of a loader in this process to its recorded key."""
         self._is_tensor_parallel = False
         self.evaluated = 0
         for rank in self._ranks:
@@ -209,7 +209,7 @@ class BatchReplay:
             self._is_tensor_parallel |= facts["tensor_parallel"]
             for key, loader in facts["loaders"].items():
                 known = self._loaders.setdefault(key, dict(loader))
-                # Ranks may have different numbers of batches; one process has the most of them.
+                # Ranks may have different numbers of batches. The reference has the largest.
                 if known["length"] is not None and loader["length"] is not None:
                     known["length"] = max(known["length"], loader["length"])
                 if "not_saved" in loader:
@@ -275,7 +275,7 @@ class BatchReplay:
         number = 0
         while True:
             paths = [rank / f"batch-{key}-{epoch}-{number}.pt" for rank in self._ranks]
-            # Ranks may have different numbers of batches; the union is of those that have one.
+            # Ranks may have different numbers of batches, so join only those that exist.
             found = [_loaded(path) for path in paths if path.exists()]
             if not found:
                 return
@@ -379,8 +379,8 @@ def _is_of_samples(batches: Sequence[Sequence[Any]], batch_size: int | None) -> 
     entries = [entry for each in batches for entry in each]
     if not any(isinstance(each, Tensor | np.ndarray | list | tuple | Mapping) for each in entries):
         return bool(entries)
-    # Images of different sizes are a list of tensors, and their boxes a list of mappings. Fields
-    # have the samples in dim 0.
+    # Images of different sizes are a list of tensors, and their boxes a list of mappings. In
+    # a list of fields, dim 0 of each tensor is the samples.
     is_even = any(all(isinstance(e, kind) for e in entries) for kind in (Tensor, Mapping))
     leaves = torch.utils._pytree.tree_leaves(_plain(entries))
     tensors = [each for each in leaves if isinstance(each, Tensor) and each.ndim]

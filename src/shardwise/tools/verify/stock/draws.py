@@ -11,7 +11,7 @@ from shardwise.tools.verify import watching
 from shardwise.tools.verify.stock import readers
 
 MOST = 2000
-"""Largest number of entries. The first operation without a seed is usually among the first."""
+"""Maximum number of entries. The first operation without a seed is usually among them."""
 
 
 class DrawLog(TorchFunctionMode):
@@ -50,7 +50,7 @@ class DrawLog(TorchFunctionMode):
 
 def first_without_seed(one: list[Any], other: list[Any]) -> str | None:
     """Return the first operation that drew from different states in the two runs, or None."""
-    # Libraries draw from `random` for names of files, so look at the generators of torch first.
+    # Libraries use `random` to draw file names, so check torch's generators first.
     for wanted in ("torch", "cuda", "numpy", "random"):
         pairs = ([entry for entry in each if entry[2] == wanted] for each in (one, other))
         for (operation, line, _, *states), (*_, before, after) in zip(*pairs, strict=False):

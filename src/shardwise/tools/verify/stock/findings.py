@@ -20,7 +20,7 @@ from shardwise.tools.verify.stock.recorder import CONTRIBUTIONS
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
-"""Largest relative difference between a ratio of gradients and the integer it counts as."""
+"""Maximum relative difference at which a ratio of gradients still counts as an integer."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def _normalisation(made: StockRecords) -> Iterator[Finding]:
     for number, rows in enumerate(zip(*made.steps, strict=False)):
         terms = [term for row in rows for term in row["terms"]]
         if not terms or any(not term["items"] for term in terms):
-            return  # what a loss is a mean over is not known
+            return  # the items over which a loss is a mean are unknown
         backwards = max(len(row["terms"]) for row in rows)
         if backwards > 1 and any(row["batches"] != len(row["terms"]) for row in rows):
             return  # several losses of one batch, or a loss of several batches
@@ -369,7 +369,7 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
             wholes = [whole for (kind, _), whole in step.tensors.items() if kind == "gradient"]
             of_rank_0 = [whole for whole in wholes if 0 in whole.copies]
             if len(clips) != 1 or any(whole.strays for whole in wholes):
-                continue  # parts that are clipped one by one may be longer together
+                continue  # parameters clipped in separate calls may have a larger total norm
             norm, limit, count = map(float, clips[0])
             values = _joined(wholes)
             if norm <= limit or count < len(of_rank_0) or values is None:

@@ -15,7 +15,7 @@ from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.(\d+))?(?:e[-+]?\d+)?(?![\w.]*\w)")
 LEAST = 1e-5
-"""Relative difference of means from which they count as different."""
+"""Relative difference above which two means count as different."""
 
 
 def findings(reference: StockRecords, made: StockRecords) -> list[Finding]:
@@ -35,7 +35,7 @@ def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding
             weighed = math.fsum(v * n for v, n in zip(values, rows, strict=True)) / sum(rows)
             if abs(plain - weighed) <= LEAST * abs(weighed):
                 continue
-            # What one process reports is the mean over all rows: the ranks' values are means.
+            # The reference reports the mean over all rows, so the ranks' values are means.
             if any(_are_close(weighed, value, digits) for value, digits in theirs):
                 yield Finding(
                     "metrics averaged unweighted",
@@ -52,7 +52,7 @@ def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding
     pairs = zip(reference.ranks[0]["printed"], made.ranks[0]["printed"], strict=False)
     for one, two in pairs:
         if NUMBER.sub("#", one["text"]) != NUMBER.sub("#", two["text"]):
-            return  # the script prints other lines
+            return  # the runs print different lines
         numbers = zip(_numbers(one["text"]), _numbers(two["text"]), strict=True)
         for (theirs, digits), (ours, _) in numbers:
             for factor, words in ((size, f"{size} times"), (1 / size, f"1/{size} of")):

@@ -28,10 +28,10 @@ OPAQUE = {".git", ".hg", ".venv", "venv", ".tox", "node_modules", "__pycache__",
 """Folders that are linked as a whole."""
 
 MOST = 5000
-"""Largest number of links in a view. Folders beyond it are linked as a whole."""
+"""Maximum number of links in a view. Any further folders are linked as a whole."""
 
 MOST_IN_FOLDER = 500
-"""Largest number of entries of a folder whose entries are linked one by one."""
+"""Maximum number of entries in a folder that are linked individually."""
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
@@ -52,7 +52,7 @@ def make_view(view: Path, current: Path, hidden: Path) -> Path:
         place.mkdir()
     left = MOST
     folders = [(place, current)]
-    while folders:  # breadth first, so that deep folders are the ones beyond MOST
+    while folders:  # breadth first, so that only deep folders exceed MOST
         into, source = folders.pop(0)
         entries = _entries(source)
         left -= len(entries)
@@ -79,7 +79,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as found:
             return list(found)
-    except OSError:  # it may be entered, but not listed
+    except OSError:  # the folder may be entered, but not listed
         return []
 
 

@@ -19,14 +19,14 @@ from shardwise.world.tensor_log import Part
 
 LIBRARIES = {"accelerate", "deepspeed", "horovod", "lightning", "transformers", "trl"}
 PARTITIONING = ("deepspeed", "apex", "megatron", "fairscale", "colossalai")
-"""Packages whose optimizers step on flat partitions of parameters, which have no names."""
+"""Packages whose optimizers update flat partitions of parameters, which have no names."""
 
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module"
     r"|_forward_module)(?:\.|$)"
 )
-"""What DDP, torch.compile, FSDP1, checkpoint wrappers and Fabric put into names."""
+"""The name parts that DDP, torch.compile, FSDP1, checkpoint wrappers and Fabric add."""
 
 
 def rank() -> int:
@@ -83,7 +83,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     meshes = [getattr(p, "device_mesh", None) for p in model.parameters()]
-    # FSDP2 has one axis of the mesh; with tensor parallelism as well there are two.
+    # FSDP2 uses one mesh axis. With tensor parallelism as well, there are two.
     axes = int(any(isinstance(module, FSDPModule) for module in model.modules()))
     return any(mesh is not None and mesh.ndim > axes for mesh in meshes)
 
@@ -155,7 +155,7 @@ def gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | No
     values = parameter.grad
     if values is None:
         return None
-    # A GradScaler leaves the division to fused optimizers, and tells them the scale.
+    # A GradScaler leaves unscaling to fused optimizers, and sets `grad_scale` on them.
     scale = getattr(optimizer, "grad_scale", None)
     return values if scale is None else values / scale
 

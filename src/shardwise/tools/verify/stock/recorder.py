@@ -37,22 +37,24 @@ from shardwise.tools.verify.stock.script_facts import ScriptFacts
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
-"""JSON: record (folder), view (folder of own_files.py), steps, stop_at (step after which the rank
-gets SIGTERM, or None), reference (whether this is the one process), replay (folder of the ranks'
-records or None), wide (None, "default" or "promoted", see precision.py), draws (whether to note
-random operations, see draws.py), alter (see alterations.py)."""
+"""The variable with the request, in JSON. Its keys are record (folder), view (folder of
+own_files.py), steps, stop_at (step after which the rank receives SIGTERM, or None), reference
+(whether this is the reference), replay (folder of the ranks' records, or None), wide (None,
+"default" or "promoted", see precision.py), draws (whether to log random operations, see draws.py)
+and alter (see alterations.py)."""
 
 CONTRIBUTIONS = ("contributions", "first contribution", "last contribution")
-"""Kinds of tensors: the sum of the gradients of a step's backwards, the first one, the last one."""
+"""Kinds of tensors: the sum of the gradients of a step's backward passes, the first of these
+gradients, and the last one."""
 
 CLAIM = "claimed"
-"""File of a rank's folder with the pid of the process that records it."""
+"""File in a rank's folder with the pid of the process that records the rank."""
 
 STACK = "stack.txt"
-"""File of a rank's folder. SIGUSR2 writes the rank's stack into it."""
+"""File in a rank's folder. On SIGUSR2, the rank writes its stack to it."""
 
 LAST_WAIT = 20.0
-"""Seconds to wait for the records of other ranks after the last step."""
+"""Seconds to wait for other ranks' records after the last step."""
 
 
 def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
@@ -150,7 +152,7 @@ class StockRecorder:
         if self._request["wide"]:
             precision.widen(promotes=self._request["wide"] == "promoted")
         if hasattr(signal, "SIGUSR2"):
-            # verify asks for the stack of a rank that makes no step. The file stays open.
+            # verify requests the stack of a rank that makes no progress. The file stays open.
             faulthandler.register(
                 signal.SIGUSR2, (self._folder / STACK).open("w"), all_threads=False
             )
@@ -168,7 +170,7 @@ class StockRecorder:
         self._script_facts.follow()
         self._follow_exit()
         self._follow_spawns()
-        # Hooks run in this order, so the gradients are recorded as a trial has altered them.
+        # Hooks run in order of registration, so the recorded gradients include alterations.
         alterations.apply(self._request["alter"])
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -296,8 +298,9 @@ class StockRecorder:
             return
         if self._rounds.begin(followed.parameter_ids) == self._request["stop_at"]:
             self._request["stop_at"] = None
-            # Like a scheduler that takes the node away. A script with a handler goes on. The
-            # launcher would kill ranks that are not here yet, and so have written no facts.
+            # Send SIGTERM like a scheduler that reclaims the node. A script with a handler
+            # continues. Wait first, because the launcher would kill slower ranks before they write
+            # their facts.
             self._leave()
             self._wait_for_others()
             signal.raise_signal(signal.SIGTERM)
@@ -345,7 +348,7 @@ class StockRecorder:
             self._leave()
             self._wait_for_others()
             for child in multiprocessing.active_children():
-                child.terminate()  # workers of DataLoaders would notice seconds later
+                child.terminate()  # DataLoader workers would exit only seconds later
             # Exit handlers of the script's libraries would wait for ranks that are gone.
             sys.stdout.flush()
             sys.stderr.flush()
@@ -405,14 +408,14 @@ class StockRecorder:
 
 def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> str:
     """Return the gradient norm, the limit and the number of clipped parameters, as text."""
-    # clip_grads_with_norm_ returns nothing, and is given the norm.
+    # clip_grads_with_norm_ returns nothing. Its caller passes the norm.
     norm = (args[0] if args else kwargs.get("total_norm")) if result is None else result
     values = [readers.number(each) for each in (norm, max_norm)]
     if None in values:
         return ""
     count = len(parameters) if isinstance(parameters, list) else 1
     if result is not None and float(kwargs.get("norm_type", args[0] if args else 2)) != 2:
-        count = 0  # other norms are not compared with the length of the gradients
+        count = 0  # only 2-norms are compared with the norm of the gradients
     return f" {values[0]!r} {values[1]!r} {count}"
 
 
@@ -590,7 +593,7 @@ class FollowedOptimizer:
                 values = readers.gradient(parameter, self._optimizer)
                 if values is not None and parameter in self.names:
                     values = readers.gathered(values, parameter)
-                    # A copy: at the end of the block FSDP1 frees the full gradients.
+                    # Copy, because FSDP1 frees the full gradients at the end of the block.
                     yield readers.part("gradient", self.names[parameter], values, rank)
 
     def read_state(self, rank: int) -> Iterator[Part]:

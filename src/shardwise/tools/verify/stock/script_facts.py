@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from shardwise.tools.verify.stock import readers
 
 PRINTED = 200
-"""Lines of evaluations that are kept."""
+"""Maximum number of printed lines to record."""
 
 
 class ScriptFacts:

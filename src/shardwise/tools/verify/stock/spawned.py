@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
-"""As in recorder.py, which only ranks import: that takes seconds."""
+"""The same as in recorder.py, which takes seconds to import."""
 
 _SIZES = re.compile(r"world_?size|^world$|^size$|n_?procs|num_proc|gpus$|n_?ranks|num_ranks")
-"""Names of parameters for the number of ranks."""
+"""Matches parameter names that stand for the number of ranks."""
 
 
 def follow() -> None:
     """Patch torch.multiprocessing to record spawned processes."""
-    # The package has a function of the module's name.
+    # The package also has a function with the module's name, so import it by sys.modules.
     module: Any = sys.modules["torch.multiprocessing.spawn"]
     plain: Callable[..., Any] = module.start_processes
 

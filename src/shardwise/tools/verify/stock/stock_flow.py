@@ -28,7 +28,7 @@ from shardwise.tools.verify.stock.suspects import StockSuspect, of_bf16, suspect
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict
 
 METRICS = 1e-4
-"""Relative difference in training up to which evaluations are compared."""
+"""Maximum relative difference in training at which evaluations are still compared."""
 
 UNJOINABLE = UnjoinableBatches.__name__
 WIDE = "float64"
@@ -42,7 +42,7 @@ class StockResult:
     steps: int
     ranks: int
     rows: Sequence[int]
-    """Rows of each step but the first, over all ranks."""
+    """Number of rows over all ranks, for each step except the first."""
     own: Comparison
     wide: Comparison | None = None
     findings: Sequence[Finding] = ()
@@ -168,7 +168,7 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
         unproved = _unproved(result, f"it differs as it is, and {why}")
         if rounded is None or not finds_causes:
             return unproved
-        # The script insists on narrow numbers, so only their rounding can be tried.
+        # The script forces narrow dtypes, so only a trial without bf16 is possible.
         made, reference, wide = rounded
         cause = _confirmed(runs, of_bf16(made), reference, wide)
         return unproved if cause is None else _caused(result, cause)
@@ -219,7 +219,7 @@ def _by_step(made: StockRecords) -> list[list[dict[str, Any]]]:
     """Return the inputs to the first optimizer's models, by step and rank."""
     inputs = [[row["fed"] for row in rows] for rows in zip(*made.steps, strict=False)]
     if made.ranks[0]["tensor_parallel"]:
-        # Ranks that share layers are given the same rows.
+        # Ranks that share layers receive the same rows.
         return [list({each["hashes"]: each for each in row}.values()) for row in inputs]
     return inputs
 
@@ -281,7 +281,7 @@ def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
     first = compared.first(TOLERANCE)
     if first is None and compared.same_counts:
         return None
-    # Noting draws makes every operation slower, so only a script that needs it pays for it.
+    # Logging draws slows down every operation, so do it only if necessary.
     noted = [runs.reference("one process, noting draws", wide=wide, notes_draws=True) for _ in "12"]
     operation = draws.first_without_seed(*(each.ranks[0]["draws"] for each in noted))
     place = "in their number of steps" if first is None else verdicts.name_step(first)

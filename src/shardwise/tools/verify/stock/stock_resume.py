@@ -30,7 +30,7 @@ class ResumeResult(StockResult):
 
     stopped_at: int
     resumed_from: int | None = None
-    """Step after which the resumed run goes on, or None if no step has its parameters."""
+    """Step after which the resumed run continues, or None if no step has its parameters."""
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:

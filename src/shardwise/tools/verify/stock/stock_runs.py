@@ -42,7 +42,8 @@ RANK_VARIABLES = {
     "MASTER_ADDR": "127.0.0.1",
     "TORCHELASTIC_USE_AGENT_STORE": "False",
 }
-"""What tells the reference that it is the only rank, whichever launcher started the ranks."""
+"""Environment variables that tell the reference that it is the only rank, whichever launcher
+started the ranks."""
 
 OTHER_LAUNCHERS = {
     **dict.fromkeys(("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), "0"),
@@ -52,21 +53,22 @@ OTHER_LAUNCHERS = {
     **dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0"),
     **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NNODES", "SLURM_STEP_NUM_TASKS"), "1"),
 }
-"""The same variables of other launchers, which are replaced if a rank had them."""
+"""The corresponding variables of other launchers. Only those that a rank had are replaced."""
 
 INHERITED = {"OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"}
 INHERITED |= RANK_VARIABLES.keys() - {"MASTER_ADDR"}
-"""Variables of an outer launcher, such as those of a batch script. A launcher would look like a
-rank with them."""
+"""Variables of an outer launcher, such as a batch script's. They would make a launcher look like a
+rank."""
 
 DROPPED = ("TORCHELASTIC_ERROR_FILE",)
-"""Variables of a rank that name files of its launcher, which has removed them."""
+"""Variables that name files of a rank's launcher, which has already deleted them."""
 
 GRACE = 5.0
-"""Seconds that a command has to end its ranks after SIGINT, and again after SIGTERM."""
+"""Seconds in which a command must stop its ranks after SIGINT, and again after SIGTERM."""
 
 ENDING = 40.0
-"""Seconds that a command has to end after all its ranks got SIGTERM. torchrun waits 30 for them."""
+"""Seconds in which a command must exit after all its ranks received SIGTERM. torchrun waits for
+them for 30 seconds."""
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python[\d.]+)[/\\]|^<")
@@ -78,9 +80,9 @@ class StockCommand:
 
     words: Sequence[str]
     size: int | None = None
-    """Number of ranks if the words are those of a script alone; torchrun starts it then."""
+    """Number of ranks if the command is only a script, which torchrun then starts."""
     alone: Sequence[str] = ()
-    """Words that are added for one process, so that it uses the total batch (`--total-batch`)."""
+    """Arguments to add for one process, so that it uses the total batch (`--total-batch`)."""
 
     def start_words(self, logs: Path) -> list[str]:
         """Return the full command line, with torchrun in front of a plain script.
@@ -104,7 +106,7 @@ class StockRecords:
     training: RecordedTraining
     ranks: Sequence[dict[str, Any]]
     steps: Sequence[Sequence[dict[str, Any]]] = field(default=())
-    """By rank and step, what stands beside tensors in a step's file: losses and their terms."""
+    """The figures in the steps' files, such as losses and their terms, by rank and step."""
 
 
 class StockRuns:
@@ -128,8 +130,8 @@ class StockRuns:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-stock-")).resolve()
         self._made = 0
         self._ranks = self._folder
-        """Records of the last run of the ranks. A reference gets the batches of that run, because
-        a script draws other numbers in fp64 than in fp32."""
+        """Records of the ranks' last run. A reference replays that run's batches, because a script
+        draws different numbers in fp64 and in fp32."""
 
     def __enter__(self) -> StockRuns:
         self._reaper = OrphanReaper(self._folder).__enter__()
@@ -181,7 +183,7 @@ class StockRuns:
         facts = json.loads((self._ranks / "rank-0" / "stock.facts").read_text())
         known = {n: v for n, v in facts["environment"].items() if n not in DROPPED}
         variables = dict(known)
-        if not facts["spawned"]:  # such a script needs no variables, and would look like a rank
+        if not facts["spawned"]:  # a script that spawns its ranks must not look like a rank
             variables |= RANK_VARIABLES | {"MASTER_PORT": str(_free_port())}
         variables |= {n: v for n, v in OTHER_LAUNCHERS.items() if n in variables}
         command = [facts["executable"], *facts["argv"], *self.command.alone]
@@ -220,7 +222,7 @@ class StockRuns:
         folder.mkdir()
         current = Path.cwd().resolve()
         view = view or self._folder / f"view-{self._made}"
-        if view.exists():  # a stopped run goes on in its view
+        if view.exists():  # a resumed run uses the stopped run's view
             place = view.joinpath(*current.relative_to(current.anchor).parts)
         else:
             place = make_view(view, current, hidden=self._folder)
@@ -273,7 +275,7 @@ class StockRuns:
             code = self._wait(process, folder, words, groups, is_stopped=stop_at is not None)
         finally:
             end(process, folder)
-            for group in groups:  # later, another process may get this number
+            for group in groups:  # later, another process may have this id
                 self._reaper.ended(group)
         if code and stop_at is None:
             raise RunFailed(words, code, log.read_text(errors="replace"))
@@ -346,7 +348,7 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
                 continue
     end_within(process, 0.0)
     if has_ended and not _has_proc():
-        return  # other processes may have the process numbers of its ranks by now
+        return  # other processes may have its ranks' ids by now
     for pid in _left(folder):
         try:
             os.kill(pid, signal.SIGKILL)
@@ -364,7 +366,7 @@ def _left(folder: Path) -> list[int]:
         try:
             if mark in each.read_bytes():
                 found.append(int(each.parent.name))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has exited, or belongs to another user
             continue
     return found
 

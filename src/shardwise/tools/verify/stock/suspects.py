@@ -35,7 +35,7 @@ class StockSuspect:
     ranks: Mapping[str, Any] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)
     is_mistake: bool = True
-    """False for a difference that a correct script has as well."""
+    """False if a correct script also has this difference."""
     is_proved: bool = False
     """Whether the records prove the cause, so that no trial is needed."""
 
@@ -284,7 +284,7 @@ def _of_dropout(made: StockRecords) -> Iterator[StockSuspect]:
     if not any(drawn):
         return
     trial = {"no_dropout": None}
-    # Later states may differ, if an evaluation draws other numbers of masks.
+    # Later states may differ if an evaluation draws a different number of masks.
     if len(made.ranks) > 1 and all(each[:1] == drawn[0][:1] for each in drawn):
         yield StockSuspect(
             "same dropout on all ranks",
@@ -311,7 +311,7 @@ def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
     terms = [term for rows in made.steps for row in rows[:1] for term in row["terms"]]
     if not terms or any(term["addends"] != 2 for term in terms):
         return
-    # The second one is tried first: scripts write loss + weight * penalty.
+    # Try the second term first, because scripts write loss + weight * penalty.
     for addend in (1, 0):
         for factor, words in ((1 / size, f"{size} times"), (float(size), f"1/{size} of")):
             yield StockSuspect(
@@ -367,7 +367,7 @@ def _ratios(
     largest = max((whole.fingerprint.norm for whole in theirs.values()), default=0.0)
     for name, whole in theirs.items():
         other = ours.get(name)
-        # A gradient that is only rounding has no ratio.
+        # A gradient that is only rounding error has no meaningful ratio.
         if other is None or whole.fingerprint.norm <= 1e-10 * largest:
             continue
         if whole.values is not None and other.values is not None:

@@ -15,7 +15,8 @@ RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"
 
 
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "torchrun", "accelerate")
-"""Programs that start ranks. In a batch job they have the rank of the batch script."""
+"""Programs that start ranks. In a batch job, they have the batch script's rank in their
+environment, but are not ranks themselves."""
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -58,8 +59,8 @@ def _import_next() -> None:
 
 
 _import_next()
-# A process without a rank may be a script that spawns its ranks. Processes that multiprocessing
-# starts are such ranks, which spawned.py starts to record, or workers of a DataLoader.
+# A process without a rank may be a script that spawns its ranks. Skip processes started by
+# multiprocessing: they are such ranks, which spawned.py records, or DataLoader workers.
 if (
     "SHARDWISE_VERIFY_STOCK" in os.environ
     and "--multiprocessing-fork" not in sys.orig_argv
