@@ -86,9 +86,10 @@ def _share_gradients(names: list[str]) -> None:
 
 
 def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
-    """Call `change` once per step for each parameter, before its gradient is clipped.
+    """Call `change` with the parameters of each step, before their gradients are clipped.
 
-    Without clipping, call `change` just before the optimizer step.
+    Without clipping, call it just before the optimizer step. `change` receives each parameter only
+    once per step.
     """
     changed: set[int] = set()
 
@@ -112,7 +113,7 @@ def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
 
 
 def _clip_norms(norms: list[list[float]]) -> None:
-    """Clip by the norms in `norms`, by step. Steps with an empty list clip by their own norm."""
+    """Clip by the norms in `norms`, by step. Steps with an empty list use their own norm."""
     place = 0
 
     def count(*_: Any) -> None:
@@ -191,9 +192,9 @@ def _loss_factors(factors: list[list[list[float]]]) -> None:
 
 
 def _scale_term(wanted: tuple[int, float]) -> None:
-    """Multiply the gradient of one of each loss's two terms.
+    """Scale the gradient of one term in every loss that is a sum of two terms.
 
-    `wanted` is (index of the term, 0 or 1; factor).
+    `wanted` is the pair (index of the term, factor). The index is 0 or 1.
     """
     addend, factor = wanted
     backward: Callable[..., Any] = torch.autograd.backward

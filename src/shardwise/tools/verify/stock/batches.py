@@ -143,7 +143,10 @@ class BatchRecorder:
 
 
 def _evaluated(before: int, rows: Sequence[int]) -> int:
-    """Return the evaluation's row count after a batch of `rows`, or 0 if gradients are enabled."""
+    """Return the current evaluation's row count, after a batch with `rows`.
+
+    `before` is the count before that batch. The result is 0 if gradients are enabled.
+    """
     return 0 if torch.is_grad_enabled() else before + len(rows)
 
 
@@ -166,7 +169,7 @@ def hashes_of_rows(batch: Any) -> list[int]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return the batch with other mappings converted to dicts, which pytree can traverse."""
+    """Return the batch with all mappings as dicts. pytree does not traverse other mappings."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -193,7 +196,7 @@ class BatchReplay:
     """Makes one process's loaders yield the union of the batches that the ranks recorded.
 
     Loaders are matched by key. With only one rank, a script or library may create a loader on a
-    different line. Such a loader replays a recorded one whose dataset has the same size.
+    different line. Such a loader replays a recorded loader whose dataset has the same size.
     """
 
     def __init__(self, folder: Path, widen: bool = False) -> None:
@@ -308,7 +311,7 @@ def widened(batch: Any) -> Any:
 
 
 def without_copies(batches: Sequence[Any]) -> list[Any]:
-    """Return the batches without duplicates, which are batches with the same rows.
+    """Return the batches without those that have the same rows as an earlier batch.
 
     Ranks that share the layers of a model receive the same rows.
     """
@@ -322,8 +325,8 @@ def are_copies(batches: Sequence[Any]) -> bool:
     """Return whether every distinct batch occurs equally often, and more than once.
 
     In that case the ranks share the layers or sequences of a model, and one process needs each
-    batch only once. If one batch occurs more often than the others, its repetitions are part of the
-    training, so they must stay.
+    batch only once. If some batch occurs more often than another, it also has more weight in the
+    training, so none of its copies may be dropped.
     """
     counts = Counter(tuple(hashes_of_rows(batch)) for batch in batches)
     return () not in counts and len(set(counts.values())) == 1 < max(counts.values())
@@ -341,8 +344,8 @@ def join(batches: Sequence[Any], batch_size: int | None = None) -> Any:
         batch_size: Largest number of samples per batch, or None if it is not known.
 
     Raises:
-        UnjoinableBatches: If the batches have different structures, if they contain values that are
-            neither tensors nor lists and differ, or if dim 0 is not the sample dim.
+        UnjoinableBatches: If the batches have different structures, if values other than tensors
+            and lists differ, or if dim 0 is not the sample dim.
     """
     first = batches[0]
     if len(batches) == 1:

@@ -264,7 +264,7 @@ def _buffers_apart(made: StockRecords) -> Iterator[Finding]:
 
 
 def is_of_batch_norm(buffer: str, made: StockRecords) -> bool:
-    """Return whether the buffer belongs to a BatchNorm (suspects.py tests those statistics)."""
+    """Return whether the buffer belongs to a BatchNorm, whose statistics suspects.py checks."""
     return buffer.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked") and (
         any("BatchNorm" in kind for kind in made.ranks[0]["kinds"].values())
     )
@@ -404,7 +404,7 @@ def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> li
 
 
 def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
-    """Check that the reference's gradients are the sum of its backward passes' gradients."""
+    """Check that the reference's gradients are the sum over each step's backward passes."""
     # Facts of losses are by step of the first optimizer.
     if reference is None or len(reference.training.engines) > 1:
         return

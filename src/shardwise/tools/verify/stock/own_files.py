@@ -92,7 +92,7 @@ def _is_opened(entry: os.DirEntry[str], left: int) -> bool:
 
 
 def follow(view: Path) -> None:
-    """Patch this process to replace a link in the view by a copy before writing to it."""
+    """Patch this process to replace a link in the view with a copy before writing to it."""
     root = str(view.resolve()) + os.sep
     is_inside = False
 
@@ -139,7 +139,7 @@ def _follow_safetensors(root: str) -> None:
 
 
 def detach(file: str, root: str, *, copies: bool) -> None:
-    """Replace a link to a file by a copy, or remove it if `copies` is False.
+    """Replace a link to a file with a copy, or remove it if `copies` is False.
 
     Does nothing if the file is not in the view `root`, or is not a link.
     """

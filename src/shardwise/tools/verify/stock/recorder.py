@@ -86,7 +86,8 @@ def start(rank: int | None = None, words: Sequence[str] | None = None) -> None:
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the process that claimed a rank has exited without completing a step.
 
-    A script may query the GPUs in a subprocess before it imports torch itself.
+    For example, a script may query the GPUs in a subprocess before it imports torch itself. The
+    subprocess then claims the rank first.
     """
     if any(folder.glob("engine-*.pt")):
         return False
@@ -475,7 +476,7 @@ def _count_addends(loss: Tensor) -> int:
 
 
 def _root_factor(loss: Tensor) -> float:
-    """Return the product of the constants by which the loss was last multiplied or divided."""
+    """Return the product of the constant factors that were applied to the loss last."""
     node, factor = loss.grad_fn, 1.0
     while node is not None and type(node).__name__ in ("MulBackward0", "DivBackward0"):
         other = readers.number(getattr(node, "_saved_other", None))
@@ -556,8 +557,8 @@ class FollowedOptimizer:
     def take_contributions(self, rank: int) -> list[Part]:
         """Return what the backward passes since the last step added to each gradient.
 
-        A parameter with several backward passes has three parts: their sum, the first gradient and
-        the last one. Other parameters are left out.
+        A parameter with several backward passes has three parts: the sum of the gradients that they
+        added, the first of these gradients, and the last one. Other parameters are left out.
         """
         taken, self._contributions = self._contributions, {}
         return [

@@ -1,13 +1,13 @@
 """Records facts about a stock script that are not part of its training. Some causes depend on them.
 
-| fact       | content                                                                        |
-|------------|--------------------------------------------------------------------------------|
-| groups     | reductions that the script performs: name and size of the group                |
-| reduced    | scalars that the script reduces in an evaluation, with its number of rows       |
-| printed    | lines that the script prints in an evaluation                                   |
-| saves      | tensors that the script saves under parameter names                             |
-| kinds      | class of each parameter's module                                               |
-| split      | names of parameters that are split over ranks                                   |
+| fact    | content                                                                  |
+|---------|--------------------------------------------------------------------------|
+| groups  | reductions that the script performs: name and size of the group          |
+| reduced | scalars that the script reduces in an evaluation, with its row count     |
+| printed | lines that the script prints in an evaluation                            |
+| saves   | tensors that the script saves under parameter names                      |
+| kinds   | class of each parameter's module                                         |
+| split   | names of parameters that are split over ranks                            |
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
 
 
 def _named_tensors(value: Any, depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested dictionaries, each with its plain name in its own dictionary."""
+    """Yield the tensors in nested dictionaries, each with its innermost key as a plain name."""
     if isinstance(value, Mapping) and depth:
         for key, each in value.items():
             if isinstance(each, Tensor) and isinstance(key, str):

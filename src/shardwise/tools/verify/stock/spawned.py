@@ -68,7 +68,7 @@ class SpawnedRank:
 
 
 def _refuse_other_sizes() -> None:
-    """Make a process group of several ranks an error, because one process would wait forever."""
+    """Reject process groups of several ranks, because the single process would wait forever."""
     plain: Callable[..., Any] = torch.distributed.init_process_group
 
     @wraps(plain)

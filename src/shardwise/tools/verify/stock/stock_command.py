@@ -59,7 +59,7 @@ class StockRequest:
 
     @property
     def reference(self) -> str:
-        """The name of the run that the ranks are compared with."""
+        """The name of the run with which the ranks are compared."""
         if self.resume_at is not None:
             return "the same command, not stopped"
         return f"one process {shlex.join(self.command.alone)}".strip()

@@ -137,7 +137,10 @@ def check(made: StockRecords) -> None:
 
 
 def _unproved(result: StockResult, why: str) -> StockResult:
-    """Return the result if the comparison is impossible because of `why`. Findings still count."""
+    """Return the result for a comparison that is impossible for the reason `why`.
+
+    If there are findings, the verdict is still DIFFERS.
+    """
     verdict = TrainingVerdict.DIFFERS if result.findings else TrainingVerdict.UNPROVED
     return replace(result, verdict=verdict, why=why)
 
@@ -191,7 +194,8 @@ def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
 def _compared(reference: StockRecords, made: StockRecords) -> Comparison:
     """Compare two runs, ignoring losses if everything else agrees.
 
-    The ranks' losses need not average to the mean over all ranks.
+    A script's gradients may be correct even if the average of the ranks' losses is not the
+    reference's loss.
     """
     compared = compare(reference.training, made.training)
     plain = compared.without_losses

@@ -122,7 +122,7 @@ def _by_copies(one: RecordedTraining, two: RecordedTraining, steps: int) -> Comp
 def _same_copies(one: WholeTensor | None, two: WholeTensor | None) -> bool:
     """Return whether each rank's copy is bit-identical in both runs.
 
-    False if a tensor is missing, as for a plain number that has no tensor.
+    Returns False if either tensor is missing.
     """
     return (
         one is not None
@@ -228,7 +228,7 @@ def _findings(
 
 
 def _inputs(made: StockRecords, start: int) -> list[list[int]]:
-    """Return hashes of the model inputs in two steps after step `start`, by rank and step.
+    """Return hashes of the model inputs, by rank, in the second and third step after `start`.
 
     The first step after `start` is skipped, because a run records model inputs only from its second
     step.

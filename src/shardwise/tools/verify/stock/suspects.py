@@ -195,7 +195,7 @@ def _partly_scaled(
     wrong: Mapping[str, float],
     size: int,
 ) -> StockSuspect:
-    """Return the suspect if only some gradients are off by a common factor."""
+    """Return the suspect for a common factor by which only some gradients are off."""
     ratio, names = sum(wrong.values()) / len(wrong), list(wrong)
     trial = {"scale_some_gradients": [1 / ratio, names]}
     if all(len(models[name].copies) < size for name in names):
@@ -356,7 +356,7 @@ def _ratios(
     ours: Mapping[str, WholeTensor],
     number: int,
 ) -> dict[str, float]:
-    """Return each gradient's factor relative to the reference, before clipping.
+    """Return the ratio of each gradient to the reference's, before clipping.
 
     Empty if some gradient is not a multiple of the reference's.
     """
