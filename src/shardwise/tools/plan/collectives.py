@@ -73,7 +73,7 @@ def all_reduce_seconds(count: float, group: Group) -> float:
 
 
 def all_to_all_seconds(count: float, group: Group) -> float:
-    """Return the time in seconds of an all-to-all. Each rank has `count` bytes in total."""
+    """Return the time in seconds of an all-to-all in which each rank divides `count` bytes."""
     if group.ranks == 1 or not count:
         return 0.0
     # Each rank sends over its own links, to the ranks of its host and of other hosts at once.

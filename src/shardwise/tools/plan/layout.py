@@ -57,7 +57,8 @@ class StateLayout:
 
     `frozen` are buckets of frozen parameters, which exist only if parameters are sharded. `apart`
     is True if devices have their own memory, so that the tier `cpu` is separate from it. Experts
-    are spread over `expert` ranks. The layout is that of the last of these, which has the most.
+    are spread over groups of `expert` ranks. The layout applies to the last rank of a group, which
+    has the most experts.
     """
 
     record: StepRecord

@@ -117,7 +117,10 @@ Parts = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class InFlight:
-    """Bytes that a pipeline rank holds for other micro-batches, by the kind of the running pass."""
+    """Bytes that a pipeline rank holds for other micro-batches.
+
+    `forward` applies while a forward pass runs, `backward` while a backward pass runs.
+    """
 
     forward: int = 0
     backward: int = 0
@@ -251,8 +254,9 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
     """Return the bytes of gathered parameters at each operation.
 
-    The parameters of the running unit, of the next unit (which is being gathered) and of the rest
-    of the model are gathered. The rest stays gathered until the end of the backward pass.
+    These are the parameters of the running unit, of the next unit (which is being gathered), and of
+    the units that hold the rest of a model. The rest stays gathered until the end of the backward
+    pass.
     """
     gathered = np.zeros(len(record.operations) + 1, dtype=np.int64)
     # With shared memory, a rank reads the other ranks' shards in place, without a gathered copy.
@@ -329,10 +333,10 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Numbers of micro-batches that wait for their backward pass, for each stage of a rank.
+    """Numbers of pending micro-batches (before their backward pass), per stage of a rank.
 
-    `forward` has the largest numbers while one given stage of the rank runs a forward pass,
-    `backward` while that stage runs a backward pass.
+    `forward` is taken at the largest total while a given stage runs a forward pass, `backward` at
+    the largest total while it runs a backward pass.
     """
 
     forward: tuple[int, ...]
@@ -382,7 +386,7 @@ def saved_bytes(part: StepRecord) -> int:
 
 @lru_cache(maxsize=4096)
 def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, place: int) -> Waiting:
-    """Return how many micro-batches are pending at most on `rank` while its stage `place` runs.
+    """Return the largest numbers of pending micro-batches on `rank` while its stage `place` runs.
 
     The running micro-batch is not included.
     """

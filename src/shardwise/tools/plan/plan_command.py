@@ -67,7 +67,7 @@ def plan(
 
 
 def show_plan(request: PlanRequest) -> int:
-    """Build a plan and print it. Returns the exit code, which is 1 if no candidate fits."""
+    """Build a plan and print it. Return the exit code, which is 1 if no candidate fits."""
     # With `--json -`, standard output must contain only JSON, so print tables to standard error.
     to_stdout = is_stdout(request.json_file)
     console = plain_console(stderr=to_stdout, width=WIDTH)
@@ -98,7 +98,7 @@ def show_plan(request: PlanRequest) -> int:
 
 
 def show_calibration() -> Path:
-    """Measure this machine with a progress bar. Returns the path of the catalogue file."""
+    """Measure this machine with a progress bar. Return the path of the catalogue file."""
     return calibrate(plain_console(stderr=True, width=WIDTH))
 
 

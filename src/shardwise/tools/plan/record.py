@@ -116,7 +116,7 @@ class ParameterRecord:
         return count
 
     def held(self, ranks: int) -> int:
-        """Return the number of its elements on the last of `ranks` ranks that share the experts.
+        """Return how many elements are on the last of `ranks` ranks that share the experts.
 
         If the ranks have different numbers of experts, the last rank has the most.
         """

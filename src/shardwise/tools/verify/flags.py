@@ -37,7 +37,7 @@ LAUNCHER = {
 
 
 def command() -> Command:
-    """Build the `verify` command, with the options of `run` except the ones `verify` sets."""
+    """Build the `verify` command, with the options of `run` that `verify` does not set itself."""
     own_settings = {"record", "record_tensors", "stop_after", "trial", "time_layers"}
     shared = {"words", "module", "size", "config", "adopt", *LAUNCHER, *config.FIELDS}
     return Command(

@@ -157,7 +157,7 @@ class ForkServer:
             self._selector.unregister(child.line)
 
     def _reap(self) -> None:
-        """Send exited ranks' exit codes to their clients, and kill the processes that they left."""
+        """Send exited ranks' exit codes to their clients, and kill the processes left behind."""
         for pid, child in list(self._children.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if not ended:

@@ -46,7 +46,7 @@ def suspect_rates(
 
 
 def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
-    """Return the learning rates by engine, step and parameter group."""
+    """Return the reference's learning rates by engine, step and parameter group."""
     return {
         str(engine): [list(step.lr) for step in steps[1:]]
         for engine, steps in reference.engines.items()
@@ -56,9 +56,9 @@ def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
 def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
     """Return how many times faster the schedule of `other` runs than the reference's.
 
-    The factor is k if the rates of `other` equal the rates of every k-th step of the reference.
-    Tries `size` (the number of workers) first, then the micro-batch counts. Returns 1 if no k
-    fits.
+    The factor is k if the rates of `other` equal the rates of every k-th step of the reference. It
+    tries `size` (the number of workers) first, then possible numbers of micro-batches. Returns 1 if
+    no k fits.
     """
     engines = [
         ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])

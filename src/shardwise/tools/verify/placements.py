@@ -152,7 +152,7 @@ def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without any offloading, then without each kind of offloading alone."""
+    """Yield the placement without any offloading, then with one kind removed at a time."""
     names = [name for name in TIERS if name in placement.settings]
     for candidate in (placement.without(*names), *(placement.without(name) for name in names)):
         if candidate.is_legal:
@@ -165,7 +165,7 @@ def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without layer splits (AXES), then without each kind of split alone."""
+    """Yield the placement without any layer splits, then with one kind removed at a time."""
     for names in (AXES, *((name,) for name in AXES)):
         if any(name in placement.settings for name in names):
             candidate = placement.without(*names)
@@ -178,7 +178,7 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without all other distribution settings, then without each one alone."""
+    """Yield the placement without its other distribution settings, then without one at a time."""
     known = {*TRAINING, *AXES, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)

@@ -45,7 +45,7 @@ class DrawnResult:
     """The curves of one result.
 
     Attributes:
-        label: What was verified, for the legends.
+        label: Name of the result in the legends.
         losses: Losses of the reference and of the run, by step.
         own: Comparison in the script's own precision.
         wide: Comparison in fp64, or None without fp64 runs.
@@ -83,7 +83,7 @@ def draw(command: str, results: Sequence[DrawnResult], folder: Path) -> str:
 
 
 def _losses(axes: Any, results: Sequence[DrawnResult]) -> None:
-    """Plot the reference's loss as a wide pale line, and the placements' as thin lines on top."""
+    """Plot the reference's losses as a wide pale line, and the placements' losses as thin lines."""
     axes.set_title("loss")
     reference = max((result.losses[0] for result in results), key=len)
     axes.plot(
