@@ -49,7 +49,7 @@ def _say_what_is_wrong(lines: list[str]) -> int:
 
 
 def _hosts(world: World) -> dict[str, list[Check]]:
-    """Return the results of each host's checks, from the first rank on that host. Collective."""
+    """Return each host's check results, from the first rank on that host. Collective."""
     mine = checks.of_host(world.settings)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "chosen by Gloo")
     mine.append(Check("network interface", interface))

@@ -119,7 +119,7 @@ def _matmul(side: int, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _traffic(numel: int, device: torch.device) -> float:
-    """Return the time in seconds of an fp32 addition of two tensors with `numel` elements."""
+    """Return the time in seconds to add two fp32 tensors with `numel` elements each."""
     left, right = torch.ones(numel, device=device), torch.ones(numel, device=device)
     out = torch.empty_like(left)
     return _timed(lambda: torch.add(left, right, out=out), device)

@@ -32,7 +32,6 @@ class Choice:
 
     @property
     def devices(self) -> int:
-        """The number of devices in the mesh."""
         return self.data * self.tensor * self.pipeline
 
     @property

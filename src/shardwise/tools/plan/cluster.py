@@ -24,7 +24,6 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """The total number of devices."""
         return self.hosts * self.per_host
 
     def part(self, devices: int) -> Cluster:

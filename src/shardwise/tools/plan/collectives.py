@@ -32,7 +32,6 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks in the group."""
         return self.inside * self.hosts
 
 

@@ -170,7 +170,6 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
 
 
 def recorded(each: ObservedParameter) -> ParameterRecord:
-    """Return the record of an observed parameter."""
     named = each.named
     return ParameterRecord(
         name=named.name,
@@ -212,7 +211,7 @@ class AbsentRanks(Solo):
 
 
 def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
-    """Return `spec` with its models reduced to the first tensor rank's part, of `parts` parts.
+    """Return `spec` with its models reduced to the first of `parts` tensor-parallel parts.
 
     Raises ModelError if no layer can be split, and ConfigError if the settings are incompatible
     with tensor parallelism.

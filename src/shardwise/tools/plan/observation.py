@@ -35,7 +35,7 @@ class SteppingEngine(Protocol):
 
 @dataclass
 class Observation:
-    """The state shared by all engines of the script.
+    """The state shared by all engines of an observed script.
 
     It contains the recorder, the path of the record, and the data collected for it.
     """

@@ -51,7 +51,7 @@ class Script:
 
 @dataclass(frozen=True)
 class ObservedStep:
-    """A step that was observed with one batch size or with two."""
+    """A step that was observed with one or two batch sizes."""
 
     large: StepRecord
     small: StepRecord | None = None

@@ -47,7 +47,6 @@ class Busy:
 
     @property
     def seconds(self) -> float:
-        """The total time in seconds."""
         return self.matmul + self.memory + self.launch
 
     def __add__(self, other: Busy) -> Busy:
@@ -56,7 +55,7 @@ class Busy:
         )
 
     def times(self, factor: float) -> Busy:
-        """Return all times multiplied by `factor`."""
+        """Return a copy with all times multiplied by `factor`."""
         return Busy(self.matmul * factor, self.memory * factor, self.launch * factor)
 
 

@@ -43,7 +43,6 @@ class Parallelism:
 
     @property
     def devices(self) -> int:
-        """The number of devices in the mesh."""
         return self.data * self.tensor * self.pipeline
 
     @property

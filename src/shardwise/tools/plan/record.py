@@ -109,7 +109,6 @@ class ParameterRecord:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the parameter."""
         count = 1
         for size in self.shape:
             count *= size
@@ -129,7 +128,6 @@ class ParameterRecord:
 
     @property
     def nbytes(self) -> int:
-        """The size in bytes."""
         return self.numel * self.itemsize
 
 

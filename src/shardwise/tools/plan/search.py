@@ -101,7 +101,6 @@ class Question:
 
     @property
     def meshes(self) -> list[AxisSizes]:
-        """The meshes to try."""
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
         parts = sorted({parts for _, parts in self.steps})

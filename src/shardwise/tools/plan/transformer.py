@@ -86,7 +86,7 @@ class Transformer:
         """Return the FLOPs of a forward and backward pass without recomputation.
 
         They are 6 per weight and token, plus attention. For a plain GPT and `batch` sequences, this
-        is 72BLsh²(1+s/6h+V/12hL) in Korthikanti et al.
+        is 72BLsh²(1+s/6h+V/12hL) in Korthikanti et al. (2022).
         """
         h, s = self.hidden, self.sequence
         matrices = 3 if self.gated else 2
@@ -166,7 +166,7 @@ class Transformer:
     ) -> float:
         """Return the bytes that a layer saves for the backward pass in 16-bit precision.
 
-        From table 2 of Korthikanti et al.
+        See table 2 of Korthikanti et al. (2022).
         """
         # The table gives bytes per element of s * b * h. Without the scores a layer has 34, of
         # which tensor parallelism without sequence parallelism divides only 24.

@@ -74,7 +74,6 @@ class ScalingReport:
         return " or ".join(sorted({name for each in results if (name := accuracy_name(each))}))
 
     def machine(self) -> dict[str, str]:
-        """Return facts about this machine."""
         threads = os.environ.get("OMP_NUM_THREADS", str(self.plan.threads))
         facts = machine_facts()
         return {

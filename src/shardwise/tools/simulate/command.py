@@ -64,9 +64,9 @@ def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
 def _found(
     request: SimulationRequest, model: RunModel, tick: Callable[[], None]
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
-    """Return the result of the trials, and (interval, goodput) for each interval of the search.
+    """Return the result of the trials, and (interval, goodput) for each interval that was tried.
 
-    If the request specifies no interval between checkpoints, search for the best one first.
+    If the request specifies no checkpoint interval, search for the best one first.
     """
     tried: list[tuple[float, Band]] = []
     if request.save_every is None:
@@ -174,7 +174,7 @@ def _links(request: SimulationRequest, islands: int) -> SlowLinks | None:
 def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
     """Return the model of the same run without islands.
 
-    Every failure stops the entire run, and gradients cross the same links in every step.
+    Every failure then stops the entire run, and gradients cross the same links in every step.
     """
     links = _links(request, model.islands)
     boundary = 0.0 if links is None else links.gradient_seconds

@@ -51,7 +51,6 @@ class Topology:
 
     @property
     def devices(self) -> int:
-        """The total number of devices."""
         return self.hosts * self.devices_per_host
 
     def components(self, scope: str) -> int:

@@ -17,7 +17,6 @@ shardwise simulate [flags]     needs no script and no device: you give the durat
 
 
 def command() -> Command:
-    """Build the `simulate` command."""
     return Command(
         "simulate",
         top=TOP,

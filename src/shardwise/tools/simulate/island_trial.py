@@ -228,7 +228,6 @@ class IslandTrial:
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
     def _take_events(self) -> None:
-        """Handle all due events."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
@@ -358,7 +357,7 @@ class IslandTrial:
             each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
-        """Remove units of an island for repair until time `back`, and replace them with spares."""
+        """Send units of an island to repair until time `back`, and replace them with spares."""
         # Units that are already in repair cannot fail again.
         gone = min(units, self._units - each.missing)
         spares = min(gone, self._free)

@@ -85,7 +85,6 @@ class SimulationReport:
 
     @property
     def model(self) -> RunModel:
-        """The model of the simulated run."""
         return self.goodput.model
 
     @property

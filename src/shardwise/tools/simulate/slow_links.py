@@ -1,8 +1,8 @@
 """Computes how long a boundary blocks islands, from the bytes that cross their links.
 
-An island sends its difference to each of the other islands, and receives theirs over the same link
-at the same time. Without islands, gradients cross the same link in every step, in a ring
-all-reduce.
+An island sends the change in its parameters to every other island, and receives their changes over
+the same link at the same time. Without islands, gradients cross the same link in every step, in a
+ring all-reduce.
 """
 
 from __future__ import annotations

@@ -158,7 +158,6 @@ class Trial:
         return self._time.now + float(self._random.exponential(1 / self._rate))
 
     def _take_events(self) -> None:
-        """Handle all due events."""
         now = self._time.now
         while self._slow and self._slow[0][0] <= now:
             heapq.heappop(self._slow)
@@ -205,7 +204,7 @@ class Trial:
         return failure
 
     def _take_away(self, failure: FailureClass) -> None:
-        """Remove the failed hosts for repair, and replace them with spares."""
+        """Send the failed hosts to repair, and replace them with spares."""
         gone = min(self._model.topology.hosts_of(failure.scope), self._hosts)
         spares = min(gone, self._free)
         self._free -= spares
@@ -239,7 +238,7 @@ class Trial:
         self._start_again()
 
     def _start_again(self) -> None:
-        """Wait for enough hosts, and restart. A failure during the restart starts it over."""
+        """Wait for enough hosts, and restart. A failure during the restart begins it again."""
         while self._time.now < self._limit:
             self._take_returns()
             # Idle hosts do not fail, so redraw the next failure after waiting.

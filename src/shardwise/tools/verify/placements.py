@@ -86,7 +86,6 @@ class RunPlacement:
 
     @property
     def level(self) -> int:
-        """The ZeRO level of the placement."""
         settings, _ = config.resolve([config.SettingsSource(config.FLAG, dict(self._own))])
         return settings.placement.level
 
@@ -98,7 +97,6 @@ class RunPlacement:
 
 
 def to_flags(settings: Mapping[str, str]) -> list[str]:
-    """Return settings as command-line flags."""
     words: list[str] = []
     for name, text in settings.items():
         flag = config.flag(name)

@@ -112,7 +112,6 @@ def count_steps(folder: Path) -> int:
 
 
 def read(folder: Path) -> RecordedTraining:
-    """Read the record of a run from `folder`."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):

@@ -201,7 +201,6 @@ class WarmRanks:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the warm processes."""
         return [process.pid for process in self._processes]
 
     @property

@@ -79,7 +79,6 @@ class Result:
 
 
 def worst(results: Sequence[Result]) -> TrainingVerdict:
-    """Return the worst verdict in `results`."""
     return max((result.verdict for result in results), key=lambda each: each.value)
 
 

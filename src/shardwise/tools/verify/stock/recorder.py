@@ -534,7 +534,6 @@ class FollowedOptimizer:
 
     @property
     def parameter_ids(self) -> set[int]:
-        """The ids of the optimizer's parameters."""
         return set(map(id, self._parameters))
 
     def follow_contributions(self) -> None:
