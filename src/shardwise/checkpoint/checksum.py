@@ -18,7 +18,7 @@ _ONE = 1 << 31
 
 @dataclass(frozen=True, order=True)
 class ChecksumPart:
-    """CRC-32 of part of a tensor, which is the `nbytes` bytes that start at byte `at`."""
+    """CRC-32 of the part of a tensor that consists of the `nbytes` bytes from byte `at`."""
 
     at: int
     nbytes: int
