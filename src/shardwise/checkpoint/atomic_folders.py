@@ -46,7 +46,7 @@ class StepFolder:
 
 
 def complete(folder: Path) -> list[StepFolder]:
-    """Return the complete checkpoints in `folder`, in ascending order of steps."""
+    """Return the complete checkpoints in `folder`, in ascending step order."""
     if not folder.is_dir():
         return []
     found: dict[int, Path] = {}
@@ -70,7 +70,7 @@ def _has_document(path: Path) -> bool:
 
 
 def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
-    """Return the folders that look like checkpoints but have no DOCUMENT, in ascending order of steps."""
+    """Return the folders named like checkpoints that have no DOCUMENT, in ascending step order."""
     if not folder.is_dir():
         return []
     found = []
@@ -119,7 +119,7 @@ def newest(path: Path) -> Path:
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Return the path of the complete checkpoint for `step` in `folder`, whether or not it exists."""
+    """Return the path in `folder` of the complete checkpoint for `step`. It need not exist."""
     return folder / f"step-{step}"
 
 
@@ -235,7 +235,7 @@ class Draft:
         return status.f_bavail * status.f_frsize
 
     def empty(self) -> None:
-        """Delete the tensor files to free space, but not the ranks' notes, which other ranks still read."""
+        """Delete the tensor files to free space, but not the notes that other ranks still read."""
         for path in self.path.glob("*.safetensors"):
             with suppress(OSError):
                 path.unlink()
@@ -265,8 +265,8 @@ class Draft:
     def _sweep(self) -> None:
         """Clean up the hidden folders that killed saves left behind.
 
-        Folders that cannot be removed are renamed. A checkpoint that was being replaced is restored if
-        its replacement is incomplete.
+        Folders that cannot be removed are renamed. A checkpoint that was being replaced is
+        restored if its replacement is incomplete.
         """
         for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)

@@ -57,7 +57,7 @@ _MISSING = object()
 
 
 def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the path and the object for each part of the optimizer that is not saved as an attribute.
+    """Yield the path and value of each part of the optimizer that is not saved as an attribute.
 
     Attributes may refer to these objects.
     """
@@ -311,7 +311,7 @@ class _Encoder:
             return {"$stored": [name, on_device]}
 
     def _encode_optimizer(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
-        """Encode the optimizer `other`, which the attributes refer to. Usually it is a wrapped optimizer."""
+        """Encode `other`, an optimizer among the attributes. Usually it is a wrapped optimizer."""
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
@@ -494,7 +494,7 @@ class _Restorer:
         return into
 
     def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:
-        """Fill `now`, an object that only the script can create. Return False if it cannot be filled."""
+        """Fill `now`, an object that only the script can create. Return False if that fails."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":

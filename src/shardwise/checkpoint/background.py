@@ -36,7 +36,7 @@ PAUSE = 0.02
 
 
 class Copies:
-    """TensorSink that copies tensors to CPU memory. Each save reuses the memory of the previous one."""
+    """TensorSink that copies tensors to CPU memory. The memory is reused by later saves."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
@@ -211,7 +211,7 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Write a note into the space reserved for it. JSON parsers ignore the spaces left at the end."""
+    """Write a note into the space reserved for it. JSON parsers ignore the spaces at the end."""
     # The spaces also replace what a failed write of a longer note has left in the reserved block.
     data = json.dumps(note).encode().ljust(RESERVED)
     with path.open("r+b" if path.exists() else "wb") as file:

@@ -250,8 +250,8 @@ class Checkpoints:
     def _moment(self) -> tuple[int, int]:
         """Return this engine's step count and the step count of all engines in this process.
 
-        The pair changes whenever the state to save changes. Other engines' steps matter because they
-        change tracked objects and random streams.
+        The pair changes whenever the state to save changes. Other engines' steps matter because
+        they change tracked objects and random streams.
         """
         return self._state.steps, self._world.steps_made
 

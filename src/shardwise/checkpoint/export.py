@@ -146,12 +146,12 @@ _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.E
 
 @contextmanager
 def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that yields a new file, which is renamed to `path` if the block succeeds.
+    """Context manager that yields a new file, and names it `path` if the block succeeds.
 
-    Creates the folder if necessary. During the block the file is unnamed, so that a killed process leaves
-    nothing behind. If the file system does not support unnamed files, the file has a temporary name
-    and is locked while it is written. The next export to `path` removes temporary files that are no
-    longer locked.
+    Creates the folder if necessary. During the block the file is unnamed, so that a killed process
+    leaves nothing behind. If the file system does not support unnamed files, the file has a
+    temporary name and is locked while it is written. The next export to `path` removes temporary
+    files that are no longer locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Remove the files that killed processes left behind. The kernel has released their locks.

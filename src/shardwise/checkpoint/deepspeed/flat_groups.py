@@ -37,7 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 def end_to_end(
     shapes: Shapes, partition: int, ranks: int, paddings: Sequence[int] | None = None
 ) -> dict[str, list[Cut]]:
-    """Return each parameter's parts in the ranks' partitions of a stage-1 or stage-2 group, by name.
+    """Return each parameter's parts in the partitions of a stage-1 or stage-2 group, by name.
 
     Args:
         shapes: Shapes of the group's parameters.
@@ -60,7 +60,7 @@ def end_to_end(
 
 
 def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
-    """Return each parameter's parts in the ranks' partitions of a stage-3 group, by name.
+    """Return each parameter's parts in the partitions of a stage-3 group, by name.
 
     Each parameter is split into one part per rank, all of the same length. The last parts are
     padded.
