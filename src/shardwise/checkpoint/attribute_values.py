@@ -328,7 +328,7 @@ class _Encoder:
         }
 
     def _encode_object(self, value: Any, place: str) -> Any:
-        """Encode any other object: its `state_dict()` if it is trackable, otherwise its attributes."""
+        """Encode any other object: its `state_dict()` if trackable, otherwise its attributes."""
         self._depth_in_objects += 1
         try:
             if (state := _state_dict_of(value)) is not _MISSING:

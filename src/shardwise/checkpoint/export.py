@@ -238,10 +238,10 @@ def _plain_name(key: str) -> str:
 
 
 def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Split the state_dict of `model` into tensors, aliases and all other entries, by plain name.
+    """Split the state_dict of `model` into tensors, aliases and other entries, each a dict by name.
 
-    The tensors are copies on the CPU. The second result maps each alias of a tied weight to its
-    first name.
+    Names do not contain wrappers' prefixes. The tensors are copies on the CPU. The second dict
+    maps each alias of a tied weight to its first name.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

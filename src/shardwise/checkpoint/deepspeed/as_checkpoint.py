@@ -119,7 +119,7 @@ class SavedOptimizer:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the optimizer's entry for checkpoint.json. Its class is unknown and saved as ""."""
+        """Return the optimizer's entry for checkpoint.json. Its class is "" (unknown)."""
         return {
             "class": "",
             "groups": [
