@@ -67,7 +67,7 @@ class Export:
 
     @property
     def weights(self) -> MappedReader:
-        """The model's tensors. A parameter to write in a wider dtype is read from its fp32 master."""
+        """The model's tensors. Parameters to write in a wider dtype come from fp32 masters."""
         masters = {
             f"{key}": entry["master"]
             for optimizer in self.checkpoint.optimizers
@@ -450,7 +450,7 @@ def _of_lightning(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_dcp(export: Export, advance: Advance) -> None:
-    """Write a DCP folder of `model` and, if requested, `optim` and `step`, as FSDP2's guide does."""
+    """Write a DCP folder of `model` and, if requested, `optim` and `step`, as in FSDP2's guide."""
     # Imported here, because they take a second, which the other formats need not spend.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
