@@ -1,7 +1,7 @@
 """Saves and restores an optimizer's attributes, and its state that belongs to no parameter.
 
-Such attributes are counters, lists, tensors, or a wrapped optimizer. torch's `state_dict()` does
-not contain them, so they would be reset on resume. They are saved as JSON. Larger tensors are
+Examples of attributes are counters, lists, tensors and wrapped optimizers. torch's `state_dict()`
+does not contain them, so they would be reset on resume. They are saved as JSON. Larger tensors are
 stored separately, and the JSON refers to them by name:
 
     optimizer.count = 7            "count": 7
@@ -303,8 +303,8 @@ class _Encoder:
             return {"$small": [json_values.encode(value), on_device]}
         except NotPlain:
             # Writes through .data do not increment the version counter, so assume that every tensor
-            # has changed. Inside objects rely on the counter, because an object may refer to the
-            # dataset, and its tensors must not be saved without need.
+            # has changed. Inside objects, rely on the counter, because an object may refer to the
+            # dataset, whose tensors must not be saved needlessly.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
             self._values.tensors[name] = value.detach()

@@ -133,7 +133,7 @@ class BackgroundSave(threading.Thread):
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
-                # Before the rename, because a complete checkpoint must not contain notes.
+                # Remove them first, because a complete checkpoint must not contain notes.
                 for rank in range(self._size):
                     _note_path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(

@@ -135,7 +135,7 @@ def _read(folder: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse checkpoint.json. Raises an error unless it has this format and a known version."""
+    """Parse checkpoint.json. Raises an error if its format or version is unknown."""
     try:
         # By default Python accepts NaN and Infinity, which are not valid JSON.
         fields = json.loads(data, parse_constant=_refuse_constant)

@@ -70,7 +70,7 @@ class FolderClaim:
     _lock: _Lock | None
 
     def holds(self) -> bool:
-        """Return whether the claim is still valid, which ends if the folder is removed."""
+        """Return whether the claim is still valid. It is not if the folder has been removed."""
         return self._lock is None or self._lock.holds()
 
     def release(self) -> None:

@@ -23,7 +23,7 @@ class OptimizerFields:
     Args:
         options: Options of each parameter group, by optimizer and group.
         state: Scalar state, by parameter name and key.
-        borders: Names of the parameters at whose start a segment of optimizer state was cut.
+        borders: Names of the parameters at which optimizer state is cut into segments.
         attributes: Encoded attributes of each optimizer, or None if they were not saved.
     """
 

@@ -58,7 +58,7 @@ class SavePlan:
     state: dict[str, dict[str, Any]]
     """Scalar optimizer state as JSON, by parameter and key."""
     borders: list[str]
-    """Names of the parameters at whose start a segment of optimizer state was cut."""
+    """Names of the parameters at which optimizer state is cut into segments."""
     extra_fields: dict[str, Any]
     """Fields that the engine's ExtraSets adds."""
     failure: str | None

@@ -1,7 +1,7 @@
 """Validates checkpoint.json when it is read, so that later code can rely on its values. No I/O.
 
-A `Check` is a function of a value's path, such as `optimizers[0].groups`, and the value. It raises
-Fault if the value is invalid.
+A `Check` is a function that takes the path of a value, such as `optimizers[0].groups`, and the
+value. It raises Fault if the value is invalid.
 """
 
 from __future__ import annotations

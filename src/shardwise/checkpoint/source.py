@@ -32,9 +32,9 @@ class CheckpointSource:
     read: SetsToRead
     """Tensor sets and fields that this rank reads."""
     names: Mapping[str, str]
-    """Map from the model's tensor names to the names in the files."""
+    """Maps the model's tensor names to the names in the files."""
     foreign: Checkpoint | None
-    """The checkpoint of another library to load, or None if it is one of Shardwise's."""
+    """The checkpoint, if it is another library's, else None."""
     written: Sets
     """All tensor sets of the checkpoint, including those that other ranks read."""
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _WRAPPER = "module."
 _INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers of single modules add anywhere in a name."""
+"""Name parts that wrappers of single modules add anywhere in a name."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def plain_names(names: Sequence[str]) -> dict[str, str]:
-    """Map each name to the name without wrappers' prefixes.
+    """Map each name to itself without the prefixes of wrappers.
 
-    If two names would become equal, all names are mapped to themselves.
+    If two names would become equal, no prefix is removed.
     """
     plain = [_uncompiled(name) for name in names]
     while common_prefix(plain) == _WRAPPER:

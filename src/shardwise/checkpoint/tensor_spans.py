@@ -69,7 +69,7 @@ class ReportedState:
 
     Args:
         states: Entries by parameter index and key, with a Blank in place of each tensor.
-        borders: Indices of the parameters at whose start a segment was cut.
+        borders: Indices of the parameters at which optimizer state is cut into segments.
     """
 
     states: dict[int, dict[str, Any]]

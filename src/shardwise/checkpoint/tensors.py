@@ -36,7 +36,7 @@ class Inventory:
     """Tensors of an engine's models, in registration order.
 
     Args:
-        names: All names of each tensor, keyed by the first one. It is saved under that name.
+        names: All names of each tensor, keyed by the first one, under which the tensor is saved.
         buffers: Buffers on this rank, by name.
         parameters: Dtype and full (unsplit) shape of each parameter, by name.
     """
@@ -46,7 +46,7 @@ class Inventory:
     homes: dict[str, nn.Module]
     """The module that owns each tensor, by the tensor's name."""
     whole: dict[str, Tensor]
-    """Parameters that are not in a flat buffer, so not trained or sharded. Not sharded by ZeRO."""
+    """Parameters outside of flat buffers: neither trained nor sharded by ZeRO."""
     parameters: dict[str, TensorSpec]
 
     @property

@@ -173,7 +173,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Warn if `script` uses neither Shardwise nor Horovod, but several workers would run it.
+    """Warn if several workers would run a `script` that uses neither Shardwise nor Horovod.
 
     Each worker would run an independent copy, unless the script uses another library.
     """
@@ -299,8 +299,8 @@ def _settings_of_measured_runs(
 ) -> list[str]:
     """Return the settings in `given` as command-line arguments.
 
-    Raises LaunchError if the program does not exist, or if `words` is empty. The message is then
-    `no_script`.
+    Raises LaunchError if the program does not exist. Raises it with the message `no_script` if
+    `words` is empty.
     """
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None

@@ -233,11 +233,11 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """Return the path of the timeline file for `host`, a host without rank 0."""
+    """Return the path of the timeline file on `host`, if rank 0 writes `path` on another host."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 
 
 def siblings(path: Path) -> Sequence[Path]:
-    """Return the timeline files next to `path` that hosts without rank 0 have written."""
+    """Return the timeline files next to `path`, which the hosts without rank 0 have written."""
     return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

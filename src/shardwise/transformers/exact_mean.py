@@ -1,9 +1,10 @@
 """Implements `Trainer(exact_mean=True)`: every item of a step has the same weight.
 
 Items are the labels that count (not -100), or the samples if there are no class labels. The model
-receives the number of items in its micro-batch, so its loss is their mean, whether it divides a sum
-by that number or takes the mean itself. The backward pass is weighted by the same number. Nothing
-is divided by the number of micro-batches or multiplied by the number of ranks:
+receives the number of items in its micro-batch. Its loss is therefore the mean over these items,
+whether it divides a sum by that number or takes the mean itself. The backward pass is weighted by
+the same number. Nothing is divided by the number of micro-batches or multiplied by the number of
+ranks:
 
     micro-batches of 5, 2 and 9 labels    with exact_mean       stock, model ignores the number
     loss of the second                    its mean, weight 2    its mean, same weight as the others
@@ -44,7 +45,7 @@ _UNSHIFTED = {
 class WeighingAccelerator(Accelerator):
     """Accelerator of a Trainer with `exact_mean`.
 
-    `items` counts the items that the loss of the next backward pass is averaged over.
+    `items` is the number of items over which the next backward pass's loss is averaged.
     """
 
     items: LossItems | None = None
@@ -105,7 +106,7 @@ class StepItems:
         return found, self._total
 
     def _cut(self, batch: Any, loader: Any) -> tuple[Any, CountedBatch]:
-        """Return `batch` and its counts, without repeated rows if it is the loader's last batch."""
+        """Return `batch` and its counts. Drops the repeated rows of the loader's last batch."""
         if loader is None:  # Accelerate did not prepare the loader, so it repeats no samples
             return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)

@@ -1,7 +1,4 @@
-"""Makes the creation of TrainingArguments, which look up their rank, join the run.
-
-A Trainer does not exist yet at that moment.
-"""
+"""Makes TrainingArguments join the run, because they look up their rank before a Trainer exists."""
 
 from __future__ import annotations
 

@@ -122,7 +122,10 @@ class Sharded(OptimizersOfJson):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run a micro-batch's forward and backward pass. `exact_mean` weights it by its items."""
+        """Run a micro-batch's forward and backward pass. Return its loss.
+
+        With `exact_mean`, the loss is weighted by the micro-batch's number of items.
+        """
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
@@ -209,7 +212,7 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
-        """Context manager in which `generate` may run a different number of passes on each rank."""
+        """Context manager in which ranks may run different numbers of passes in `generate`."""
         plain = getattr(self.model, "generate", None)
         if plain is None:
             yield

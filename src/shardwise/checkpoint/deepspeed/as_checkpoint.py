@@ -99,7 +99,7 @@ _OWN_ADAM = "bias_correction"
 """Option that only DeepSpeed's own Adam classes have. They store the step count as an int."""
 
 _OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""Keys of optimizer state in torch that has the same shape as its parameter."""
+"""Keys of torch's optimizer state that has the same shape as its parameter."""
 
 
 @dataclass

@@ -218,9 +218,9 @@ def damage(path: Path) -> str | None:
 
 
 def damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """Return the name of a record whose CRC-32 is wrong in a file of torch.save, or None.
+    """Return the name of a record whose CRC-32 is wrong, or None if all records are intact.
 
-    A file without checksums counts as intact.
+    `archive` was written by torch.save. If it has no checksums, it counts as intact.
     """
     records = archive.infolist()
     if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):

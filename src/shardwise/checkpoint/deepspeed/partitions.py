@@ -74,7 +74,7 @@ class FragmentReader(TensorReader):
         self._fragments[name] = found
 
     def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
-        """Add the tensor `other_name` of the reader `other` as `name`. Values are not copied."""
+        """Add a tensor from the reader `other` under the name `name`. Values are not copied."""
         spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self._fragments[name] = other._fragments[other_name]
@@ -140,7 +140,7 @@ class Partitions:
         )
 
     def bases(self) -> dict[int, Mapping[str, Any]]:
-        """Return the state_dict of each rank's optimizer, which ran on the rank's partitions.
+        """Return the state_dict of each rank's optimizer, which updated that rank's partitions.
 
         Raises CheckpointError if the state has an unsupported form.
         """

@@ -20,7 +20,7 @@ from shardwise.checkpoint.reader import TensorReader
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two checkpoints in one tensor.
+    """Comparison of one tensor in two checkpoints.
 
     Args:
         name: Name of the tensor.

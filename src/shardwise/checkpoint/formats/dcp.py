@@ -1,7 +1,7 @@
 """Reads torch's distributed checkpoints (DCP), without running any code that they name.
 
     checkpoint/.metadata        a pickle: names, shapes, chunks, and the place of each chunk
-    checkpoint/__R_N.distcp     chunks one after the other, each a small file of torch.save
+    checkpoint/__R_N.distcp     chunks one after the other, each in the format of torch.save
 
 FSDP, torchtitan, Lightning and Accelerate write this format. Megatron-Core does too, with its own
 layout of tensors (megatron.py). Source of the format: metadata.py, filesystem.py and
@@ -36,7 +36,7 @@ from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 METADATA = ".metadata"
-"""File that every checkpoint of this format has."""
+"""File that every DCP checkpoint contains."""
 
 WHAT = "torch's distributed checkpoint (DCP)"
 
@@ -163,9 +163,10 @@ class DcpReader(TensorReader):
                 into.copy_(near)
 
     def _locate(self, spec: TensorSpec, chunk: _Chunk) -> tuple[int, Tensor | None]:
-        """Return the byte position of a chunk's elements in its file, and None.
+        """Locate a chunk's elements.
 
-        If the chunk was not saved in element order, the second result is the elements, in order.
+        Returns their byte position in the file, and None. If they were not saved in element order,
+        returns 0, and the elements in order.
         """
         place = chunk.place
         if place not in self._found:

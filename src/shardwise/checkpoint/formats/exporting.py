@@ -151,7 +151,7 @@ def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
         BrokenCheckpoint: The source is damaged.
     """
     export = check(export, to)
-    # The result has no checksums of the source, so compare them before.
+    # The result does not contain the source's checksums, so verify them first.
     for damage in export.checkpoint.damages(0, 1):
         raise BrokenCheckpoint(damage)
     try:
@@ -193,7 +193,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         file_system.sync(aside)
-        # mkdtemp allows only its owner to read the folder, but others may load the model.
+        # mkdtemp lets only the owner read the folder, but other users may load the model.
         mask = os.umask(0)
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
@@ -270,7 +270,7 @@ def _adapter_of(export: Export) -> Export:
 
 
 _ADAPTER = re.compile(r"\blora_\w+\.default\b")
-"""Matches the names of LoRA's tensors in a model of PEFT, whose files leave out the adapter."""
+"""Matches LoRA tensor names in a PEFT model. PEFT's files omit the adapter's name."""
 
 _PEFT = "base_model.model."
 
@@ -294,7 +294,7 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
 
 Arrange = Callable[[dict[str, Any]], dict[str, Any]]
-"""Arranges the model, optimizers, schedulers and step of a training dict for a library."""
+"""Arranges model, optimizers, schedulers and step as a library's training dict."""
 
 
 def _of_scripts(parts: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@
     iter_0000010/common.pt                  arguments, iteration, options of the optimizer
     iter_0000010/metadata.json              {"sharded_backend": "torch_dist", ...}
 
-Layers are stacked along dim 0. The key of optimizer state is a prefix and the weight's key:
+Layers are stacked along dim 0. A key of optimizer state is a prefix followed by the weight's key:
 
     decoder.layers.mlp.linear_fc1.weight                              [layers, rows, columns]
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      the same shape, or flattened
@@ -51,16 +51,16 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
-"""Keys of tensors that are no weights."""
+"""Keys of tensors that are not weights."""
 
 _STACKED = re.compile(r"(.*?\blayers)\.(?!\d+\.)(.+)")
-"""Keys of tensors that have the layers as dim 0. Layers with different parts are not stacked."""
+"""Keys of tensors with layers stacked along dim 0. Layers that differ are not stacked."""
 
 _MASTERS = ("fp32_param", "param")
 """Keys of the fp32 copies of the weights."""
 
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
-"""Options of a group that its update uses. The others belong to Megatron's own schedules."""
+"""Options that a group's update uses. All others belong to Megatron's own schedules."""
 
 
 def find(path: Path) -> Path | None:

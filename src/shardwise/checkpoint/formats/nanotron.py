@@ -274,7 +274,7 @@ def _add_optimizer(
                 own = [names[number] for number in options.pop("params") if number in names]
                 if place == len(groups):
                     groups.append(OptimizerGroup([], options))
-                # Pipeline ranks have other parameters, tensor-parallel ranks the same ones.
+                # Pipeline ranks have different parameters, tensor-parallel ranks the same ones.
                 groups[place].keys.extend(n for n in own if n not in groups[place].keys)
     if unknown := [name for name in parts if name not in checkpoint.model.specs]:
         checkpoint.notes.append(

@@ -25,13 +25,13 @@ from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import CheckpointError, CheckpointMismatch
 
 OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""Keys of optimizer state in torch that has the same shape as its parameter."""
+"""Keys of torch's optimizer state that has the same shape as its parameter."""
 
 _OF_TORCH = "foreach"
-"""Option that all optimizers of torch have. They store step counts as tensors."""
+"""Option that all torch optimizers have. They store step counts as tensors."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of buffers that torch's own modules have."""
+"""Last name parts of the buffers in torch's own modules."""
 
 ONLY_MODEL = "Load only the model: engine.load(path, model_only=True)."
 
@@ -246,8 +246,8 @@ def _by_name(
     arranged = []
     for group in groups:
         found = [options[match.found[name]] for name in group]
-        # The source may store groups in another order, but all parameters of a group must have had
-        # the same options. Otherwise some would get the learning rate of others.
+        # The source may store groups in a different order, but all parameters of a group must have
+        # had the same options. Otherwise some would get another parameter's learning rate.
         for name, other in zip(group, found, strict=True):
             if str(other) != str(found[0]):
                 raise CheckpointMismatch(

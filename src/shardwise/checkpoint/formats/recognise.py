@@ -26,19 +26,19 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 FORMATS: tuple[Callable[[Path], Checkpoint | None], ...] = (
     own.open_checkpoint,
     deepspeed_folders.open_checkpoint,
-    # Before DCP, which it contains.
+    # Before DCP, because Megatron's checkpoints look like DCP too.
     megatron.open_checkpoint,
     dcp.open_checkpoint,
     nanotron.open_checkpoint,
-    # Before the folders of models, which these contain.
+    # Before model folders, because a run folder contains a model too.
     run_folders.open_checkpoint,
     safetensors_files.open_checkpoint,
     torch_files.open_checkpoint,
 )
-"""Opens each format. Each returns None if a path is not of its format. The first match is used."""
+"""Functions that open one format each, or return None. The first match is used."""
 
 FOREIGN = tuple(one for one in FORMATS if one is not own.open_checkpoint)
-"""The formats of other libraries."""
+"""Functions that open other libraries' formats."""
 
 
 def open_checkpoint(

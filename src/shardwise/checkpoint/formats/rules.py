@@ -1,4 +1,4 @@
-"""Renames, splits, fuses and transposes tensors, by rules that users can extend.
+"""Renames, splits, fuses and transposes tensors by rules. Users can add their own.
 
     model.layers.{i}.=blocks.{i}.                       rename: a prefix, if it ends with a dot
     lm_head.weight=head.weight                          rename: a whole name
@@ -241,7 +241,7 @@ _LLAMA = (
     ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight", ""),
     ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight", ""),
 )
-"""Llama's names: Meta's (and torchtitan's), Transformers', and the heads that are reordered."""
+"""Llama's names in Meta's format (and torchtitan's), in Transformers, and the heads to reorder."""
 
 _MEGATRON = (
     ("embedding.word_embeddings.weight", "model.embed_tokens.weight", ""),
@@ -565,7 +565,7 @@ def apply(checkpoint: Checkpoint, rules: Sequence[Rule]) -> list[Change]:
     """Apply rules to a checkpoint's model and optimizer state, and return the changes.
 
     Optimizer state with one value per element is changed like its parameter. Raises CheckpointError
-    if a rule does not fit.
+    if a rule cannot be applied.
     """
     changes = plan(list(checkpoint.model.specs), rules)
     if not rules:

@@ -77,7 +77,7 @@ class LastValue:
         self._kept: tuple[Any, Tensor] | None = None
 
     def get(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the cached tensor if `key` is the last key, otherwise call `compute`."""
+        """Return the cached tensor if `key` is the last key, otherwise compute and cache it."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # free the last tensor before the next is computed
             self._kept = key, compute()

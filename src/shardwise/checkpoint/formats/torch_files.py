@@ -1,4 +1,4 @@
-"""Opens files of torch.save: weights, Lightning checkpoints, training dicts of other scripts."""
+"""Opens files written by torch.save: weights, Lightning checkpoints, scripts' training dicts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LIBRARIES = (
     (("state", "rng"), "Composer checkpoint"),
     (("state_dict", "arch", "epoch"), "timm checkpoint"),
 )
-"""Keys by which the files of a library are recognised."""
+"""Keys by which a library's files are recognised."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a file of torch.save. Returns None if `path` is a folder or has another suffix."""
+    """Open a file written by torch.save. Returns None for a folder or an unknown suffix."""
     if path.suffix not in SUFFIXES or path.is_dir():
         return None
     content, format = load(path)
