@@ -225,7 +225,6 @@ class _Encoder:
         self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
-        """Return a snapshot of the optimizer's attributes."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
             self._values.fields[self._name] = self._encode(value, self._name)
@@ -408,7 +407,6 @@ class _Restorer:
         self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
-        """Restore the attribute `name` from its encoded value `saved`."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
             # Restore before removing the old keys, because old values may be filled in place.

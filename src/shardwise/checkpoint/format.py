@@ -50,12 +50,10 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * ITEM_BYTES[self.dtype]
 
 

@@ -175,7 +175,6 @@ class StepItems:
     # -- an evaluation ----------------------------------------------------------------------
 
     def begin_evaluation(self, loader: Any) -> None:
-        """Start an evaluation on the batches of `loader`."""
         self._losses.clear()
         is_prepared = hasattr(loader, "end_of_dataloader")
         self._evaluated_loader = loader if is_prepared else None

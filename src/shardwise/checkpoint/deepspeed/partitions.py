@@ -155,7 +155,7 @@ class Partitions:
         return {rank: state for rank, state in found.items() if state is not None}
 
     def state(self, number: int, key: str) -> dict[int, Tensor]:
-        """Return the optimizer state `key` of flat group `number`, by rank.
+        """Return each rank's part of the optimizer state `key` of flat group `number`.
 
         Raises BrokenCheckpoint if it is missing for a rank.
         """

@@ -154,7 +154,7 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Read a stage 3 save, which holds full buffers but only parts of each parameter."""
+        """Read a stage 3 save, which contains full buffers but only parts of each parameter."""
         for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
         for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
@@ -214,8 +214,8 @@ class Save:
     def fp32(self) -> FragmentReader:
         """Return the model's tensors, with fp32 master weights in place of 16-bit parameters.
 
-        A tied weight appears once. A stage 0 save does not record the parameter that each master
-        belongs to, so its masters are not used.
+        A tied weight appears once. The masters in a stage 0 save are not used, because the save
+        does not record which parameter each of them belongs to.
         """
         found = FragmentReader()
         masters = FragmentReader()

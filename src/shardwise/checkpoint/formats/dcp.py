@@ -441,7 +441,6 @@ def check_boxes(
 
 
 def _nested_paths(planner_data: Any, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return each key's path in the nested state_dict."""
     known = planner_data if isinstance(planner_data, dict) else {}
     found: dict[str, tuple[Any, ...]] = {}
     for key in keys:

@@ -400,7 +400,6 @@ def _numbered(stem: str, number: int) -> str:
 def _write_optimizer(
     export: Export, described: Mapping[str, Any], path: Path, advance: Advance
 ) -> None:
-    """Write one optimizer's state_dict with torch.save."""
     tensors, fields = export.training
     names = {name for group in described["groups"] for name in group["parameters"]}
     own = {full: leaf for full, leaf in tensors.leaves.items() if full.rpartition(".")[0] in names}

@@ -76,7 +76,6 @@ class Import:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
         return sum(spec.nbytes for t in self.sets.values() for spec in t.specs.values())
 
 

@@ -548,8 +548,6 @@ class ChangedReader(TensorReader):
 
 @dataclass
 class _Renamed:
-    """Leaves by their new names."""
-
     leaves: dict[str, Leaf] = field(default_factory=dict)
     changed: ChangedReader = field(default_factory=ChangedReader)
 

@@ -43,7 +43,6 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return self.spec.shape
 
     def value(self) -> Tensor:
