@@ -25,8 +25,9 @@ def agree(
 def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
     """Call `read` on every rank and return its result if all calls succeed. Collective.
 
-    If a rank fails, every rank raises its error. BrokenCheckpoint takes precedence over
-    CheckpointMismatch, because a damaged file may look like the file of a different model.
+    Otherwise every rank raises the same error, which one of the failed calls raised.
+    BrokenCheckpoint takes precedence over CheckpointMismatch, because a damaged file may look like
+    the file of a different model.
     """
     result, failure = None, None
     try:

@@ -46,7 +46,7 @@ class StepFolder:
 
 
 def complete(folder: Path) -> list[StepFolder]:
-    """Return the complete checkpoints in `folder`, in ascending order of their steps."""
+    """Return the complete checkpoints in `folder`, in ascending step order."""
     if not folder.is_dir():
         return []
     found: dict[int, Path] = {}
@@ -70,7 +70,7 @@ def _has_document(path: Path) -> bool:
 
 
 def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
-    """Return the folders that look like checkpoints but have no DOCUMENT, in order of steps."""
+    """Return the folders named like checkpoints that have no DOCUMENT, in ascending step order."""
     if not folder.is_dir():
         return []
     found = []
@@ -97,7 +97,7 @@ def lacks_document(path: Path) -> bool:
 
 
 def end_removals(folder: Path) -> None:
-    """Finish removing checkpoints in `folder` if a kill interrupted their removal.
+    """Finish removing checkpoints in `folder` if a previous run was killed while removing them.
 
     Ignores failures; the next save reports them. Only the main rank of the job that saves to
     `folder` may call this.
@@ -119,20 +119,22 @@ def newest(path: Path) -> Path:
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Return the final path of the checkpoint of `step`."""
+    """Return the path in `folder` of the complete checkpoint for `step`. It need not exist."""
     return folder / f"step-{step}"
 
 
 class Draft:
-    """An unpublished checkpoint of `step`: its files are in `path` until it becomes `final`.
+    """A checkpoint that is not published yet.
 
-    Every rank has a Draft, but only the main rank creates, publishes and removes the files. `begin`
-    may change `path`, so the main rank must then send it to the other ranks. If the file system
-    does not support writing at an offset (as with object stores), `path` is a temporary folder on
-    the main rank's host, and `finish` copies the files from there.
+    Its files are in the folder `path`. Publishing renames the folder to `final`. Every rank has a
+    Draft, but only the main rank creates, publishes and removes the files. `begin` may change
+    `path`, so the main rank must then send it to the other ranks. If the file system does not
+    support writing at an offset (as with object stores), `path` is a temporary folder on the main
+    rank's host, and `finish` copies the files from there.
 
     Args:
         folder: Folder that contains the checkpoints of the run.
+        step: Step of the checkpoint.
         nbytes: Total size of the tensors in bytes.
     """
 
@@ -200,7 +202,7 @@ class Draft:
             self._remove(self.path)
 
     def describe_error(self, error: OSError) -> str:
-        """Return the error message for a save that failed with a disk error."""
+        """Return an error message for a save that failed with the disk error `error`."""
         place = Path(error.filename or self.path)
         return (
             f"The checkpoint of step {self.step} was not written: {error.strerror or error} "
@@ -208,7 +210,7 @@ class Draft:
         )
 
     def _advice(self, error: OSError, place: Path) -> str:
-        """Return advice for the user about an error at the path `place`."""
+        """Return advice for the user about a disk error at the path `place`."""
         if error.errno == errno.EEXIST and place.is_dir():
             return "Another run may be saving there: give each run its own folder."
         if error.errno in (errno.EEXIST, errno.ENOTDIR):
@@ -233,20 +235,20 @@ class Draft:
         return status.f_bavail * status.f_frsize
 
     def empty(self) -> None:
-        """Delete the tensor files to free space. Keep the notes, because other ranks read them."""
+        """Delete the tensor files to free space, but not the notes that other ranks still read."""
         for path in self.path.glob("*.safetensors"):
             with suppress(OSError):
                 path.unlink()
 
     def discard(self) -> None:
-        """Remove the draft. Complete checkpoints stay as they are."""
+        """Remove the draft. Complete checkpoints are not changed."""
         for path in {self.path, self._partial}:
             shutil.rmtree(path, ignore_errors=True)
 
     def prune(self, keep: int) -> None:
-        """Remove all but the newest `keep` checkpoints up to this step.
+        """Remove all but the newest `keep` checkpoints up to this draft's step.
 
-        A checkpoint that cannot be removed only adds a warning.
+        Adds a warning for each checkpoint that cannot be removed.
         """
         # Checkpoints of later steps belong to an earlier run that got further, so keep them.
         older = [found for found in complete(self.folder) if found.step <= self.step]
@@ -263,8 +265,8 @@ class Draft:
     def _sweep(self) -> None:
         """Clean up the hidden folders that killed saves left behind.
 
-        Removes them, or renames those that cannot be removed. Restores a replaced checkpoint if its
-        replacement was not completed.
+        Folders that cannot be removed are renamed. A checkpoint that was being replaced is
+        restored if its replacement is incomplete.
         """
         for path in list(self.folder.iterdir()):
             hidden = _HIDDEN.fullmatch(path.name)

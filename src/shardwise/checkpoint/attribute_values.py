@@ -1,7 +1,7 @@
-"""Saves and restores optimizers' attributes, and state that belongs to no parameter.
+"""Saves and restores an optimizer's attributes, and its state that belongs to no parameter.
 
-Such attributes are counters, lists, tensors, or a wrapped optimizer. torch's `state_dict()` does
-not contain them, so they would be reset on resume. They are saved as JSON. Larger tensors are
+Examples of attributes are counters, lists, tensors and wrapped optimizers. torch's `state_dict()`
+does not contain them, so they would be reset on resume. They are saved as JSON. Larger tensors are
 stored separately, and the JSON refers to them by name:
 
     optimizer.count = 7            "count": 7
@@ -11,8 +11,7 @@ stored separately, and the JSON refers to them by name:
 
 A save contains only the attributes that have changed since the engine was created, because the
 script sets all others. A load fills existing containers, tensors and objects in place, so
-references between them stay valid. If one is missing, the load can create only containers and
-tensors.
+references to them stay valid. It creates missing containers and tensors, but no other objects.
 """
 
 from __future__ import annotations
@@ -58,8 +57,10 @@ _MISSING = object()
 
 
 def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield path and object for everything that attributes may refer to but that is saved
-    elsewhere."""
+    """Yield the path and value of each part of the optimizer that is not saved as an attribute.
+
+    Attributes may refer to these objects.
+    """
     yield "optimizer", optimizer
     yield "held", held(optimizer)
     yield "param_groups", optimizer.param_groups
@@ -69,7 +70,7 @@ def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def _path_of(place: str, key: Any) -> str:
-    """Return the path of the value with the encoded key `key` in the map at path `place`."""
+    """Return the path of the value that a map at path `place` holds under the encoded key `key`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
     return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
@@ -80,10 +81,10 @@ class AttributeValues:
     """Snapshot of an optimizer's attributes.
 
     Args:
-        fields: JSON encoding of each attribute, by its name.
-        tensors: Separately stored tensors by name.
-        unsaved: For each attribute, the paths of the values in it that cannot be saved.
-        marks: For each attribute, objects to compare between snapshots. They are unequal if the
+        fields: JSON encoding of each attribute, by attribute name.
+        tensors: Separately stored tensors, by name.
+        unsaved: Paths of the values that cannot be saved, by attribute name.
+        marks: Objects to compare between snapshots, by attribute name. They are unequal if the
             attribute changed in a way that its JSON does not show.
     """
 
@@ -93,7 +94,7 @@ class AttributeValues:
     marks: dict[str, list[Any]]
 
     def digests(self) -> dict[str, str]:
-        """Return a hash of each attribute and of the tensors that are stored for it."""
+        """Return a hash of each attribute, by name. It covers the attribute's stored tensors."""
         digests = {}
         for name, value in self.fields.items():
             content = hashlib.blake2b(repr(value).encode(), digest_size=16)
@@ -164,7 +165,7 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
 
 
 def check(fields: Mapping[str, Any]) -> None:
-    """Raise BrokenCheckpoint if no save could have written `fields`."""
+    """Raise BrokenCheckpoint if `fields` contains something that a save never writes."""
     for name, value in fields.items():
         try:
             _check(value)
@@ -224,7 +225,6 @@ class _Encoder:
         self._values = AttributeValues({}, {}, {}, {})
 
     def encode(self) -> AttributeValues:
-        """Return the encoded attributes."""
         found = attributes_of(self._optimizer) | {_COMMON: common_state(held(self._optimizer))}
         for self._name, value in found.items():
             self._values.fields[self._name] = self._encode(value, self._name)
@@ -302,15 +302,15 @@ class _Encoder:
             return {"$small": [json_values.encode(value), on_device]}
         except NotPlain:
             # Writes through .data do not increment the version counter, so assume that every tensor
-            # has changed. Inside objects rely on the counter, because an object may refer to the
-            # dataset, and its tensors must not be saved without need.
+            # has changed. Inside objects, rely on the counter, because an object may refer to the
+            # dataset, whose tensors must not be saved needlessly.
             self._mark(_Identity(value) if self._depth_in_objects else object())
             name = f"{self._number}.{place}"
             self._values.tensors[name] = value.detach()
             return {"$stored": [name, on_device]}
 
     def _encode_optimizer(self, other: optim.Optimizer, place: str) -> dict[str, Any]:
-        """Encode an optimizer that the encoded one refers to, usually because it wraps it."""
+        """Encode `other`, an optimizer among the attributes. Usually it is a wrapped optimizer."""
         groups = []
         for number, group in enumerate(other.param_groups):
             here = f"{place}.param_groups.{number}"
@@ -327,7 +327,7 @@ class _Encoder:
         }
 
     def _encode_object(self, value: Any, place: str) -> Any:
-        """Encode any other object, by its `state_dict` if it is trackable, else its attributes."""
+        """Encode any other object: its `state_dict()` if trackable, otherwise its attributes."""
         self._depth_in_objects += 1
         try:
             if (state := _state_dict_of(value)) is not _MISSING:
@@ -358,7 +358,11 @@ class _Encoder:
 
 
 class _Identity:
-    """Compares equal to another instance for the same object, unless a tensor has been written."""
+    """Identity of an object, for comparison between snapshots.
+
+    Two instances are equal if they refer to the same object and, for a tensor, it has not been
+    written to in between.
+    """
 
     def __init__(self, value: Any) -> None:
         self._version = value._version if isinstance(value, Tensor) else 0
@@ -389,7 +393,7 @@ class _Restorer:
         read: Returns the stored tensor with a given name.
 
     Attributes:
-        lost: Paths of saved values that match no object of the optimizer.
+        lost: Paths of saved values for which the optimizer has no matching object.
     """
 
     def __init__(
@@ -403,7 +407,6 @@ class _Restorer:
         self._places: dict[str, Any] = dict(_objects_saved_elsewhere(optimizer))
 
     def restore(self, name: str, saved: Any) -> None:
-        """Restore the attribute `name` from its encoded value `saved`."""
         if name == _COMMON:
             common, state = common_state(held(self._optimizer)), held(self._optimizer)
             # Restore before removing the old keys, because old values may be filled in place.
@@ -423,7 +426,7 @@ class _Restorer:
         """Return the restored value for path `place`.
 
         Args:
-            now: The current value, which is filled in place and returned if possible.
+            now: The current value. If possible, it is filled in place and returned.
             saved: The encoded value.
         """
         tag, content = next(iter(saved.items())) if isinstance(saved, dict) else ("", saved)
@@ -489,7 +492,7 @@ class _Restorer:
         return into
 
     def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:
-        """Fill an object that only the script can create. Return False if it does not exist."""
+        """Fill `now`, an object that only the script can create. Return False if that fails."""
         if tag in ("$enum", "$same"):
             return False
         if tag == "$kept":
@@ -528,7 +531,7 @@ def _pairs(old: Any, content: list[Any], place: str) -> Iterator[tuple[Any, Any,
 
 
 class OptimizerAttributes:
-    """Tracks how the attributes of an engine's optimizers change after its creation.
+    """Tracks which attributes of an engine's optimizers have changed since the engine was created.
 
     Optimizers from torch.optim are skipped, because all their state is in `state` and
     `param_groups`.
@@ -553,7 +556,7 @@ class OptimizerAttributes:
         return now.changed_since(self._initial[optimizer])
 
     def describe_losses(self) -> Iterator[str]:
-        """Yield a warning for each attribute whose value would be lost in a save now."""
+        """Yield a warning for each changed attribute with values that a save would lose."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
@@ -574,8 +577,8 @@ class OptimizerAttributes:
     ) -> None:
         """Restore the attributes of `optimizer`.
 
-        Attributes that are not in `saved` had their initial values at the save, and are reset to
-        the initial values of this run.
+        An attribute that is missing from `saved` still had its initial value at the save, so it is
+        reset to its initial value in this run.
 
         Args:
             saved: The encoded attributes.

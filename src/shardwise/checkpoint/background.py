@@ -36,18 +36,18 @@ PAUSE = 0.02
 
 
 class Copies:
-    """TensorSink that copies tensors to CPU memory, which the next save reuses."""
+    """TensorSink that copies tensors to CPU memory. The memory is reused by later saves."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
         self._copied: list[tuple[str, Sequence[Extent], memoryview]] = []
 
     def begin(self) -> None:
-        """Discard the copies of the previous save, but keep their memory."""
+        """Discard the previous save's copies, but do not free their memory."""
         self._copied = []
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Copy `memory`, and record its set and ranges for `play`."""
+        """Copy `memory`, and record its tensor set `kind` and its `ranges` for `play`."""
         number = len(self._copied)
         if number == len(self._memory) or self._memory[number].nbytes != len(memory):
             # The sizes differ from the previous save, so free the rest of its memory too.
@@ -113,7 +113,7 @@ class BackgroundSave(threading.Thread):
             self.failure = self.failure or self._describe(error)
 
     def _write_own_part(self) -> list[Any]:
-        """Write this rank's part and return its checksums, or [] after an error."""
+        """Write this rank's part. Return its checksums, or [] if an error occurred."""
         try:
             self._copies.play(self._writer)
             sums = self._writer.finish()
@@ -127,13 +127,13 @@ class BackgroundSave(threading.Thread):
         ]
 
     def _complete(self) -> None:
-        """Wait for all notes, then publish the checkpoint. Called on rank 0."""
+        """Wait for all ranks' notes, then publish the checkpoint. Called on rank 0."""
         # Even if a rank has failed, wait for the others, because they still write to the folder.
         notes = [self._wait_for_note(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
         if not failed:
             try:
-                # Before the rename, because a complete checkpoint must not contain notes.
+                # Remove them first, because a complete checkpoint must not contain notes.
                 for rank in range(self._size):
                     _note_path(self.draft.path, f"rank-{rank}").unlink()
                 self._finish(
@@ -196,7 +196,7 @@ def reserve(folder: Path, rank: int) -> None:
 
 
 def _leave_note(folder: Path, name: str, note: Mapping[str, Any]) -> None:
-    """Write a note atomically. If the disk is full, write only its error message."""
+    """Write a note atomically. If the disk is full, write only the note's error message."""
     aside = _unfinished_path(folder, name)
     try:
         _write_note(aside, note)
@@ -211,7 +211,7 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Write a note over its reserved space. JSON parsers ignore the spaces at its end."""
+    """Write a note into the space reserved for it. JSON parsers ignore the spaces at the end."""
     # The spaces also replace what a failed write of a longer note has left in the reserved block.
     data = json.dumps(note).encode().ljust(RESERVED)
     with path.open("r+b" if path.exists() else "wb") as file:

@@ -32,7 +32,7 @@ class Checkpoints:
     """Saves and loads an engine's checkpoints, and makes the final save if the run is preempted.
 
     Args:
-        reseed: Seeds the random generators for the current step, after a load.
+        reseed: Called after a load to seed the random generators for the current step.
         returns_of: Creates the object that lets groups of ranks rejoin the run. Returns None if
             groups never leave.
 
@@ -96,7 +96,10 @@ class Checkpoints:
         background: bool = False,
         split_gb: float = 5.0,
     ) -> Path | None:
-        """Save without exiting afterwards, even if this process has been asked to shut down."""
+        """Save, and do not exit afterwards even if this process has been asked to shut down.
+
+        Returns the checkpoint's path, or None if a tolerated disk error occurred.
+        """
         self._state.refuse_in_step("engine.save")
         target, split = Path(target), int(split_gb * 1e9)
         if self._world.settings.trial:
@@ -168,15 +171,15 @@ class Checkpoints:
     # -- for a group of ranks that rejoins --------------------------------------------------
 
     def leave_folder(self) -> None:
-        """Release the folder, because a different rank becomes the main rank."""
+        """Release the folder's lock, because a different rank becomes the main rank."""
         self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save to the user's folder for a group of ranks that rejoins. Collective.
+        """Save to the user's folder, so that a group of ranks can rejoin from it. Collective.
 
         Returns:
-            A JSON-serialisable record for `come_back`, or None if the save failed or the user has
-            not named a folder.
+            A JSON-serialisable record for `come_back`. None if the save failed or the user has not
+            named a folder.
         """
         folder, options = self._folder, self._options
         if folder is None:
@@ -193,10 +196,12 @@ class Checkpoints:
         return record | options_now | {"draws_are_one": self._world.draws.is_one}
 
     def come_back(self, record: Mapping[str, Any]) -> None:
-        """Resume from the other groups' save, and use their folder. Collective in this group.
+        """Resume from the save of the groups that stayed, and save to their folder from now on.
+
+        Collective in this group.
 
         Args:
-            record: Value that `save_for_return` returned on the other groups.
+            record: Value that `save_for_return` returned in the groups that stayed.
         """
         self.load(Path(record["path"]))
         options = _SaveOptions(record["keep"], record["split"])
@@ -243,10 +248,10 @@ class Checkpoints:
     # -- preemption -------------------------------------------------------------------------
 
     def _moment(self) -> tuple[int, int]:
-        """Return a value that changes whenever the state to save changes.
+        """Return this engine's step count and the step count of all engines in this process.
 
-        It includes the steps of other engines in this process, because these change tracked objects
-        and random streams.
+        The pair changes whenever the state to save changes. Other engines' steps matter because
+        they change tracked objects and random streams.
         """
         return self._state.steps, self._world.steps_made
 
@@ -283,9 +288,9 @@ class Checkpoints:
 
 
 def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
-    """Raise BrokenCheckpoint if there are incomplete checkpoints.
+    """Raise BrokenCheckpoint if there are `incomplete` checkpoints.
 
-    Called if there are no complete ones: the run would then silently start from scratch.
+    Called if there are no complete checkpoints, because the run would silently start from scratch.
     """
     if incomplete:
         newest = incomplete[0].path

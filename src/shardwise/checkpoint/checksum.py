@@ -18,7 +18,7 @@ _ONE = 1 << 31
 
 @dataclass(frozen=True, order=True)
 class ChecksumPart:
-    """CRC-32 of part of a tensor, which is the `nbytes` bytes that start at byte `at`."""
+    """CRC-32 of `nbytes` consecutive bytes of a tensor, starting at byte `at`."""
 
     at: int
     nbytes: int
@@ -42,7 +42,7 @@ def combine(parts: Iterable[ChecksumPart], nbytes: int) -> int | None:
 
 @cache
 def _shift(nbytes: int) -> int:
-    """Return x^(8 nbytes) modulo the polynomial."""
+    """Return x^(8 nbytes) modulo the CRC polynomial."""
     power, factor, bits = _ONE, 0, nbytes * 8
     while bits >> factor:
         if bits >> factor & 1:
@@ -53,7 +53,7 @@ def _shift(nbytes: int) -> int:
 
 @cache
 def _power_of_two(exponent: int) -> int:
-    """Return x^(2^exponent) modulo the polynomial."""
+    """Return x^(2^exponent) modulo the CRC polynomial."""
     if exponent == 0:
         return _ONE >> 1
     root = _power_of_two(exponent - 1)

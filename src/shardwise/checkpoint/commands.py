@@ -146,7 +146,7 @@ for _command in (show, diff, import_, export, fingerprint):
 
 
 def _open_deepspeed(path: Path) -> Save | None:
-    """Return the DeepSpeed checkpoint at `path`, or None if it is not one."""
+    """Return the DeepSpeed checkpoint at `path`, or None if there is none."""
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.deepspeed.save import Save
 
@@ -242,6 +242,5 @@ def _convert(folder: Path, out: Path) -> int:
 
 
 def _describe(save: Save) -> str:
-    """Return a one-line description of a DeepSpeed checkpoint."""
     ranks = "1 rank" if save.ranks == 1 else f"{save.ranks} ranks"
     return f"DeepSpeed {save.version}, ZeRO stage {save.stage} on {ranks}, step {save.steps}"

@@ -1,4 +1,4 @@
-"""Prints what the checkpoint commands say."""
+"""Prints the output and the errors of the checkpoint commands."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def print_line(console: Console, line: str) -> None:
-    """Print a line literally, because rich would interpret brackets in names as markup."""
+    """Print `line` literally, because rich would interpret brackets in names as markup."""
     console.print(printable(line), highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -42,7 +42,7 @@ _LENGTH_OF_END = len(b' "crc32": "00000000"\n}\n')
 
 
 def dump(fields: Mapping[str, Any]) -> bytes:
-    """Return the contents of the file.
+    """Return the contents of checkpoint.json.
 
     Args:
         fields: All fields except the format, the version and the checksum.
@@ -59,7 +59,7 @@ def dump(fields: Mapping[str, Any]) -> bytes:
 def load(folder: Path) -> dict[str, Any]:
     """Return the fields of the checkpoint in `folder`.
 
-    Raises CheckpointError if checkpoint.json does not exist or its version is too new, and
+    Raises CheckpointError if checkpoint.json does not exist or its version is too new. Raises
     BrokenCheckpoint if the file was changed or a field is invalid.
     """
     path = folder / DOCUMENT
@@ -86,10 +86,10 @@ def load(folder: Path) -> dict[str, Any]:
 
 
 def accept(folder: Path) -> dict[str, Any]:
-    """Write new checksums of the small files in `folder` after a deliberate edit.
+    """Write new checksums for the small files in `folder` after a deliberate edit.
 
-    The checksums of tensors and of the headers of their files stay the same. Raises the errors of
-    `load` except for a wrong checksum, and OSError if the file cannot be written.
+    The checksums of tensors and tensor-file headers are not changed. Raises the errors of `load`
+    except for a wrong checksum, and OSError if the file cannot be written.
 
     Returns:
         The fields of checkpoint.json.
@@ -135,7 +135,7 @@ def _read(folder: Path) -> bytes:
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
-    """Parse checkpoint.json. Raises unless it is a Shardwise checkpoint of a known version."""
+    """Parse checkpoint.json. Raises an error if its format or version is unknown."""
     try:
         # By default Python accepts NaN and Infinity, which are not valid JSON.
         fields = json.loads(data, parse_constant=_refuse_constant)

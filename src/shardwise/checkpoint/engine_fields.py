@@ -25,13 +25,13 @@ class EngineField(ABC):
 
     @abstractmethod
     def value(self, engine: EngineView) -> Any:
-        """Return the value to save as a JSON value, or None to omit the field."""
+        """Return the JSON value to save, or None to omit the field."""
 
     def parse(self, path: Path, saved: Any) -> Any:
         """Convert a saved value to the form that `restore` expects.
 
-        A load parses all fields before it changes anything. Raises BrokenCheckpoint if no save
-        could have written the value. By default, return the value unchanged.
+        A load parses all fields before it changes anything. Raises BrokenCheckpoint if a save never
+        writes such a value. By default, returns the value unchanged.
         """
         del path
         return saved
@@ -65,7 +65,7 @@ class _Seed(EngineField):
 
 
 class _Scaling(EngineField):
-    """Loss scale, unit of the loss weights, and whether gradients are reduced in fp32."""
+    """Loss scale, what the loss weights count, and whether gradients are reduced in fp32."""
 
     name = "scaling"
 
@@ -116,7 +116,7 @@ def values(engine: EngineView) -> dict[str, Any]:
 def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parsed values of `fields`, for `restore`.
 
-    Raises BrokenCheckpoint if no save could have written a value.
+    Raises BrokenCheckpoint if a field has a value that a save never writes.
     """
     return {
         field.name: field.parse(path, fields[field.name])

@@ -1,7 +1,7 @@
 """Defines protocols for the parts of an engine that saving and loading use.
 
-The engine is in a higher layer that this package must not import, so it passes its objects in.
-EngineState implements `EngineView`, and UserObjects implements `Objects`.
+The engine is in a higher layer, which this package must not import. EngineState implements
+`EngineView`, and UserObjects implements `Objects`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Objects(Protocol):
     def states(self) -> StatesView: ...
 
     def check_passes(self) -> None:
-        """Raise an error if a forward pass failed in a way that rules out a step."""
+        """Raise an error if a failed forward pass makes a step impossible."""
 
     def look_for_changes(self) -> None:
         """Detect and apply the changes that user code has made since the last call."""
 
     def renew_copies(self) -> None:
-        """Make the second copies of optimizer state equal to their originals, after a load."""
+        """Update the second copies of optimizer state from the originals, after a load."""
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Add moving averages for the frozen parameters in `names`.
@@ -75,13 +75,13 @@ class EngineView(Protocol):
 
     @property
     def is_between_steps(self) -> bool:
-        """True if the engine can be saved now."""
+        """Whether no step is in progress, so the engine can be saved."""
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if a step is in progress. The message names the user's call, `call`."""
+        """Raise UsageError if a step is in progress. `call` is the user's call, for the message."""
 
     def continue_at(self, steps: int) -> None:
-        """Set the step counter to `steps`, the step of a loaded checkpoint."""
+        """Set the step counter to `steps`, after a load."""
 
     def anchored(self) -> AbstractContextManager[None]:
-        """Return a context manager that gives all groups of ranks the same weights inside it."""
+        """Return a context manager within which all groups of ranks have the same weights."""

@@ -24,8 +24,8 @@ PICKLED = (".pt", ".pth", ".bin")
 def write_model(model: nn.Module, path: Path) -> None:
     """Write the state_dict of `model` to `path`.
 
-    Uses torch.save if the suffix is in `PICKLED`. Otherwise writes safetensors, which can hold only
-    tensors, and omits all other entries.
+    Uses torch.save if the suffix is in `PICKLED`. Otherwise writes safetensors and omits entries
+    that are not tensors.
     """
     write_tensors(*_split_state_dict(model), path)
 
@@ -35,7 +35,7 @@ def write_tensors(
 ) -> None:
     """Write tensors and their aliases to `path`, and create its folder if necessary.
 
-    A safetensors file contains a tied weight once, and its aliases in the metadata, as with
+    A safetensors file contains a tied weight once. Its metadata lists the aliases, as with
     safetensors' own `save_model`.
 
     Args:
@@ -74,13 +74,13 @@ def write_safetensors(
     aliases: Mapping[str, str],
     parts: Callable[[TensorSpec], Iterable[Tensor]],
 ) -> None:
-    """Write tensors in the safetensors format into `file`.
+    """Write tensors to `file` in the safetensors format.
 
     Args:
         path: Final path of the file, for error messages.
         specs: Tensors to write.
         aliases: Maps each further name of a tied weight to the name of the written tensor.
-        parts: Returns the elements of a tensor as consecutive 1-D CPU tensors.
+        parts: Returns a tensor's elements as consecutive 1-D CPU tensors.
 
     Raises:
         CheckpointError: There are too many tensors for one file.
@@ -107,7 +107,6 @@ class _Writer:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write `data`, and record a disk error if there is one."""
         try:
             return self._file.write(data)
         except OSError as error:
@@ -115,7 +114,6 @@ class _Writer:
             raise
 
     def flush(self) -> None:
-        """Flush the file, and record a disk error if there is one."""
         try:
             self._file.flush()
         except OSError as error:
@@ -148,12 +146,12 @@ _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.E
 
 @contextmanager
 def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager that yields a file, and gives it the name `path` when the block completes.
+    """Context manager that yields a new file, and names it `path` if the block succeeds.
 
-    Creates the folder if necessary. Until the block completes, the file is unnamed, so that a
-    killed process leaves nothing behind. If the file system does not support unnamed files, the
-    file has a temporary name and is locked while it is written. The next export to `path` removes
-    temporary files that are no longer locked.
+    Creates the folder if necessary. During the block the file is unnamed, so that a killed process
+    leaves nothing behind. If the file system does not support unnamed files, the file has a
+    temporary name and is locked while it is written. The next export to `path` removes temporary
+    files that are no longer locked.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Remove the files that killed processes left behind. The kernel has released their locks.
@@ -175,7 +173,7 @@ def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
 def _open(aside: Path) -> tuple[int, bool]:
     """Open a new file, unnamed if possible, otherwise at the path `aside` and locked.
 
-    Returns the descriptor, and whether the file has the name `aside`.
+    Returns the file descriptor, and whether the file is at `aside`.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
@@ -240,10 +238,10 @@ def _plain_name(key: str) -> str:
 
 
 def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Split the state_dict of `model` into tensors, aliases and all other entries, by plain name.
+    """Split the state_dict of `model` into tensors, aliases and other entries, each a dict by name.
 
-    The tensors are copies on the CPU. The second result maps each alias of a tied weight to its
-    first name.
+    Names do not contain wrappers' prefixes. The tensors are copies on the CPU. The second dict
+    maps each alias of a tied weight to its first name.
     """
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}

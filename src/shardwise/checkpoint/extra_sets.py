@@ -1,6 +1,7 @@
 """Defines the hook through which a feature adds tensor sets and fields to checkpoints.
 
-A run that does not use the feature calls the hook too, to load checkpoints of runs that do.
+The hook is also called in runs that do not use the feature, so that they can load checkpoints from
+runs that do.
 
     save    tensors ─▶ specs, spans, reordered    tensor sets
             fields                                fields of checkpoint.json
@@ -35,30 +36,30 @@ Sets = Mapping[str, TensorReader]
 class ExtraTensors(ABC):
     """The tensors that a feature adds to one save or load.
 
-    Iterating over it yields the spans that this rank holds.
+    Iterating over the object yields the spans that this rank holds.
     """
 
     @abstractmethod
     def specs(self) -> dict[str, list[TensorSpec]]:
-        """Return the specs of the tensors in this rank's layers, by kind."""
+        """Return the specs of the tensors in this rank's pipeline layers, by kind."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all spans of this rank, bucket by bucket."""
+        """Yield all of this rank's spans, bucket by bucket."""
 
     @abstractmethod
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return kind and name of each tensor whose memory order differs from its element order."""
+        """Return (kind, name) of each tensor whose memory order differs from its element order."""
 
     @abstractmethod
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield kind, name and value of each tensor that `out_of_order` returns.
+        """Yield (kind, name, value) for each tensor that `out_of_order` returns.
 
         The values are full tensors in element order. Collective in the group.
         """
 
     def buffers(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers that the first rank of a group saves, by their names in its set.
+        """Return the buffers that a group's first rank saves, by their names in the group's set.
 
         Args:
             held: All buffers of that rank, by name.
@@ -72,8 +73,10 @@ class SetsToRead:
     """Sets and fields that a rank reads, named as if only its own group had written them.
 
     Args:
-        own: Model tensors to read from a different set: for each name, the set's reader and the
-            tensor's name in that set.
+        sets: Readers of the tensor sets, by set name.
+        fields: Fields of checkpoint.json.
+        own: Model tensors that are read from a different set. Maps a tensor's name to the reader of
+            that set and the tensor's name in it.
     """
 
     sets: Sets
@@ -84,13 +87,13 @@ class SetsToRead:
 class ExtraSets:
     """The sets and fields that a feature adds to checkpoints. This base class adds nothing.
 
-    An engine uses the same object throughout, even if the layout of its states changes.
+    An engine uses the same object throughout, even if its states' layout changes.
     """
 
     # -- saving ---------------------------------------------------------------------------
 
     def set_name(self, kind: str, group: int) -> str:
-        """Return the name of the set for tensors of `kind` in the group with index `group`."""
+        """Return the name of the set that holds the tensors of `kind` in group number `group`."""
         del group
         return kind
 
@@ -112,7 +115,7 @@ class ExtraSets:
 
         Args:
             mine: The fields `state`, `borders` and `scaling` of this group.
-            gather_from_layers: Gathers a value from the ranks of the pipeline.
+            gather_from_layers: Gathers a value from the pipeline's ranks.
         """
         del mine, gather_from_layers
         return {}
@@ -122,10 +125,10 @@ class ExtraSets:
     def select_sets(
         self, sets: Sets, fields: Mapping[str, Any], buffers: Set[str], *, model_only: bool
     ) -> SetsToRead:
-        """Choose the sets and fields that this rank reads, out of the sets of all groups.
+        """Choose the sets and fields that this rank reads from a checkpoint.
 
         Args:
-            sets: All sets of the checkpoint.
+            sets: The checkpoint's sets, of all groups.
             fields: Fields of checkpoint.json. Empty for files from other libraries.
             buffers: Names of the model's buffers.
             model_only: True if optimizers and progress are not loaded.
@@ -137,7 +140,7 @@ class ExtraSets:
         """Prepare for a load, before the model's tensors are read. Collective in each group."""
 
     def start_again(self) -> None:
-        """Reset the feature's state after a load of the model only."""
+        """Reset the feature's state after a load of only the model."""
 
     def after_model(
         self,

@@ -1,7 +1,7 @@
-"""Implements the file operations for checkpoints: opening, writing and removing files.
+"""Opens, writes and removes a checkpoint's files.
 
-Only regular files are opened for reading. A pipe would block until another process writes to it. A
-folder in place of a file raises a specific error.
+Only regular files are opened for reading. A pipe would block until another process writes to it,
+and for a folder the error says that a file is needed.
 
 A save succeeds even if old files cannot be removed. For example, another process may have a file
 open (NFS then renames it instead of deleting it), or the folder may belong to another user.
@@ -29,7 +29,7 @@ _KINDS = {
 def open_to_read(path: Path) -> int:
     """Open the file `path` for reading and return its descriptor. Follows links.
 
-    Raises OSError if it cannot be opened, and BrokenCheckpoint if it is not a regular file.
+    Raises OSError if the file cannot be opened, and BrokenCheckpoint if it is not a regular file.
     """
     # Use O_NONBLOCK, because opening a pipe without a writer would block forever.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -50,7 +50,7 @@ def read_whole(path: Path) -> bytes:
 
 
 def must_be_file(path: Path) -> None:
-    """Check that `path` is a regular file, before a library opens it.
+    """Check that `path` is a regular file. Called before a library opens the file.
 
     Raises the errors of `open_to_read`.
     """
@@ -75,7 +75,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file `path` atomically. After a crash, it has either the old or new contents."""
+    """Replace the file `path` atomically. After a crash it has the old or the new contents."""
     # Write in the same folder, because a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.partial")
     try:
@@ -89,7 +89,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def remove(path: Path) -> str | None:
     """Remove a file, a link (but not its target), or a folder with its contents.
 
-    Returns an error message if that failed, else None.
+    Returns an error message if `path` could not be removed, otherwise None.
     """
     try:
         # `is_dir` is also True for a link to a folder, whose contents must not be removed.
@@ -103,12 +103,12 @@ def remove(path: Path) -> str | None:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """Return the warning for a path that could not be removed."""
+    """Return a warning that `path` could not be removed."""
     return f"{path} could not be removed ({error.strerror or error}). The next save will try again."
 
 
 def gone_name(folder: Path, step: int | str) -> Path:
-    """Return an unused path in `folder` for a checkpoint of `step` that is being removed."""
+    """Return an unused path in `folder`, for renaming a checkpoint of `step` before its removal."""
     first = f".step-{step}.gone"
     names = itertools.chain([first], (f"{first}.{number}" for number in itertools.count(1)))
     return next(folder / name for name in names if not os.path.lexists(folder / name))

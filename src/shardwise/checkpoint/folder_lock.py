@@ -2,7 +2,7 @@
 
 The kernel (or the file server) manages the lock and releases it when the process that acquired it
 exits, even if it is killed. The next start of the job, or another job, can then acquire it. The
-lock file names its holder for human readers. A file that a killed job left behind locks nothing.
+lock file names the job that holds the lock, for human readers. Its mere existence locks nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _UNKNOWN = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL
 
 @dataclass
 class _Lock:
-    """A lock held by this process. `claims` is the number of FolderClaims that share it."""
+    """A lock that this process holds. `claims` is the number of FolderClaims that share it."""
 
     fd: int
     path: Path
@@ -47,7 +47,7 @@ class _Lock:
     claims: int = 1
 
     def holds(self) -> bool:
-        """Return False if the lock file has been removed or replaced."""
+        """Return whether the lock file is still the file that was locked."""
         return _identity(self.path) == _identity(self.fd)
 
 
@@ -62,7 +62,7 @@ class FolderClaim:
     """This job's claim on a folder into which it saves.
 
     Args:
-        locked: False if the file system has no locks, so that the claim cannot stop other jobs.
+        locked: False if the file system has no locks, so the claim cannot stop other jobs.
     """
 
     folder: Path
@@ -70,11 +70,11 @@ class FolderClaim:
     _lock: _Lock | None
 
     def holds(self) -> bool:
-        """Return False if the claim is no longer valid because the folder has been removed."""
+        """Return whether the claim is still valid. It is not if the folder has been removed."""
         return self._lock is None or self._lock.holds()
 
     def release(self) -> None:
-        """Release the folder for other jobs. Idempotent."""
+        """Release the folder, so that other jobs can claim it. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is None or lock.process != os.getpid():  # a forked child does not own the lock
             return
@@ -94,8 +94,8 @@ class FolderClaim:
 def take(folder: Path, patience: float | None = None) -> FolderClaim:
     """Claim `folder` for this job. Creates the folder if it does not exist.
 
-    Raises FolderInUse if another job still holds it after `patience` seconds (default PATIENCE),
-    and OSError if no file can be created in it.
+    Raises FolderInUse if another job still holds the lock after `patience` seconds (default
+    PATIENCE), and OSError if no file can be created in the folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     patience = PATIENCE if patience is None else patience
@@ -156,7 +156,6 @@ def _identity(file: Path | int) -> tuple[int, int] | None:
 
 
 def _write_holder(fd: int) -> None:
-    """Write the identity of this process into the lock file, for human readers."""
     name = {
         "script": sys.argv[0] if sys.argv else "",
         "process": os.getpid(),

@@ -50,18 +50,16 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.numel * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor in a file, stored in bytes [begin, end) from the start of the file."""
+    """A tensor that is stored in bytes [begin, end) of a file."""
 
     spec: TensorSpec
     file: str
@@ -71,10 +69,10 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Layout of one file, which need not exist.
+    """Layout of one file, which may not exist yet.
 
     Args:
-        header: First bytes of the file: the length and the JSON.
+        header: First bytes of the file: the header's length and its JSON.
         tensors: Tensors in the file, by name.
         metadata: Free-form metadata in the header.
         nbytes: Size of the file in bytes.
@@ -97,16 +95,16 @@ def lay_out(
 ) -> list[TensorFile]:
     """Compute the layout of a set of tensors, in one or more files.
 
-    A file contains at most `limit` bytes of tensors and MOST_TENSORS tensors. A tensor larger than
-    the limit has a separate file.
+    A file contains at most `limit` bytes of tensors and at most MOST_TENSORS tensors. A tensor
+    larger than `limit` has a file of its own.
 
     Args:
         stem: Name of the set. Its file names start with it.
         specs: Tensors of the set. All ranks must pass them in the same order.
-        limit: Maximum size of a file's tensors in bytes.
+        limit: Maximum total size of a file's tensors in bytes.
         aliases: Maps each further name of a tied weight to its name in `specs`. Stored in the
-            metadata, as safetensors' own `save_model` does.
-        group_of: Returns the group of a tensor. Tensors of different groups are in different files.
+            metadata, as with safetensors' own `save_model`.
+        group_of: Returns a tensor's group. No file contains tensors of different groups.
     """
     # sorted() is stable, so all ranks compute the same layout from the same list.
     ordered = sorted(specs, key=lambda spec: (group_of(spec), -ITEM_BYTES[spec.dtype]))
@@ -126,7 +124,7 @@ def lay_out(
 
 
 def file_names(stem: str, count: int) -> list[str]:
-    """Return the file names of a set of `count` files, in the form that Hugging Face expects."""
+    """Return the file names of a set with `count` files, in the form that Hugging Face expects."""
     if count == 1:
         # A single file has no number in its name, so that other libraries find it without an index.
         return [f"{stem}.safetensors"]
@@ -139,7 +137,7 @@ def index_name(stem: str) -> str:
 
 
 def index(files: Sequence[TensorFile]) -> dict[str, Any]:
-    """Return the index of a split set, which maps each tensor to its file."""
+    """Return the index of a set with several files. It maps each tensor to its file."""
     placed = {name: tensor for file in files for name, tensor in file.tensors.items()}
     total = sum(tensor.spec.nbytes for tensor in placed.values())
     return {
@@ -200,10 +198,10 @@ def header_length(first: bytes, nbytes: int, name: str) -> int:
 
 
 def parse(header: bytes, nbytes: int, name: str) -> TensorFile:
-    """Parse a file's header (length and JSON) and return the layout of the file.
+    """Parse a file's header (length and JSON) and return the file's layout.
 
     Raises BrokenCheckpoint unless the tensors fill the file from the header to the end without gaps
-    or overlaps, and each has the size that its shape and dtype imply.
+    or overlaps, and each tensor has the size that its shape and dtype imply.
 
     Args:
         nbytes: Size of the file in bytes.

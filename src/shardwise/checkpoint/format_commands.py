@@ -46,9 +46,9 @@ _DRY_RUN = click.option(
 
 
 def is_own(path: Path) -> bool:
-    """Return whether `path` is, or contains, one of Shardwise's own checkpoints.
+    """Return whether `path` is, or contains, a checkpoint in Shardwise's own format.
 
-    It may be one that lacks its checkpoint.json.
+    Its checkpoint.json may be missing.
     """
     from shardwise.checkpoint.atomic_folders import complete, lacks_document
 
@@ -94,7 +94,7 @@ def _is_of_optimizer(name: str) -> bool:
 
 
 def _optimizer_line(checkpoint: Checkpoint) -> str:
-    """Return a line about the optimizers: their groups and learning rates."""
+    """Describe the optimizers in one line: their parameter groups and learning rates."""
     lines = []
     for one in checkpoint.optimizers:
         rates = [str(group.options.get("lr", "?")) for group in one.groups]
@@ -305,7 +305,7 @@ def fingerprint(path: Path, against: Path | None) -> int:
 
 
 def _fingerprints(path: Path) -> dict[str, str]:
-    """Return the fingerprints in a JSON file, or of the model in a checkpoint."""
+    """Read the fingerprints in a JSON file, or compute them for a checkpoint's model."""
     from shardwise.checkpoint.file_system import read_whole
     from shardwise.checkpoint.formats.comparing import fingerprints_of
     from shardwise.checkpoint.formats.recognise import open_checkpoint
@@ -354,8 +354,10 @@ def _opened(
     """Context manager that opens a checkpoint and applies the user's map to it.
 
     Args:
-        model_only: Leave out the optimizers.
-        named_only: Leave out optimizers that store positions. Others may have fp32 masters.
+        rules: The rules of the map.
+        weights: Averaged weights to use as the model, by name. None for the trained weights.
+        model_only: Leave out all optimizers.
+        named_only: Leave out optimizers whose parameters are identified by position.
     """
     from shardwise.checkpoint.formats.recognise import open_checkpoint
 
@@ -391,7 +393,7 @@ def _apply(checkpoint: Checkpoint, texts: Sequence[str]) -> list[Change]:
 
 
 def _print_changes(checkpoint: Checkpoint, changes: Sequence[Change]) -> int:
-    """Print the effect of a map on each tensor."""
+    """Print the effect of a map on each tensor. Return the exit code."""
     from rich.console import Console
 
     table = _new_table("source", "result", "shape", "change")

@@ -32,7 +32,7 @@ class NotPlain(TypeError):
 def encode(value: Any) -> Any:
     """Return the JSON encoding of `value`.
 
-    Raises NotPlain if a type has no encoding (see above), or the value is nested too deeply.
+    Raises NotPlain if it contains a type without an encoding, or is nested too deeply.
     """
     try:
         encoded = _encode(value)
@@ -82,7 +82,7 @@ def _encode_tensor(value: Tensor) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode a value that `encode` returned. Raises BrokenCheckpoint if it is not valid."""
+    """Decode a value that `encode` returned. Raises BrokenCheckpoint if it is invalid."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -39,7 +39,7 @@ Fill = Callable[[Tensor, int], None]
 
 
 def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
-    """Read the model's tensors, fp32 master weights and moving averages. Collective."""
+    """Load the model's tensors, fp32 master weights and moving averages. Collective."""
     spec, states = engine_tensors.spec, engine_tensors.states
     inventory, window = engine_tensors.inventory, HostWindow()
     with torch.no_grad():
@@ -75,8 +75,7 @@ def fill_model(engine_tensors: EngineTensors, source: CheckpointSource) -> None:
 
 
 def _is_of_model(held: StoredTensors) -> bool:
-    """Return whether a span holds parameters, averages or master weights (no other optimizer
-    state)."""
+    """Return whether a span holds parameters, averages or master weights."""
     master = f".{MASTER}"
     return held.kind != OPTIMIZER or all(e.tensor.endswith(master) for e in held.extents)
 
@@ -93,7 +92,7 @@ def fill_optimizers(
     Args:
         numbers: Decoded optimizer fields of checkpoint.json.
         attributes: Restores the optimizers' attributes.
-        say: Called with warnings for the user.
+        say: Called with each warning for the user.
     """
     states = engine_tensors.states
     numbers.take_options(engine_tensors.spec.optimizers)
@@ -119,7 +118,7 @@ def fill_optimizers(
 
 
 def part_of(value: Any, shard: Shard) -> Any:
-    """Cut `value` to this rank's part if it is a tensor with as many elements as the parameter.
+    """Return this rank's part of `value` if it is a tensor with one value per parameter element.
 
     Returns any other value unchanged.
     """
@@ -149,9 +148,9 @@ def _state_entries(
     numbers: OptimizerFields,
     places: Mapping[str, int],
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the saved state by parameter, with a Blank in place of each tensor.
+    """Return the saved state of each parameter, with a Blank in place of each tensor.
 
-    The Blank has the tensor's shape, and the dtype that this run uses for it.
+    A Blank has the tensor's shape, and the dtype that this run uses for the tensor.
     """
     entries: dict[nn.Parameter, dict[str, Any]] = {}
     masters = {
@@ -185,7 +184,7 @@ def _state_entries(
 def fill_spans(
     engine_tensors: EngineTensors, source: CheckpointSource, spans: Iterable[StoredTensors]
 ) -> None:
-    """Fill `spans` from the checkpoint. Tensors that it does not contain keep their values."""
+    """Fill `spans` from the checkpoint. Tensors that it does not contain are left unchanged."""
     parameters, window = engine_tensors.states.parameters, HostWindow()
     frozen = [t for slab in parameters.frozen for t in slab.named]
     # Parameters whose memory order differs from the order of their elements (channels_last).

@@ -1,4 +1,4 @@
-"""Loads a checkpoint, saved with any placement and world size, into an engine."""
+"""Loads checkpoints into an engine, whatever placement and world size they were saved with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.timeline import Row, span
 
 @dataclass(frozen=True)
 class _ParsedFields:
-    """Fields of a checkpoint, parsed and validated before the engine changes."""
+    """A checkpoint's fields, parsed and validated before the engine changes."""
 
     step: int
     engine: dict[str, Any]
@@ -50,7 +50,7 @@ class CheckpointLoader:
         """Return the complete and the incomplete checkpoints in `folder`, newest first. Collective.
 
         All ranks return the same lists. Raises CheckpointError if `folder` cannot be read, is
-        itself a checkpoint, or contains only a checkpoint of another library.
+        itself a checkpoint, or contains only another library's checkpoint.
         """
         own: tuple[list[StepFolder], list[StepFolder]] = [], []
         failure = None
@@ -81,7 +81,7 @@ class CheckpointLoader:
         return everywhere
 
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
-        """See Engine.load. Returns the step of the checkpoint, or None if only weights were loaded.
+        """See Engine.load. Returns the checkpoint's step, or None if only weights were loaded.
 
         If a file is damaged, raises BrokenCheckpoint on every rank before anything has changed.
         """
@@ -139,7 +139,7 @@ class CheckpointLoader:
         return parsed.step
 
     def _report_lack(self, checkpoint: CheckpointSource, *, model_only: bool) -> None:
-        """Say that a training checkpoint of another library lacks the optimizer."""
+        """Tell the user what another library's checkpoint lacks, such as the optimizer."""
         foreign = checkpoint.foreign
         if foreign is None or model_only:
             return
@@ -160,9 +160,9 @@ class CheckpointLoader:
         strict: bool,
         model_only: bool,
     ) -> tuple[CheckpointSource, _ParsedFields | None]:
-        """Open `path`, and verify this rank's share of the checksums.
+        """Open `path`, verify this rank's share of the checksums, and parse the fields.
 
-        The second result is None if only the model is loaded, or the files contain nothing else.
+        Returns None for the fields if only the model is loaded or the checkpoint has no fields.
         """
         group = self._spec.world_group
         extra = self._state.extra_sets

@@ -1,4 +1,4 @@
-"""Encodes, decodes and checks the optimizer fields of checkpoint.json: options, scalar state."""
+"""Encodes, decodes and checks the optimizer fields of checkpoint.json: options and scalar state."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class OptimizerFields:
     """The decoded optimizer fields of checkpoint.json.
 
     Args:
-        options: Options of each parameter group of each optimizer.
+        options: Options of each parameter group, by optimizer and group.
         state: Scalar state, by parameter name and key.
-        borders: Names of the parameters at whose start a segment of optimizer state was cut.
+        borders: Names of the parameters at which optimizer state is cut into segments.
         attributes: Encoded attributes of each optimizer, or None if they were not saved.
     """
 
@@ -46,7 +46,7 @@ class OptimizerFields:
 
 
 def encode_optimizers(engine_tensors: EngineTensors) -> list[dict[str, Any]]:
-    """Return class, parameter groups and attributes of each optimizer, encoded as JSON.
+    """Return each optimizer's class, parameter groups and attributes, encoded as JSON.
 
     Raises CheckpointError if a value cannot be encoded.
     """
@@ -83,7 +83,7 @@ def encode_state(
         numbers: Values by parameter name and key.
 
     Returns:
-        The encoded values, and None. If a value cannot be encoded: {}, and an error message.
+        The encoded values and None or, if a value cannot be encoded, {} and an error message.
     """
     try:
         return {
@@ -107,7 +107,7 @@ def _encode(value: Any, what: str) -> Any:
 def read(fields: Mapping[str, Any]) -> OptimizerFields:
     """Decode the optimizer fields of checkpoint.json.
 
-    Raises BrokenCheckpoint if no save could have written a value.
+    Raises BrokenCheckpoint if a field has a value that a save never writes.
     """
     state = {
         name: {key: json_values.decode(value) for key, value in entries.items()}
@@ -134,8 +134,8 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
 def _check_steps(steps: Mapping[str, Any]) -> None:
     """Raise BrokenCheckpoint if a parameter's step count is invalid.
 
-    Step counts must be single numbers, and either all of them or none must be tensors. Otherwise
-    the load would succeed, but the next optimizer update would fail.
+    Step counts must be single numbers. Either all of them or none must be tensors. Otherwise the
+    load would succeed, but the next optimizer update would fail.
 
     Args:
         steps: Step counts by parameter name.
@@ -156,8 +156,8 @@ def check(
 ) -> None:
     """Check that the saved optimizers match this engine's optimizers.
 
-    Raises CheckpointMismatch if the optimizers, their parameter groups or their parameters differ,
-    and BrokenCheckpoint if an option has the wrong type.
+    Raises CheckpointMismatch if the optimizers, their parameter groups or their parameters differ.
+    Raises BrokenCheckpoint if an option has the wrong type.
     """
     classes = [(type(o).__name__, len(o.param_groups)) for o in engine_tensors.spec.optimizers]
     saved = [(described["class"], len(described["groups"])) for described in fields["optimizers"]]
@@ -253,7 +253,7 @@ _SWITCHES = {"foreach", "fused"}
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Raise BrokenCheckpoint if an option has the wrong type.
 
-    Otherwise it would cause an error only at the next optimizer update.
+    Without this check, only the next optimizer update would fail.
     """
     for optimizer, saved_groups in zip(optimizers, numbers.options, strict=True):
         for place, (group, saved) in enumerate(
@@ -271,7 +271,7 @@ def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFiel
 
 
 def _fits(now: Any, saved: Any) -> bool:
-    """Return whether an option with the current value `now` may be set to the value `saved`."""
+    """Return whether `saved` may replace an option's current value `now`."""
     if now is None or (saved is None and not isinstance(now, int | float)):
         return True
     if saved is None:

@@ -1,12 +1,12 @@
-"""Publishes a model's weights for inference: every rank writes or sends its own parts.
+"""Publishes a model's weights for inference. Every rank writes or sends its own parts.
 
     weights/
-    ├── weights-120/           a model of Transformers: model.safetensors, config.json, and
+    ├── weights-120/           a Transformers model: model.safetensors, config.json, and
     │                          fingerprints.json with the fingerprint of every tensor
     ├── .weights-130.partial/  being written; renamed once all ranks have finished
     └── latest ─▶ weights-120  replaced after the rename, so that a reader never sees a mixture
 
-No rank gathers a tensor. Each range goes from a rank's memory to its place in the file.
+No rank gathers a tensor. Each range is written from a rank's memory to its place in the file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PublishedPart:
         name: Name of the tensor.
         shape: Shape of the full tensor.
         first: Index of the first element, in row-major order.
-        values: The elements: a 1-D CPU tensor in the published dtype, valid during the call only.
+        values: The elements: a 1-D CPU tensor in the published dtype. Valid only during the call.
     """
 
     name: str
@@ -78,7 +78,7 @@ Callback = Callable[[PublishedPart], None]
 
 
 class _Converter(TensorSink):
-    """Converts ranges to the published dtypes, and passes the wanted ones on as tensors."""
+    """TensorSink that converts published tensors to their published dtypes and passes them on."""
 
     def __init__(
         self,
@@ -89,7 +89,6 @@ class _Converter(TensorSink):
         self._stored, self._published, self._take = stored, published, take
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
-        """Convert `ranges` and pass them on."""
         del kind
         for extent in ranges:
             if extent.tensor not in self._published:
@@ -102,11 +101,11 @@ class _Converter(TensorSink):
             self._take(extent.tensor, extent.offset // dtype.itemsize, values)
 
     def settle(self) -> None:
-        """No-op: every range has been used when `write` returns."""
+        """No-op, because `write` has already used every range."""
 
 
 class Publisher:
-    """Publishes an engine's weights, and remembers the fingerprints of the last version.
+    """Publishes an engine's weights, and stores the fingerprints of the last published version.
 
     Args:
         claim: Locks a folder for this job. Collective.
@@ -169,7 +168,7 @@ class Publisher:
         published: Mapping[str, TensorSpec],
         take: Callable[[str, int, Tensor], None] = lambda *_: None,
     ) -> dict[str, str]:
-        """Pass this rank's parts of `published` to `take`, and fingerprint them. Collective."""
+        """Pass this rank's parts to `take`, and return all tensors' fingerprints. Collective."""
         parts: dict[str, list[ChecksumPart]] = {}
 
         def add(name: str, first: int, values: Tensor) -> None:
@@ -308,7 +307,7 @@ class Publisher:
         return final
 
     def _is_linkable(self, home: Path) -> bool:
-        """Return whether the files of the version before can be linked. Collective."""
+        """Return whether hard links to the last version's files can be created. Collective."""
         known = False
         if self._state.spec.world_group.rank == 0:
             probe = home.parent / ".link.partial"
@@ -324,7 +323,7 @@ class Publisher:
     def _begin(
         self, folder: Path, layout: Sequence[TensorFile], linked: set[str], home: Path | None
     ) -> tuple[Path, Path]:
-        """Create the draft with its files. Return its path and its final path. Collective."""
+        """Create a draft folder with its files. Return its path and its final path. Collective."""
         group, failure, paths = self._state.spec.world_group, None, (folder, folder)
         if group.rank == 0:
             try:
@@ -357,7 +356,7 @@ class Publisher:
         aliases: Mapping[str, str],
         dtype: torch.dtype | None,
     ) -> None:
-        """Write the small files, rename the draft, and point `latest` to it. On rank 0."""
+        """Write the small files, rename the draft, and point `latest` to it. Called on rank 0."""
         all_prints = {**prints, **{alias: prints[first] for alias, first in aliases.items()}}
         small = {FINGERPRINTS: json.dumps(all_prints, indent=1).encode() + b"\n"}
         if len(layout) > 1:
@@ -379,7 +378,7 @@ class Publisher:
 
 
 def _specs(tensors: EngineTensors) -> dict[str, TensorSpec]:
-    """Return the model's tensors as they are stored, by name. Collective."""
+    """Return the specs of the model's tensors in their stored dtypes, by name. Collective."""
     inventory = tensors.inventory
     own = {name: spec_of(name, value) for name, value in tensors.own_buffers.items()}
     buffers: dict[str, TensorSpec] = {}
@@ -402,7 +401,7 @@ def _free_name(folder: Path, step: int) -> Path:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all but the newest `keep` versions. Readers keep the files that they have open."""
+    """Remove all but the newest `keep` versions. Files that readers have open stay readable."""
     found = [
         (int(named[1]), int(named[2] or 0), path)
         for path in folder.iterdir()

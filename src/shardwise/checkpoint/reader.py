@@ -1,4 +1,4 @@
-"""Reads ranges of elements from files, so that each rank reads only its part of a tensor."""
+"""Reads ranges of tensor elements from files, so that each rank reads only its own part."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorReader(ABC):
         return value.view(spec.shape)
 
     def checksum(self, name: str) -> str:
-        """Return the CRC-32 of the bytes of tensor `name`, as 8 hexadecimal digits."""
+        """Return the CRC-32 of tensor `name`'s bytes, as 8 hexadecimal digits."""
         spec, crc = self.specs[name], 0
         dtype = dtype_of(spec.dtype)
         for first in range(0, spec.numel, _CHUNK):
@@ -73,7 +73,8 @@ class SafetensorsReader(TensorReader):
     """Reads the tensors in one or more safetensors files.
 
     Args:
-        headers: Expected CRC-32 of each file's header, by file name. Other headers are not checked.
+        headers: Expected CRC-32 of each file's header, by file name. A file that is not listed is
+            not checked.
     """
 
     def __init__(self, paths: Iterable[Path], headers: Mapping[str, str] | None = None) -> None:
@@ -169,13 +170,13 @@ def open_set(
 
     Args:
         names: Names of the set's files.
-        headers: Expected CRC-32 of each file's header, as in `SafetensorsReader`.
+        headers: Expected CRC-32 of each file's header, as for `SafetensorsReader`.
     """
     return SafetensorsReader([folder / _check_file_name(folder, name) for name in names], headers)
 
 
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
-    """Return the files of the set `stem` in `folder`, or None if it does not exist.
+    """Return the files of the set `stem` in `folder`, or None if there are none.
 
     Reads the file names from the set's index if there is one.
     """
@@ -187,7 +188,7 @@ def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
 
 
 def _read_index(path: Path) -> list[str]:
-    """Return the file names in an index. Raises BrokenCheckpoint if it is invalid."""
+    """Return the file names in an index. Raises BrokenCheckpoint if the index is invalid."""
     try:
         table = json.loads(read_whole(path))["weight_map"]
         names = sorted(set(table.values()))

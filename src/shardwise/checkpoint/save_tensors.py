@@ -50,7 +50,7 @@ class SavePlan:
 
     Args:
         sets: Layout of the files of each set, identical on all ranks.
-        reported: Optimizer state of the ranks that shard it.
+        reported: Description of the optimizer state on all ranks that shard it.
     """
 
     sets: dict[str, list[TensorFile]]
@@ -58,7 +58,7 @@ class SavePlan:
     state: dict[str, dict[str, Any]]
     """Scalar optimizer state as JSON, by parameter and key."""
     borders: list[str]
-    """Names of the parameters at whose start a segment of optimizer state was cut."""
+    """Names of the parameters at which optimizer state is cut into segments."""
     extra_fields: dict[str, Any]
     """Fields that the engine's ExtraSets adds."""
     failure: str | None
@@ -66,7 +66,6 @@ class SavePlan:
 
     @property
     def files(self) -> list[TensorFile]:
-        """All files of all sets."""
         return [file for files in self.sets.values() for file in files]
 
     @property
@@ -78,7 +77,7 @@ class SavePlan:
 def plan(
     engine_tensors: EngineTensors, extra_sets: ExtraSets, scaling: Mapping[str, Any], limit: int
 ) -> SavePlan:
-    """Plan the contents of a checkpoint. Collective.
+    """Plan a checkpoint's contents. Collective.
 
     Args:
         scaling: The field `scaling` of checkpoint.json.
@@ -137,7 +136,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """Return the specs of tensors that differ between groups of ranks, by set. Collective."""
+    """Return the specs of tensors that groups of ranks hold separately, by set. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:
@@ -163,9 +162,9 @@ def _concatenate(lists: Iterable[Iterable[T]]) -> list[T]:
 
 
 def lend(engine_tensors: EngineTensors, save_plan: SavePlan, sink: TensorSink) -> None:
-    """Pass everything that this rank writes to `sink`.
+    """Pass all tensor ranges that this rank writes to `sink`.
 
-    Collective if the memory order of a tensor differs from its element order.
+    Collective if a tensor's memory order differs from its element order.
     """
     # Sets that are empty on all ranks are not in the plan, so skip their tensors.
     known = {(kind, n) for kind, files in save_plan.sets.items() for f in files for n in f.tensors}
@@ -193,7 +192,7 @@ def _lend_span(
     Args:
         held: The span.
         kind: Name of the set that contains the span's tensors.
-        wanted: Tensors to write. Others in the span are skipped.
+        wanted: Tensors to write. Other tensors in the span are skipped.
     """
     storage = held.storage
     wanted_extents = [part for part in held.extents if (kind, part.tensor) in wanted]

@@ -1,6 +1,6 @@
-"""Saves an engine, in the foreground, or from a copy that a background thread writes.
+"""Saves an engine, in the foreground or from a copy that a background thread writes.
 
-save_tensors.plan       plan which file contains which tensor                 all ranks
+save_tensors.plan       assign the tensors to files                           all ranks
 Draft.begin, create     create a hidden folder with files of full length      rank 0
 lend ─▶ Writer          write this rank's byte ranges, with checksums         all ranks
 documents               combine the checksums, build checkpoint.json          rank 0
@@ -49,7 +49,7 @@ from shardwise.world.world import leave
 
 
 class CheckpointSaver:
-    """Saves an engine's tensors and fields, and its tracked objects."""
+    """Saves an engine's tensors, fields and tracked objects."""
 
     def __init__(self, state: EngineView, tracked: Tracking) -> None:
         self._state = state
@@ -142,7 +142,8 @@ class CheckpointSaver:
     def _report_unequal_attributes(self, attributes: Sequence[AttributeValues | None]) -> None:
         """Report attributes that differ between groups of ranks with separate optimizers.
 
-        A checkpoint contains those of rank 0, with which all groups would continue. Collective.
+        The checkpoint contains only rank 0's attributes, so all groups would resume with them.
+        Collective.
         """
         own = [{} if values is None else values.digests() for values in attributes]
         groups = self._spec.peers.gather_objects(own)
@@ -164,8 +165,8 @@ class CheckpointSaver:
         """Encode the contents of the small files. Called on rank 0.
 
         Returns:
-            The fields of checkpoint.json, the contents of other small files by name, and None. If a
-            value cannot be saved, the last item is an error message and the others are empty.
+            The fields of checkpoint.json, the contents of the other small files by name, and None.
+            If a value cannot be saved: two empty dicts and an error message.
         """
         spec = self._spec
         try:
@@ -274,7 +275,7 @@ class CheckpointSaver:
         draft: Draft,
         finish: Callable[[Sequence[Sums]], None],
     ) -> None:
-        """Copy this rank's part, and start a thread that writes the copy. Collective."""
+        """Copy this rank's part, and start a thread that writes it. Collective."""
         group, failure = self._spec.world_group, None
         self._copies.begin()
         save_tensors.lend(tensors, save_plan, self._copies)
@@ -306,8 +307,8 @@ class CheckpointSaver:
     def claim(self, folder: Path) -> None:
         """Lock `folder`, so that no other job saves into it. Collective.
 
-        Raises FolderInUse on all ranks if another job holds the lock. Ignores errors from folders
-        that cannot be written, because the save reports them.
+        Raises FolderInUse on all ranks if another job holds the lock. Ignores a folder that cannot
+        be written to, because the save reports the error.
         """
         failure = None
         held = self._claims.get(folder)
@@ -329,7 +330,7 @@ class CheckpointSaver:
         agree(self._spec.world_group, failure, FolderInUse)
 
     def end_removals(self, folder: Path) -> None:
-        """Finish removing checkpoints in `folder` if a kill interrupted their removal.
+        """Finish removing checkpoints in `folder` if a previous run was killed while removing them.
 
         A save does this too, but a run that has no steps left may never save.
         """
@@ -348,20 +349,20 @@ class CheckpointSaver:
 
     @property
     def has_failed(self) -> bool:
-        """True if this rank knows that the background save has failed."""
+        """Whether the background save has failed, as far as this rank knows."""
         return self._job is not None and not self._job.is_alive() and bool(self._job.failure)
 
     # -- saving at a step boundary ----------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Copy the model's buffers, for a save between this step and the next."""
+        """Copy the model's buffers at a step boundary, for a save before the next step."""
         self._objects.buffers.keep()
 
     def go_back_to_boundary(self) -> None:
         """Undo the effects of forward passes since the last step.
 
         Outside a loop over a Loader, this also rewinds the common random stream. Inside such a
-        loop, the draws are kept, because the loop body has finished with the last batch.
+        loop, the stream is not rewound, because the loop body has finished with the last batch.
         """
         self._objects.buffers.restore()
         if not self._world.current_batch.in_loop():
@@ -370,8 +371,8 @@ class CheckpointSaver:
     def at_boundary(self) -> AbstractContextManager[None]:
         """Return a context manager for a save that other ranks will load.
 
-        Inside it, the common random stream is rewound to the last step boundary, because the other
-        ranks will repeat the draws that this process has made after it.
+        Within it, the common random stream is rewound to the last step boundary, because the other
+        ranks will repeat the draws that this process has made since then.
         """
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()
@@ -379,8 +380,8 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the background save.
 
-        If it failed, raises CheckpointNotWritten on all ranks unless training may continue without
-        the checkpoint.
+        If the save failed, raises CheckpointNotWritten on all ranks unless training may continue
+        without the checkpoint.
         """
         if self._job is not None:
             # Clear it first, so that the next save does not report an error again.
@@ -401,7 +402,7 @@ def _finish(
     say: Callable[[str], None],
     sums_by_rank: Sequence[Sums],
 ) -> None:
-    """Publish a checkpoint with the checksums from all ranks, then remove old checkpoints.
+    """Publish a checkpoint with all ranks' checksums, then remove old checkpoints.
 
     Runs on rank 0, possibly in the background thread.
     """
@@ -441,5 +442,5 @@ def _await_at_exit(wait: WeakMethod[Callable[[], None]]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a form of `value` that JSON can hold. PEFT keeps names of modules in sets."""
+    """Convert a value to JSON: a set to a list (PEFT has sets of module names), others to text."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)

@@ -1,7 +1,7 @@
 """Validates checkpoint.json when it is read, so that later code can rely on its values. No I/O.
 
-A `Check` is called with the path of a value, such as `optimizers[0].groups`, and the value. It
-raises Fault if the value is invalid.
+A `Check` is a function that takes the path of a value, such as `optimizers[0].groups`, and the
+value. It raises Fault if the value is invalid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Check = Callable[[str, Any], None]
 
 
 class Fault(ValueError):
-    """Raised if no save could have written a value. The message shows its path and the value."""
+    """Raised for a value that no save could have produced. The message shows path and value."""
 
 
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
@@ -29,7 +29,7 @@ def _must(good: bool, place: str, value: Any, wanted: str) -> None:
 
 
 def _check(wanted: str, good: Callable[[Any], bool]) -> Check:
-    """Return a Check that passes if `good` returns True. `wanted` describes the valid values."""
+    """Return a Check that accepts values for which `good` returns True. `wanted` describes them."""
     return lambda place, value: _must(good(value), place, value, wanted)
 
 
@@ -72,7 +72,7 @@ file_name = _check("the name of a file in the same folder", is_plain_name)
 
 
 def plain_value(place: str, value: Any, depth: int = 0) -> None:
-    """Raise Fault if a value is nested too deeply. Otherwise accept any JSON value."""
+    """Raise Fault if a value is nested too deeply. Accept any other JSON value."""
     if depth > DEEPEST:
         raise Fault(f"its {place[:60]} is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict | list):
@@ -99,9 +99,10 @@ def map_of(check: Check) -> Check:
 
 
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
-    """Return a Check for a map that must contain all `fields`, and may contain `optional` ones.
+    """Return a Check for a map that must contain all keys in `fields`.
 
-    Unknown keys are accepted, because later versions may add fields.
+    The map may contain the keys in `optional`, which are then checked. Unknown keys are accepted,
+    because later versions may add fields.
     """
 
     def check_record(place: str, value: Any) -> None:

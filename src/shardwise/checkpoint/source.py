@@ -27,14 +27,14 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Opened checkpoint that locates the values of an engine's tensors."""
+    """An open checkpoint, which locates the values of an engine's tensors."""
 
     read: SetsToRead
     """Tensor sets and fields that this rank reads."""
     names: Mapping[str, str]
-    """Map from the model's tensor names to the names in the files."""
+    """Maps the model's tensor names to the names in the files."""
     foreign: Checkpoint | None
-    """The checkpoint of another library to load, or None if it is one of Shardwise's."""
+    """The checkpoint, if it is another library's, else None."""
     written: Sets
     """All tensor sets of the checkpoint, including those that other ranks read."""
 
@@ -45,7 +45,7 @@ class CheckpointSource:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of checkpoint.json. Empty for a source of another library without optimizers."""
+        """Fields of checkpoint.json. Empty for another library's checkpoint without optimizers."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:
@@ -58,15 +58,15 @@ class CheckpointSource:
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def of_model(self, name: str) -> tuple[TensorReader, str]:
-        """Return the reader that has the model's tensor `name`, and the tensor's name in it."""
+        """Return the reader of the model's tensor `name`, and the tensor's name in that reader."""
         return self.read.own.get(name) or (self.sets[MODEL], self.names[name])
 
     def values(self, kind: str, name: str, dtype: torch.dtype) -> tuple[TensorReader, str] | None:
         """Return the reader with the best values for a tensor, and the tensor's name in it.
 
-        If `dtype` is wider than the saved parameter's, its fp32 master replaces it. A missing
-        average or master is replaced by the parameter (or by the master, if `dtype` is wider).
-        Returns None if there are no suitable values.
+        A parameter is read from its fp32 master if `dtype` is wider than the parameter's saved
+        dtype. A missing average or master is read from the parameter, or from the master if `dtype`
+        is wider. Returns None if there are no suitable values.
 
         Args:
             kind: Kind of set that the tensor belongs to.
@@ -105,10 +105,10 @@ def open_source(
 
     Args:
         path: The folder or file.
-        engine_tensors: Tensors of the engine to load into.
+        engine_tensors: Tensors of the engine that loads the checkpoint.
         extra_sets: Chooses the sets to read.
         stack: Closes the files when it exits.
-        strict: Raise if tensors are missing or unexpected.
+        strict: Raise CheckpointMismatch if tensors are missing or unexpected.
         model_only: Load only the model.
 
     Raises:
@@ -165,7 +165,7 @@ def _check(
     *,
     strict: bool,
 ) -> None:
-    """Raise CheckpointMismatch, listing every tensor that does not match the model."""
+    """Raise CheckpointMismatch if tensors do not match the model. The message lists all of them."""
     inventory = engine_tensors.inventory
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}
@@ -190,7 +190,7 @@ def _check(
 def verify(path: Path, source: CheckpointSource, rank: int, size: int) -> None:
     """Verify the checksums of the tensors that are assigned to `rank`, one of `size` ranks.
 
-    Raises BrokenCheckpoint if a tensor has changed since the save, or is missing.
+    Raises BrokenCheckpoint if a tensor is missing or has changed since the save.
     """
     if source.foreign is not None:
         # Stop at the first damaged file.

@@ -1,7 +1,7 @@
 """Defines protocols for the parts of an engine's specification and states that checkpoints use.
 
-The engine is in a higher layer that this package must not import, so it passes in its `EngineSpec`
-and `States`.
+The engine is in a higher layer, which this package must not import. EngineSpec implements
+`SpecView`, and States implements `StatesView`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class SpecView(Protocol):
     def pipeline_rank(self) -> int: ...
     @property
     def part_rank(self) -> int:
-        """The index of this rank's parts of split parameters."""
+        """Index of this rank's part among the parts of a split parameter."""
 
     @property
     def has_separate_steps(self) -> bool:
-        """True if groups of ranks (islands) update their weights separately."""
+        """Whether groups of ranks (islands) update their weights separately."""
 
     # Groups of ranks, described in engine/engine_spec.py.
     @property
@@ -74,13 +74,13 @@ class SpecView(Protocol):
         """Return all parameters of the models and optimizers, with their names."""
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return which part of the full tensor `parameter` holds, or None if it is not split."""
+        """Return the part of the full tensor that `parameter` is, or None if it is not split."""
 
     def is_here(self, parameter: Tensor) -> bool:
         """Return whether this rank holds `parameter` or a part of it."""
 
     def runs(self, module: nn.Module) -> bool:
-        """Return whether this rank runs `module`, which may be on a different pipeline stage."""
+        """Return whether `module` is on this rank's pipeline stage."""
 
 
 class StatesView(Protocol):

@@ -1,6 +1,6 @@
-"""Matches the tensor names in a file from any library to the names in a model. No I/O.
+"""Matches tensor names in a file from any library to the names in a model. No I/O.
 
-DistributedDataParallel adds the prefix `module.` to every name, and torch.compile, FSDP1 and
+DistributedDataParallel adds the prefix `module.` to every name. torch.compile, FSDP1 and
 recomputation add `_orig_mod.` and the like to the names in a module that they wrap. Lightning adds
 the name of the attribute that holds the model. A prefix is removed only if more names match without
 it, so a submodule that is actually called `module` keeps its name.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 _WRAPPER = "module."
 _INSIDE = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""What wrappers of single modules add anywhere in a name."""
+"""Name parts that wrappers of single modules add anywhere in a name."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Match:
     """Result of `match`.
 
     Args:
-        found: Maps the model's first name of each matched tensor to its name in the file.
-        missing: The model's first names of tensors that are not in the file.
+        found: Maps the first model name of each matched tensor to its name in the file.
+        missing: First model names of the tensors that are not in the file.
         unexpected: Names in the file that the model does not have.
     """
 
@@ -32,10 +32,10 @@ class Match:
 
 
 def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
-    """Match the names in a file to the tensors of a model.
+    """Match the names in a file to a model's tensors.
 
     Args:
-        wanted: The model's names of each tensor (several for tied weights), keyed by the first one.
+        wanted: Names of each model tensor (several for tied weights), keyed by the first one.
         held: The names in the file.
     """
     names = list(held)
@@ -56,7 +56,7 @@ def match(wanted: Mapping[str, Sequence[str]], held: Iterable[str]) -> Match:
 
 
 def _readings(names: Sequence[str]) -> list[Callable[[str], str]]:
-    """Return functions that remove possible prefixes from a name, the simplest one first."""
+    """Return functions that remove possible prefixes from a name, simplest first."""
     readings: list[Callable[[str], str]] = [str, _uncompiled]
     # A wrapper around the entire model adds its prefix to all names or to none.
     prefix = common_prefix([_uncompiled(name) for name in names])
@@ -76,7 +76,10 @@ _ADAPTER = "lora_"
 
 
 def _of_adapter(name: str) -> str:
-    """Return the name of a LoRA weight in a model of PEFT, whose files leave out the adapter."""
+    """Return a PEFT model's name for a weight that is called `name` in a PEFT file.
+
+    In the model, names of LoRA weights contain the adapter's name, "default".
+    """
     head, dot, last = name.rpartition(".")
     if _ADAPTER in last:  # lora_embedding_A is a parameter itself, not a module
         return f"{name}.default"
@@ -84,15 +87,15 @@ def _of_adapter(name: str) -> str:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Return the first part, such as "model.", that all names share, or ""."""
+    """Return the first part (such as "model.") that all names share, or "" if they share none."""
     first, dot, _ = names[0].partition(".") if names else ("", "", "")
     return first + dot if dot and all(name.startswith(first + dot) for name in names) else ""
 
 
 def plain_names(names: Sequence[str]) -> dict[str, str]:
-    """Map names to the same names without the prefixes of wrappers.
+    """Map each name to itself without the prefixes of wrappers.
 
-    Returns the names unchanged if two of them would become equal.
+    If two names would become equal, no prefix is removed.
     """
     plain = [_uncompiled(name) for name in names]
     while common_prefix(plain) == _WRAPPER:

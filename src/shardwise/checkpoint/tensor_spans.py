@@ -1,7 +1,7 @@
 """Maps intervals of flat buckets to named tensors, so that checkpoints can read and write them.
 
 An engine's states are intervals of flat buckets. A checkpoint stores tensors by name, and each rank
-holds some of their elements. A StoredTensors describes the elements of named tensors in such an
+holds some of their elements. A StoredTensors (a span) describes the tensor elements in such an
 interval.
 """
 
@@ -43,7 +43,7 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class StoredTensors:
-    """A flat interval on this rank that holds elements of tensors of one set.
+    """A span: a flat interval on this rank that holds elements of tensors of one set.
 
     Args:
         kind: Kind of the set.
@@ -51,8 +51,8 @@ class StoredTensors:
         extents: Positions of tensor elements in the interval. The rest is padding.
         copy: Index of this rank among the ranks that hold the same interval.
         copies: Number of ranks that hold the same interval.
-        as_counted: True if elements are in their tensor's own order, even if the memory order of
-            its parameter is different.
+        as_counted: True if elements are in their tensor's own order, even if its parameter has a
+            different memory order.
     """
 
     kind: str
@@ -65,11 +65,11 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """Description of the optimizer state of all ranks that shard it.
+    """Description of the optimizer state on all ranks that shard it.
 
     Args:
         states: Entries by parameter index and key, with a Blank in place of each tensor.
-        borders: Indices of the parameters at whose start a segment was cut.
+        borders: Indices of the parameters at which optimizer state is cut into segments.
     """
 
     states: dict[int, dict[str, Any]]
@@ -77,7 +77,7 @@ class ReportedState:
 
 
 def state_name(name: str, key: str) -> str:
-    """Return the name under which entry `key` of parameter `name`'s optimizer state is saved."""
+    """Return the name under which a checkpoint stores entry `key` of parameter `name`'s state."""
     return f"{name}.{key}"
 
 
@@ -89,7 +89,7 @@ class TensorSpans:
         scattered: True if the optimizer state is sharded across `group`.
         differs: True if the ranks of `group` hold different parameters (`--expert`).
         among: This rank's position among the ranks that hold the same elements, and their number.
-            The key True is for tensors that tensor parallelism has split, False for all others.
+            The key is True for tensors that tensor parallelism has split, False for all others.
         among_own: Like `among`, but for optimizer state, which each group of ranks has separately.
     """
 
@@ -120,7 +120,7 @@ class TensorSpans:
         }
 
     def reported(self) -> ReportedState:
-        """Gather the description of the optimizer state from all ranks. Collective."""
+        """Gather all ranks' descriptions of their optimizer state. Collective."""
         own_report = self._own_states(), self._own_borders()
         # If the state is replicated, this rank has all entries, so no collective is needed.
         several = self._scattered or self._differs
@@ -163,14 +163,14 @@ class TensorSpans:
         }
 
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all spans of this rank, bucket by bucket."""
+        """Yield all of this rank's spans, bucket by bucket."""
         for index in range(len(self._optimizer.intervals)):
             for kind, key, storage in self._intervals(index):
                 yield self._span(index, kind, storage, self._extents(index, key))
             yield from self._states(index)
 
     def _intervals(self, index: int) -> Iterator[tuple[str, str | None, Storage]]:
-        """Yield kind, key and storage of each state that covers an entire interval."""
+        """Yield (kind, key, storage) of each state that covers the interval of bucket `index`."""
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         # In fp32 training there is no separate master: `master` and `target` are the same storage.
@@ -207,7 +207,7 @@ class TensorSpans:
     def _extents(
         self, index: int, key: str | None, numbers: set[int] | None = None
     ) -> list[Extent]:
-        """Return the extents of the tensors in the interval of bucket `index`.
+        """Return the tensors' extents in the interval of bucket `index`.
 
         Args:
             key: Key of the optimizer state in the interval, or None for parameters.
@@ -237,7 +237,7 @@ class TensorSpans:
     # -- tensors whose memory order differs from their element order ------------------------
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return kind and name of each tensor whose memory order differs from its element order."""
+        """Return (kind, name) of each tensor whose memory order differs from its element order."""
         return {
             (kind, self._name(slot.parameter, key))
             for index in range(len(self._optimizer.intervals))
@@ -248,7 +248,7 @@ class TensorSpans:
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield kind, name and value of each tensor that `out_of_order` returns.
+        """Yield (kind, name, value) for each tensor that `out_of_order` returns.
 
         The values are full tensors, flattened in element order, on every rank. Collective: gathers
         one bucket at a time.
@@ -276,7 +276,7 @@ class TensorSpans:
     def _flat_states(
         self, index: int, slots: Sequence[Slot], reported: ReportedState
     ) -> Iterator[tuple[str, str | None, torch.dtype]]:
-        """Yield kind, key and dtype of the states that have one value per element of a bucket.
+        """Yield (kind, key, dtype) of each state with one value per element of bucket `index`.
 
         The order is the same on all ranks.
         """
@@ -333,8 +333,8 @@ def of_tensor(
     """Return the span of the tensor `value`, which `copies` ranks hold.
 
     Args:
-        copy: Index of this rank among these ranks.
-        shard: Which part of the full tensor `value` is, or None if it is the full tensor.
+        copy: Index of this rank among those ranks.
+        shard: Part of the full tensor that `value` is, or None if it is the full tensor.
     """
     whole = Extent(name, 0, value.numel(), 0)
     parts = [whole] if shard is None else of_whole(whole, shard)

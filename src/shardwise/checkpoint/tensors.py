@@ -1,4 +1,4 @@
-"""Lists all tensors that a checkpoint of an engine contains, and the spans that this rank holds."""
+"""Lists all tensors in an engine's checkpoint, and the spans that this rank holds."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Inventory:
     """Tensors of an engine's models, in registration order.
 
     Args:
-        names: All names of each tensor, keyed by the first one, under which it is saved.
-        buffers: Buffers on this rank by name.
+        names: All names of each tensor, keyed by the first one, under which the tensor is saved.
+        buffers: Buffers on this rank, by name.
         parameters: Dtype and full (unsplit) shape of each parameter, by name.
     """
 
@@ -46,7 +46,7 @@ class Inventory:
     homes: dict[str, nn.Module]
     """The module that owns each tensor, by the tensor's name."""
     whole: dict[str, Tensor]
-    """Parameters that are not in a flat buffer, so not trained or sharded. Not sharded by ZeRO."""
+    """Parameters outside of flat buffers: neither trained nor sharded by ZeRO."""
     parameters: dict[str, TensorSpec]
 
     @property
@@ -56,7 +56,6 @@ class Inventory:
 
 
 def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
-    """Return the inventory of an engine's current tensors."""
     parameters = states.parameters
     # Parameters in flat buffers. With ZeRO-3 their own tensors may currently be empty.
     forms = {t.parameter: t for t in parameters.named}
@@ -91,7 +90,7 @@ def take_inventory(spec: SpecView, states: StatesView) -> Inventory:
 
 
 def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
-    """Yield name, tensor and owning module of everything that state_dict() would contain."""
+    """Yield (name, tensor, owning module) for each tensor that state_dict() would contain."""
     for model, prefix in zip(spec.models, spec.prefixes, strict=True):
         # Include duplicates, because the file lists every name of a tied weight.
         for path, module in model.named_modules(remove_duplicate=False):
@@ -108,13 +107,13 @@ def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """Return the spec of `value`, or of the full tensor if `value` is its part `shard`."""
+    """Return the spec of `value`, or of the full tensor if `value` is only the part `shard`."""
     shape = tuple(value.shape) if shard is None else shard.shape
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
 
 def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> list[TensorSpec]:
-    """Return the specs of the optimizers' state, including masters in a different dtype."""
+    """Return the specs of the optimizer state, including masters in a different dtype."""
     states, specs = engine_tensors.states, []
     # A master in its parameter's dtype is the parameter itself, so it is saved only once.
     named = states.parameters.named
@@ -171,9 +170,9 @@ class _Group:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """Optimizer state of a frozen parameter that is in one of the optimizer's groups.
+    """Optimizer state of a frozen parameter that is in an optimizer's parameter group.
 
-    The state stays in the user's optimizer, unsharded, until the parameter is trained again.
+    The state stays unsharded in the user's optimizer until the parameter is trained again.
     """
 
     name: str
@@ -182,7 +181,7 @@ class FrozenState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Entries of the state that count as tensors while the parameter is trained, by key."""
+        """State entries that are treated as tensors when the parameter is trained, by key."""
         state = self._state
         if not state:
             return {}
@@ -212,7 +211,7 @@ class FrozenState:
 
 
 def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
-    """Yield a FrozenState for each frozen parameter in the optimizers' groups, in order."""
+    """Yield a FrozenState for each frozen parameter in the optimizers' parameter groups."""
     trained = {named.parameter for named in states.parameters.named}
     names = {named.parameter: named.name for named in spec.located()}
     for optimizer in spec.optimizers:
@@ -223,7 +222,7 @@ def _frozen_states(spec: SpecView, states: StatesView) -> Iterator[FrozenState]:
 
 
 def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
-    """Return the position of `rank` among the selected ranks, and their number.
+    """Return the position of `rank` among the selected ranks, and the number of selected ranks.
 
     Args:
         selected: For each rank, whether it is selected.
@@ -232,7 +231,7 @@ def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
 
 
 def _all_hold(*conditions: list[bool]) -> list[bool]:
-    """Combine conditions, each a list with one value per rank, with a logical and."""
+    """Return, for each rank, whether all `conditions` (lists with one value per rank) hold."""
     return [all(flags) for flags in zip(*conditions, strict=True)]
 
 
@@ -310,8 +309,8 @@ class EngineTensors:
     def _share_attributes(self) -> tuple[list[TensorSpec], tuple[int, int] | None]:
         """Return the specs of the attributes' tensors, and this rank's position among the writers.
 
-        The position (index, number of writers) is None if this rank does not write them. Collective
-        unless no optimizer has attributes.
+        The position is (index, number of writers), or None if this rank does not write them.
+        Collective unless no optimizer has attributes.
         """
         # Whether an optimizer has attributes depends only on its class, so all ranks skip the
         # collective or none does.
@@ -344,7 +343,7 @@ class EngineTensors:
 
     @property
     def optimizer_names(self) -> dict[nn.Parameter, str]:
-        """Names of all parameters in the optimizers' groups, both trained and frozen."""
+        """Names of all parameters in the optimizers' parameter groups, both trained and frozen."""
         # With a pipeline, groups contain the parameters of all layers, but this rank has only its
         # own layers' states.
         if self.spec.pipeline is not None:
@@ -354,7 +353,7 @@ class EngineTensors:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that this rank writes. Each is written by the first rank that runs its module."""
+        """Buffers that this rank writes. The first rank that runs a module writes its buffers."""
         return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property
@@ -371,7 +370,7 @@ class EngineTensors:
         return {n: b for n, b in self.inventory.buffers.items() if self.spec.runs(homes[n])}
 
     def gather_from_layers(self, value: T) -> list[T]:
-        """Gather `value` from the pipeline's ranks, ordered by layer. Collective."""
+        """Gather `value` from the pipeline's ranks, in layer order. Collective."""
         pipeline = self.spec.pipeline
         return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
@@ -383,8 +382,8 @@ class EngineTensors:
     def beside(self) -> Iterator[StoredTensors]:
         """Yield this rank's spans of everything that is not trained.
 
-        These are frozen parameters and their optimizer state, tensors in optimizers' attributes,
-        buffers, and extra sets.
+        This includes frozen parameters and their optimizer state, tensors in optimizers'
+        attributes, buffers, and extra sets.
         """
         yield from self.frozen()
         if self.extra is not None:
@@ -407,25 +406,24 @@ class EngineTensors:
     def _tensor(
         self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
     ) -> StoredTensors:
-        """Return the span of an unsharded tensor that is `parameter` or part of its state."""
+        """Return the span of the unsharded tensor `value`: a parameter or part of its state."""
         shard = self.spec.shard_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
 
     def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
-        """Return this rank's position among the ranks that hold an unsharded tensor, and their
-        number."""
+        """Return (index of this rank, number of ranks) among the holders of an unsharded tensor."""
         own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
         return own.get(kind, self._everywhere)[shard is not None]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
-        """Return kind and name of each tensor whose memory order differs from its element order."""
+        """Return (kind, name) of each tensor whose memory order differs from its element order."""
         frozen = [t for slab in self.states.parameters.frozen for t in slab.named]
         odd = {(tensor_spans.MODEL, named.name) for named in frozen if not named.in_order}
         apart = set() if self.extra is None else self.extra.out_of_order()
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[StoredTensors]:
-        """Yield spans of the tensors that `out_of_order` returns, in element order. Collective."""
+        """Yield spans, in element order, of the tensors that `out_of_order` returns. Collective."""
         # Tensors that tensor parallelism has split are always in element order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):

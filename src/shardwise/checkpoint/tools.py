@@ -64,23 +64,23 @@ class OpenedCheckpoint:
 
     @property
     def is_summed(self) -> bool:
-        """True if checkpoint.json contains its own checksum. Earlier versions did not write it."""
+        """Whether checkpoint.json has its own checksum. Early versions did not write one."""
         return bool(self.fields["version"] > document.UNSUMMED)
 
     def lines(self) -> Iterator[TensorLine]:
-        """Yield every tensor, sorted by name within its set."""
+        """Yield all tensors, sorted by name within each set."""
         for kind, tensors in self.sets.items():
             for name in sorted(tensors.specs):
                 written = self.fields["checksums"].get(kind, {}).get(name, "")
                 yield TensorLine(kind, tensors.specs[name], tensors.file_of(name), written)
 
     def verify_tensors(self) -> Iterator[tuple[TensorLine, bool]]:
-        """Yield every tensor, and True if its bytes match the stored checksum."""
+        """Yield each tensor, and whether its bytes match the stored checksum."""
         for line in self.lines():
             yield line, self.sets[line.kind].checksum(line.spec.name) == line.checksum
 
     def changed_files(self) -> list[str]:
-        """Return the names of small files that have changed or are missing."""
+        """Return the names of the small files that have changed or are missing."""
         tensors = {name for names in self.fields["sets"].values() for name in names}
         names = []
         for name, written in self.fields["files"].items():
@@ -103,7 +103,7 @@ class OpenedCheckpoint:
 
 
 def summary(opened: OpenedCheckpoint) -> dict[str, Any]:
-    """Return step, seed, optimizers, tracked objects and versions, for display."""
+    """Return a checkpoint's step, seed, optimizers, tracked objects and versions, for display."""
     fields = opened.fields
     written = fields["written_by"]
     return {

@@ -1,4 +1,4 @@
-"""Saves and restores the state of objects passed to `engine.track`, by name."""
+"""Saves and restores the state of objects that were passed to `engine.track`, by name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _all: WeakSet[Tracking] = WeakSet()
 
 
 class Tracking:
-    """The objects that an engine tracks, by name. `trackable` lists the supported types.
+    """The objects that an engine tracks, by name. See `trackable` for the supported types.
 
     If a checkpoint contains state for a name that is not tracked yet, the state is stored until an
     object is tracked under this name.
@@ -41,7 +41,7 @@ class Tracking:
         _all.add(self)
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """Track more objects, and restore states that were loaded for them earlier."""
+        """Track more objects, and restore any states that were loaded for their names earlier."""
         for name, value in objects.items():
             # Tracking the same object again must work, because a notebook cell may run twice.
             if name in self._objects and self._objects[name] is not value:
@@ -58,8 +58,8 @@ class Tracking:
         """Return the state of every object.
 
         Returns:
-            The states that can be encoded as JSON, by name. For all others, an entry that refers to
-            a file, whose contents (written by torch.save) are in the second result by file name.
+            Two dicts. The first maps names to states: JSON if possible, otherwise a reference to a
+            file. The second maps the names of these files to contents written by torch.save.
 
         Raises:
             CheckpointError: Loading a state would run code from the file.
@@ -76,7 +76,7 @@ class Tracking:
         return fields, files
 
     def lacks_scheduler(self, optimizer: optim.Optimizer) -> bool:
-        """Return whether a learning-rate scheduler changes `optimizer` that is not tracked."""
+        """Return whether an untracked learning-rate scheduler changes `optimizer`."""
         is_scheduled = any("initial_lr" in group for group in optimizer.param_groups)
         # A scheduler that combines others (SequentialLR) may not refer to the optimizer itself.
         is_tracked = any(
@@ -87,13 +87,13 @@ class Tracking:
         return is_scheduled and not is_tracked
 
     def except_loaders(self) -> list[Any]:
-        """Return the tracked objects other than Loaders, which keep their own position."""
+        """Return the tracked objects except Loaders, which manage their own position."""
         return [each for each in self._tracked.values() if not isinstance(each, Loader)]
 
     def describe_losses(
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
-        """Yield a warning for each object whose state would be lost in a save now."""
+        """Yield a warning for each object whose state a save would lose."""
         for optimizer in optimizers:
             if self.lacks_scheduler(optimizer):
                 yield (
@@ -146,7 +146,7 @@ class Tracking:
         }
 
     def match_schedulers(self, states: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a DeepSpeed checkpoint's scheduler states under the names of tracked schedulers.
+        """Return a DeepSpeed checkpoint's scheduler states, keyed by the tracked schedulers' names.
 
         If there is exactly one state and one tracked scheduler, they match regardless of their
         names. Otherwise the names are unchanged.
@@ -228,7 +228,7 @@ def _unpickle(path: Path, name: Any, sums: Mapping[str, str]) -> Any:
 
 @dataclass(frozen=True)
 class _StateAdapter:
-    """Adds `state_dict` and `load_state_dict` to an object."""
+    """Adapter that gives an object `state_dict` and `load_state_dict`."""
 
     get: Callable[[], Any]
     set: Callable[[Any], Any]
@@ -241,7 +241,7 @@ class _StateAdapter:
 
 
 def trackable(name: str, value: Any) -> Any:
-    """Return `value` if it has `state_dict` and `load_state_dict`, otherwise an adapter with them.
+    """Return `value` if it has `state_dict` and `load_state_dict`, otherwise an adapter that does.
 
     Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
     and tensors, which are restored in place.

@@ -41,7 +41,7 @@ class TensorSink(Protocol):
 
         Args:
             kind: Name of the set that contains the tensors.
-            ranges: Positions, in bytes, in `memory` and in the tensors.
+            ranges: Byte positions of the ranges in `memory` and in the tensors.
             memory: The bytes.
         """
 
@@ -61,7 +61,7 @@ def create(folder: Path, files: Iterable[TensorFile]) -> None:
 class Writer:
     """TensorSink that writes ranges to files, and computes their checksums.
 
-    Only `finish` raises disk errors. An earlier error would keep this rank from its next
+    Only `finish` raises disk errors. If another method raised one, this rank would miss its next
     collective, and other ranks would wait for it.
 
     Args:
@@ -126,7 +126,7 @@ class Writer:
             os.close(self._files.popitem()[1])
 
     def _run_orders(self) -> None:
-        """Run orders until `close`. After an error, the remaining writes do nothing."""
+        """Run queued writes until `close`. After an error, the remaining writes do nothing."""
         while (order := self._orders.get()) is not None:
             try:
                 order()
@@ -158,7 +158,7 @@ class Writer:
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's sync_file_range, which Python does not wrap, or None on other systems."""
+    """Return Linux's sync_file_range, which Python does not wrap. None on other systems."""
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
     return function
 

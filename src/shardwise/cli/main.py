@@ -1,4 +1,4 @@
-"""Parses the command line of `shardwise`, and calls the module that does the work."""
+"""Parses the `shardwise` command line, and calls the module that does the work."""
 
 import difflib
 import os
@@ -66,12 +66,12 @@ NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipelin
 
 
 class Commands(click.Group):
-    """The group of subcommands. Suggests a subcommand if the first word is unknown."""
+    """The group of subcommands. Suggests a subcommand if the first word is not one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the subcommand named by the first word. Raises LaunchError if there is none."""
+        """Return the subcommand that the first word names. Raises LaunchError if there is none."""
         word = args[0]
         if word not in self.commands and not word.startswith("-"):
             raise LaunchError(f"There is no command {word!r}. {self._suggest(args)}")
@@ -88,7 +88,7 @@ class Commands(click.Group):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit code. It is 2 for errors before any rank starts."""
+    """Run the command line. Return the exit code, which is 2 for errors before any rank starts."""
     # Do this first: if stdout or stderr is closed, the next file opened would get its descriptor.
     if closed := console.open_standard_streams():
         return _refuse(closed)
@@ -173,9 +173,9 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
 
 
 def _mention_copies(script: str, size: int | None) -> None:
-    """Warn if a script for several workers uses neither Shardwise nor Horovod.
+    """Warn if several workers would run a `script` that uses neither Shardwise nor Horovod.
 
-    It would run as independent copies, or be distributed by a different library that it imports.
+    Each worker would run an independent copy, unless the script uses another library.
     """
     text = program.text_of(script)
     if size is None or size == 1 or not text or program.names_us(text):
@@ -196,7 +196,7 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 
 def _adoptable(text: str) -> str | None:
-    """Return the library used in a script's text that --adopt can replace, or None."""
+    """Return the library in a script's `text` that --adopt can replace, or None."""
     if program.imports(text, "deepspeed"):
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
@@ -228,7 +228,7 @@ def _doctor(explain: bool, **given: Any) -> int:
     """Run the subcommand `doctor`.
 
     If a launcher started this process, check it as one rank of the launcher's run. Otherwise start
-    a run whose ranks are checked.
+    a run and check its ranks.
     """
     identity = launcher_detection.identify()
     if explain:
@@ -289,7 +289,7 @@ def _pipeline_plan(
 
 
 def _split(**given: Any) -> int:
-    """Run `pipeline-plan` under its old name, `split`."""
+    """Run `pipeline-plan` when it is called by its old name, `split`."""
     click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
     return _pipeline_plan(**given)
 
@@ -299,8 +299,8 @@ def _settings_of_measured_runs(
 ) -> list[str]:
     """Return the settings in `given` as command-line arguments.
 
-    Raises LaunchError if the program does not exist, or (with the message `no_script`) if `words`
-    is empty.
+    Raises LaunchError if the program does not exist. Raises it with the message `no_script` if
+    `words` is empty.
     """
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None

@@ -1,7 +1,7 @@
-"""Hints that translate names of DDP, FSDP, Accelerate, Fabric and DeepSpeed to Shardwise.
+"""Hints that translate names from DDP, FSDP, Accelerate, Fabric and DeepSpeed to Shardwise.
 
 Code that rejects an unknown setting, flag, attribute or module name calls `hint` first, before it
-suggests a similar name. Names of other libraries often resemble an unrelated Shardwise setting
+suggests a similar name. Other libraries' names often resemble an unrelated Shardwise setting
 (`zero_stage` and `stages`).
 """
 
@@ -289,16 +289,16 @@ _HINTS_IN_LOWER_CASE = {name.lower(): sentence for name, sentence in _HINTS.item
 
 
 def hint(name: str) -> str | None:
-    """Return a sentence on what to write for a name of another library, or None if it is unknown.
+    """Return a sentence that says what to write instead of another library's `name`, or None.
 
-    A flag such as `--zero-stage` gets the same hint as `zero_stage`.
+    A flag such as `--zero-stage` has the same hint as `zero_stage`.
     """
     name = name.lstrip("-").replace("-", "_")
     return _HINTS.get(name) or _HINTS_IN_LOWER_CASE.get(name.lower())
 
 
 class HintsAtAttributes:
-    """A base class whose AttributeError says what to write for a name of another library."""
+    """A base class that adds a hint to AttributeErrors for names from other libraries."""
 
     if not TYPE_CHECKING:  # with this method, a type checker would accept every attribute
 

@@ -47,7 +47,7 @@ def _ansi_c(char: str) -> str:
 
 
 def from_here(file: str) -> str:
-    """Return the path of a file relative to the working folder if it is inside, else unchanged."""
+    """Return the path of a file, relative to the working folder if the file is inside it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:  # the working folder has been removed
@@ -70,7 +70,7 @@ def in_bytes(number: int) -> str:
 
 
 def byte_unit(largest: int) -> tuple[str, float]:
-    """Return the unit for an axis of bytes up to `largest`, and its size in bytes."""
+    """Return the unit for an axis of up to `largest` bytes, and the unit's size in bytes."""
     return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 

@@ -1,6 +1,6 @@
-"""Records the events of each rank in a file in Chrome's trace format.
+"""Records each rank's events in a file in Chrome's trace format.
 
-    recorder.py    records events of this process on the rows of a rank
+    recorder.py    records this process's events on the rows of a timeline
     encoding.py    encodes events as JSON lines
     file.py        writes the file that all ranks of a host share, which is always valid JSON
 

@@ -1,4 +1,4 @@
-"""Encodes the events of a rank as JSON lines in Chrome's trace format.
+"""Encodes a rank's events as JSON lines in Chrome's trace format.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -23,7 +23,7 @@ class Encoder:
     """Encodes the events of rank `rank`, which runs on `host`.
 
     `ahead` is the number of nanoseconds by which this host's clock is ahead of rank 0's clock.
-    Times in the file are rank 0's.
+    Times in the file are on rank 0's clock.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -36,7 +36,7 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """Return the lines that name and sort this rank's process."""
+        """Return the lines with the name and sort position of this rank's process."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
@@ -44,7 +44,7 @@ class Encoder:
         ]
 
     def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
-        """Yield the lines of each event. The first event on a row is preceded by the row's name."""
+        """Yield the lines of each event. Before the first event on a row, yield the row's name."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -57,7 +57,7 @@ class Encoder:
                 yield from self._flow(note, thread)
 
     def counter(self, now: int, values: Mapping[str, float]) -> str:
-        """Return the line with the memory in use, in megabytes."""
+        """Return the line that shows memory in use: `values` in megabytes, at time `now`."""
         rounded = {name: round(value, 1) for name, value in values.items()}
         event = {"name": "memory (MB)", "cat": "memory", "ph": "C", "ts": (now - self.ahead) / 1000}
         return _line(event | {"pid": self._rank, "tid": 0, "args": rounded})
@@ -91,7 +91,7 @@ class Encoder:
         return int(Row.STEPS) if number == 0 else FURTHER_STEPS + number - 1
 
     def _lane(self, note: TimelineEvent) -> int:
-        """Return the first thread of the row on which no event overlaps this one."""
+        """Return the first thread of the event's row on which it overlaps no other event."""
         # Events arrive in the order of their ends, so the last end of each lane is sufficient.
         ends = self._ends[note.row]
         free = (lane for lane, end in enumerate(ends) if end <= note.began)
@@ -140,10 +140,10 @@ MB = 1e6
 
 
 def memory_in_use() -> dict[str, float]:
-    """Return the memory in use in megabytes, by name.
+    """Return this process's memory use in megabytes, by name.
 
-    The names are the resident set and, if this process uses an accelerator, the tensors on the
-    device.
+    The names stand for the resident set and, if the process uses an accelerator, for the tensors on
+    the device.
     """
     try:
         with open("/proc/self/statm", "rb") as table:
@@ -160,7 +160,7 @@ def memory_in_use() -> dict[str, float]:
 
 
 def _on_device(torch: Any) -> int | None:
-    """Return the number of bytes held by tensors on the accelerator, or None if it is unused."""
+    """Return the bytes that tensors occupy on the accelerator, or None if it is not used."""
     if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
         return None
     module: Any = torch.get_device_module(device)

@@ -1,4 +1,4 @@
-"""Writes the file that all ranks of a host share.
+"""Writes the timeline file that all ranks of a host share.
 
 The file is valid JSON at all times, even after kill -9.
 
@@ -9,7 +9,7 @@ Free pages are spaces, which JSON allows before the end of the array. A rank ove
 with its events, one write per page. Linux does not interrupt such a write, so the file is valid
 before and after it. If no page is free, a rank writes a larger file next to this one and renames
 it. The last rank to stop removes the free pages in the same way. During these operations, a file
-lock excludes other ranks. The kernel releases it when a process dies.
+lock excludes other ranks. The kernel releases the lock when a process dies.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class NoTimeline(OSError):
 
 
 class TimelineFile:
-    """The timeline file at `path`, which rank `rank` of the run `run` joins.
+    """The timeline file at `path`, to which rank `rank` of run `run` writes.
 
-    It replaces the timeline of an earlier run. `about` contains further header fields. Raises
-    OSError if the file cannot be written, and NoTimeline if it would replace a file that is not a
-    timeline.
+    It replaces the timeline of an earlier run. `about` holds additional header fields. Raises
+    OSError if the file cannot be written, and NoTimeline if `path` is a different kind of file.
     """
 
     def __init__(self, path: Path, run: str, rank: int, about: dict[str, Any]) -> None:
@@ -118,7 +117,7 @@ class TimelineFile:
 
 
 class _LockedFile:
-    """The file while this process holds its lock."""
+    """The timeline file while this process holds the file's lock."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path = path
@@ -126,7 +125,7 @@ class _LockedFile:
 
     @property
     def count(self) -> int:
-        """The number of pages, excluding the end of the array."""
+        """Number of pages, excluding the end of the array."""
         return (os.fstat(self._fd).st_size - len(END)) // PAGE
 
     def header(self) -> dict[str, Any]:
@@ -146,7 +145,7 @@ class _LockedFile:
         return header
 
     def used(self) -> int:
-        """Return the number of pages in use. All free pages follow them and begin with a space."""
+        """Return the number of used pages. All free pages follow them and begin with a space."""
         # Find it by bisection. The header cannot store it, because header and page would have to
         # change at the same instant, and a kill between the two writes would make them
         # inconsistent.
@@ -173,7 +172,7 @@ class _LockedFile:
         os.pwrite(self._fd, page, number * PAGE)
 
     def replace(self, pages: Iterable[bytes], free: int, temporary: Path) -> None:
-        """Atomically replace the file with `pages` and `free` empty pages. Keeps the lock."""
+        """Atomically replace the contents with `pages` and `free` empty pages. Keeps the lock."""
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             # Lock it before the rename, because a rank that opens it must wait for this one.
@@ -202,7 +201,7 @@ class _LockedFile:
 
 
 def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
-    """Pack lines into pages, with a comma before each line. The first page starts with `page`."""
+    """Pack lines into pages, with a comma before each line. `page` starts the first page."""
     before = len(page)
     for line in lines:
         piece = b"," + line.encode() + b"\n"
@@ -216,7 +215,7 @@ def packed(lines: Iterable[str], page: bytes = b"") -> Iterator[bytes]:
 
 
 def header_of(page: bytes) -> dict[str, Any] | None:
-    """Return the header from the first page of a timeline, or None for any other kind of file."""
+    """Return the header in the first page of a timeline, or None if the file is not a timeline."""
     try:
         first = json.loads(page.removeprefix(b"["))
     except ValueError:
@@ -234,11 +233,11 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """Return the path of the file that a host other than rank 0's writes."""
+    """Return the path of the timeline file on `host`, if rank 0 writes `path` on another host."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 
 
 def siblings(path: Path) -> Sequence[Path]:
-    """Return the files next to `path` that other hosts have written."""
+    """Return the timeline files next to `path`, which the hosts without rank 0 have written."""
     return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

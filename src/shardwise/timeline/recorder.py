@@ -1,7 +1,7 @@
 """Records this process's events, and writes them in a separate thread.
 
-Recording an event appends a few numbers to a queue, which takes a microsecond of the step. A thread
-encodes and writes the queue a few times per second.
+Recording an event appends a few numbers to a queue, which delays the step by about a microsecond. A
+thread encodes and writes the queue a few times per second.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Row(IntEnum):
-    """A row of a timeline. The value is its thread number in the file.
+    """A row of a timeline. Each member's value is its thread number in the file.
 
-    Overlapping events on a row in `LANES` use the rows with the following numbers.
+    Events that overlap on a row in `LANES` move to the next thread numbers.
     """
 
     STEPS = 1
@@ -37,7 +37,6 @@ class Row(IntEnum):
 
     @property
     def title(self) -> str:
-        """Title of the row."""
         return _TITLES[self]
 
 
@@ -81,7 +80,7 @@ WAIT_BESIDE = "wait beside"
 
 
 class TimelineEvent(NamedTuple):
-    """An event. `began` and `ended` are in nanoseconds of this host's monotonic clock."""
+    """An event. `began` and `ended` are nanoseconds on this host's monotonic clock."""
 
     row: Row
     name: str
@@ -92,7 +91,7 @@ class TimelineEvent(NamedTuple):
 
 
 class EventSink(Protocol):
-    """Writes events."""
+    """Receives events and writes them."""
 
     def write(self, notes: list[TimelineEvent]) -> None:
         """Write events and the memory in use. Raises OSError if writing fails."""
@@ -102,7 +101,7 @@ class EventSink(Protocol):
 
 
 class Watcher(Protocol):
-    """An object with hooks that exist only while a timeline is recorded."""
+    """An object whose hooks are registered only while a timeline is recorded."""
 
     def attach(self) -> None:
         """Register the hooks."""
@@ -112,7 +111,7 @@ class Watcher(Protocol):
 
 
 class TimelineRecorder:
-    """Queues the events of this process, which a thread writes to `sink`.
+    """Queues this process's events. A thread writes them to `sink`.
 
     If a write fails, recording stops and `on_failure` is called once with the error.
     """
@@ -131,8 +130,8 @@ class TimelineRecorder:
     def stepped(self, engine: int, number: int) -> None:
         """Record that step `number` of an engine has ended.
 
-        Its recorded start is the end of this engine's previous step. For the first step of an
-        engine, it is the end of the latest step of any engine.
+        The step's recorded start is the end of the engine's previous step. For an engine's first
+        step, it is the end of the latest step of any engine.
         """
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
@@ -203,7 +202,7 @@ class Span:
 
 
 class Launched:
-    """A collective in flight, which is recorded at the first call to `done`."""
+    """A collective in flight. The first call to `done` records it."""
 
     __slots__ = ("_about", "_began", "_name", "_recorder")
 
@@ -216,7 +215,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Record the collective, because its result has arrived."""
+        """Record the collective. Call this when the result has arrived."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
@@ -235,13 +234,13 @@ _OFF = nullcontext()
 def span(
     name: str, row: Row = Row.COMPUTE, about: Mapping[str, int | str] | None = None
 ) -> AbstractContextManager[None]:
-    """Return a context manager that records an event `name` on a row, with `about` as details."""
+    """Return a context manager that records an event `name` on a row. `about` holds details."""
     recorder = active  # read once, because the writing thread may set it to None at any moment
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
 def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
-    """Return the event of a collective over `buffer` that starts now, or None if not recording."""
+    """Start the event of a collective over `buffer`. Returns None if no timeline is recorded."""
     recorder = active
     if recorder is None:
         return None
@@ -251,19 +250,19 @@ def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched |
 
 
 def watch(watcher: Watcher) -> None:
-    """Attach the hooks of `watcher` when recording starts, or now if it has started."""
+    """Attach the hooks of `watcher` whenever recording starts, and now if it has started."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Do not attach the hooks of `watcher` when recording starts again."""
+    """Stop attaching the hooks of `watcher` when recording starts. Does not detach them."""
     _watchers.discard(watcher)
 
 
 def start(recorder: TimelineRecorder) -> None:
-    """Start recording with `recorder`."""
+    """Start recording with `recorder`, and attach all watchers' hooks."""
     global active
     active = recorder
     for watcher in list(_watchers):
@@ -271,7 +270,7 @@ def start(recorder: TimelineRecorder) -> None:
 
 
 def stop(recorder: TimelineRecorder) -> None:
-    """Stop recording. The thread still writes the queued events."""
+    """Stop recording, and detach all hooks. The thread still writes the queued events."""
     _leave(recorder)
     for watcher in list(_watchers):
         watcher.detach()

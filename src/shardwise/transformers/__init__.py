@@ -1,8 +1,9 @@
-"""The Hugging Face Trainer on Shardwise engines: `from shardwise.transformers import Trainer`.
+"""Trains with the Hugging Face Trainer on Shardwise engines.
 
+`from shardwise.transformers import Trainer` imports the Trainer.
 `SFT = shardwise.transformers.on(SFTTrainer)` converts another trainer class, and
-`prepare_trainer(trainer)` converts an object. Once this package is imported, TrainingArguments join
-the run.
+`prepare_trainer(trainer)` converts an object. Once this package is imported, creating
+TrainingArguments joins the run.
 """
 
 from shardwise.transformers.deepspeed_argument import take_json

@@ -2,7 +2,7 @@
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-The config is hidden from transformers, which would pass it to DeepSpeed.
+The config is hidden from transformers, which would otherwise pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _as_object(given: Any) -> Any:
 
 
 def check_plugin(plugin: Any) -> None:
-    """Raise UsageError if TrainingArguments have a `plugin` that transformers itself created."""
+    """Raise UsageError if TrainingArguments have a DeepSpeed plugin that transformers created."""
     if plugin is not None:
         raise UsageError(
             "TrainingArguments have a deepspeed_plugin, so DeepSpeed would train. Import "
@@ -80,7 +80,7 @@ def json_of(arguments: Any) -> Any:
 def job_of(arguments: Any, steps: int | None = None) -> DeepSpeedJob | None:
     """Parse the DeepSpeed config of `arguments` for a run of `steps` steps.
 
-    "auto" is replaced by the values of `arguments`. Returns None without a config. Raises
+    "auto" is replaced by the values of `arguments`. Returns None if there is no config. Raises
     ConfigError if a key contradicts an argument.
     """
     source = json_of(arguments)
@@ -153,7 +153,7 @@ def _auto_of(arguments: Any, steps: int | None) -> dict[str, Any]:
 
 
 class OptimizersOfJson:
-    """The part of a Trainer that creates the optimizer and schedule of its DeepSpeed config."""
+    """Mixin for a Trainer that creates the optimizer and schedule from its DeepSpeed config."""
 
     args: Any
     model: Any
@@ -162,7 +162,7 @@ class OptimizersOfJson:
     _created_lr_scheduler: bool
 
     def check_optimizers(self) -> None:
-        """Raise ConfigError if both the script and the config define an optimizer or a schedule."""
+        """Raise ConfigError if script and config both define an optimizer or both a schedule."""
         job = job_of(self.args)
         if job is None:
             return
@@ -173,7 +173,7 @@ class OptimizersOfJson:
             raise duplicate_error(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """Return the config's optimizer for all trained parameters, or the trainer's own."""
+        """Return the config's optimizer, for all trained parameters, or the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model
@@ -183,7 +183,7 @@ class OptimizersOfJson:
         return super().create_optimizer(model)  # type: ignore[misc, no-any-return]
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Return the config's schedule, which steps once per update, or the trainer's own."""
+        """Return the config's schedule, which advances once per update, or the trainer's own."""
         job = job_of(self.args, num_training_steps)
         if self.lr_scheduler is None and job is not None and job.schedule is not None:
             face = self.optimizer if optimizer is None else optimizer

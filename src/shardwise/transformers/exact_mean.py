@@ -1,9 +1,10 @@
-"""Implements `Trainer(exact_mean=True)`: every item of a step counts once.
+"""Implements `Trainer(exact_mean=True)`: every item of a step has the same weight.
 
 Items are the labels that count (not -100), or the samples if there are no class labels. The model
-receives the number of items in its micro-batch. So its loss is a mean over them, whether it divides
-a sum by that number or takes the mean itself. That number is also the weight of the backward pass.
-Nothing is divided by the number of micro-batches or multiplied by the number of ranks:
+receives the number of items in its micro-batch. Its loss is therefore the mean over these items,
+whether it divides a sum by that number or takes the mean itself. The backward pass is weighted by
+the same number. Nothing is divided by the number of micro-batches or multiplied by the number of
+ranks:
 
     micro-batches of 5, 2 and 9 labels    with exact_mean       stock, model ignores the number
     loss of the second                    its mean, weight 2    its mean, same weight as the others
@@ -44,7 +45,7 @@ _UNSHIFTED = {
 class WeighingAccelerator(Accelerator):
     """Accelerator of a Trainer with `exact_mean`.
 
-    The loss of a backward pass is averaged over `items`.
+    `items` is the number of items over which the next backward pass's loss is averaged.
     """
 
     items: LossItems | None = None
@@ -54,7 +55,7 @@ class WeighingAccelerator(Accelerator):
 
 
 class StepItems:
-    """Counts the items in each batch of a step of `trainer`, and in all of them together.
+    """Counts the items in each batch of a step of `trainer`, and their total.
 
     `items_of` is the script's function that counts the items of a batch, or None.
     """
@@ -81,7 +82,7 @@ class StepItems:
     ) -> tuple[list[Any], Tensor]:
         """Read the batches of a step with the trainer's own `read`, and drop repeated samples.
 
-        Returns the batches, and the number of their items on all workers. Collective.
+        Returns the batches, and the total number of items on all workers. Collective.
         """
         samples: dict[int, int] = {}
 
@@ -105,7 +106,7 @@ class StepItems:
         return found, self._total
 
     def _cut(self, batch: Any, loader: Any) -> tuple[Any, CountedBatch]:
-        """Return `batch`, the last one of `loader`, without repeated rows, and its counts."""
+        """Return `batch` and its counts. Drops the repeated rows of the loader's last batch."""
         if loader is None:  # Accelerate did not prepare the loader, so it repeats no samples
             return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
@@ -119,7 +120,7 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return how many labels of `batch` count, or `samples` if labels are not classes."""
+        """Return the number of labels that count, or `samples` if `batch` has no class labels."""
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -129,10 +130,10 @@ class StepItems:
         return labels.ne(IGNORED).sum()
 
     def _shifts_labels(self) -> bool:
-        """Return whether the loss leaves out the first label of a row.
+        """Return whether the loss leaves out the first label of each row.
 
-        The trainer decides by the name of the class. That misses models such as GPT2LMHeadModel,
-        and is wrong for models such as BartForCausalLM.
+        The trainer decides this by the name of the model class. It misses models such as
+        GPT2LMHeadModel, and is wrong for models such as BartForCausalLM.
         """
         model = unwrap_peft_model(self._trainer.model)
         name = type(model).__name__
@@ -145,10 +146,10 @@ class StepItems:
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-        """Make losses means over `batch` inside the block, weighted by its number of items.
+        """Context manager in which losses are means over `batch`, weighted by its number of items.
 
-        Yields the number of items for the model, and a function that converts the loss into its
-        part of the step's loss, which the trainer averages over the workers.
+        Yields the number of items for the model, and a function that converts the loss to its part
+        of the step's loss, which the trainer averages over the workers.
         """
         found = [items for known, items in self._items if known is batch]
         if not found:
@@ -174,7 +175,6 @@ class StepItems:
     # -- an evaluation ----------------------------------------------------------------------
 
     def begin_evaluation(self, loader: Any) -> None:
-        """Start an evaluation on the batches of `loader`."""
         self._losses.clear()
         is_prepared = hasattr(loader, "end_of_dataloader")
         self._evaluated_loader = loader if is_prepared else None
@@ -182,9 +182,8 @@ class StepItems:
     def evaluate_batch(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
         """Run the trainer's `step` on an evaluation batch, and add its loss to the mean.
 
+        If any rank's batch has repeated samples, all ranks recompute the loss without them.
         Collective.
-
-        If a rank's batch has repeated samples, its loss is recomputed without them.
         """
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
@@ -204,7 +203,7 @@ class StepItems:
 
     @contextmanager
     def _item_count_set(self, items: Tensor) -> Iterator[None]:
-        """Set the number of items that the model receives inside the block."""
+        """Context manager in which the model receives `items` as the number of items."""
         self.items_of_evaluated = items.clamp(min=1)
         try:
             with self._means_of_one_batch():
@@ -213,7 +212,7 @@ class StepItems:
             self.items_of_evaluated = None
 
     def mean_of_evaluation(self) -> float | None:
-        """Return the mean loss over all items of all workers, or None if there are no losses.
+        """Return the mean loss over all workers' items, or None if there are no losses.
 
         Collective.
         """
@@ -224,9 +223,10 @@ class StepItems:
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:
-        """Make the trainer use each batch's own mean inside the block.
+        """Context manager in which the trainer uses each batch's own mean.
 
-        It does not sum items over workers, and does not divide losses by the accumulation steps.
+        The trainer then neither sums items over workers nor divides losses by the accumulation
+        steps.
         """
         trainer, arguments = self._trainer, self._trainer.args
         before = arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga

@@ -1,4 +1,4 @@
-"""Makes TrainingArguments join the run when they look up their rank, before a Trainer exists."""
+"""Makes TrainingArguments join the run, because they look up their rank before a Trainer exists."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def join_with_arguments() -> None:
 
 
 def check_arguments(arguments: Any, workers: int) -> None:
-    """Raise UsageError for arguments that a Trainer on engines does not support."""
+    """Raise UsageError if a Trainer on engines does not support an argument."""
     if arguments.n_gpu > 1:
         raise UsageError(
             f"This single process sees {arguments.n_gpu} GPUs, and Trainer would use "

@@ -1,4 +1,4 @@
-"""Makes the Trainers of transformers, and of libraries based on it, train with engines."""
+"""Makes Trainers from transformers, and from libraries based on it, train with engines."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ class Sharded(OptimizersOfJson):
             say_settings(self.accelerator.world, job)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Move `model` to the device, unless another Trainer's engine has placed it."""
+        """Move `model` to the device, unless another Trainer's engine has already placed it."""
         if not self.accelerator.is_trained(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     # -- a step -----------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the batches of a step and the number of their items. Collective.
+        """Return the batches of a step and their number of items. Collective.
 
         With `exact_mean`, the batches contain no repeated samples.
         """
@@ -112,7 +112,7 @@ class Sharded(OptimizersOfJson):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
         """Return the number of items in a batch.
 
-        In an exact evaluation, it excludes repeated samples.
+        In an evaluation with `exact_mean`, repeated samples are not counted.
         """
         items = None if self._exact is None else self._exact.items_of_evaluated
         if items is not None:
@@ -122,7 +122,10 @@ class Sharded(OptimizersOfJson):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Run forward and backward for a micro-batch, weighted by its items with `exact_mean`."""
+        """Run a micro-batch's forward and backward pass. Return its loss.
+
+        With `exact_mean`, the loss is weighted by the micro-batch's number of items.
+        """
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
@@ -162,7 +165,7 @@ class Sharded(OptimizersOfJson):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint. Collective."""
+        """Load the best checkpoint's weights. Collective."""
         # The engines load it if they wrote it, which also works at a different world size.
         best = self.state.best_model_checkpoint
         if self.accelerator.engines and checkpoints.is_ours(Path(best)):
@@ -173,7 +176,7 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _writable(self) -> Iterator[None]:
-        """Gather full weights inside the block, to write them."""
+        """Context manager in which the weights are gathered and can be written to."""
         with self.accelerator.full_parameters(self.model, write=True):
             yield
 
@@ -198,7 +201,7 @@ class Sharded(OptimizersOfJson):
         ignore_keys: list[str] | None = None,
         **keywords: Any,
     ) -> Any:
-        """Predict a batch. Generated sequences may differ in length between ranks."""
+        """Predict a batch. Generated sequences may have different lengths on different ranks."""
         step = partial(super().prediction_step, **keywords)  # type: ignore[misc]
         with self._generates_apart():
             if self._exact is None:
@@ -209,7 +212,7 @@ class Sharded(OptimizersOfJson):
 
     @contextmanager
     def _generates_apart(self) -> Iterator[None]:
-        """Let ranks run different numbers of forward passes in `generate` inside the block."""
+        """Context manager in which ranks may run different numbers of passes in `generate`."""
         plain = getattr(self.model, "generate", None)
         if plain is None:
             yield
@@ -232,7 +235,7 @@ class Sharded(OptimizersOfJson):
 
 
 def on(trainer: type[Any]) -> type[Any]:
-    """Return a subclass of the class `trainer` that trains with engines.
+    """Return a subclass of `trainer` that trains with engines.
 
     Args:
         trainer: A class derived from transformers.Trainer.
@@ -250,7 +253,7 @@ def on(trainer: type[Any]) -> type[Any]:
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Make a trainer that has not trained yet train with engines, and return it.
+    """Make a trainer use engines, and return it. It must not have started training.
 
     Args:
         trainer: A transformers.Trainer, or an object of a derived class.

@@ -1,4 +1,4 @@
-"""Presents a DeepSpeed save as a Shardwise checkpoint, with tensor sets and fields."""
+"""Presents a DeepSpeed save as a Shardwise checkpoint: its tensor sets and fields."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fields_of(
     """Return the tensor sets of `save`, and the fields that its checkpoint.json would have.
 
     The fields are empty if no optimizer was saved. The seed is None, because DeepSpeed does not
-    save it. Raises CheckpointMismatch if the optimizer's parameter groups differ.
+    save it. Raises CheckpointMismatch if the saved parameter groups differ from `groups`.
 
     Args:
         names: All names of each of the model's tensors (several for tied weights), keyed by the
@@ -99,7 +99,7 @@ _OWN_ADAM = "bias_correction"
 """Option that only DeepSpeed's own Adam classes have. They store the step count as an int."""
 
 _OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""Keys of optimizer state in torch that has the same shape as its parameter."""
+"""Keys of torch's optimizer state that has the same shape as its parameter."""
 
 
 @dataclass
@@ -119,7 +119,7 @@ class SavedOptimizer:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the optimizer's entry for checkpoint.json, with an unknown class ("")."""
+        """Return the optimizer's entry for checkpoint.json. Its class is "" (unknown)."""
         return {
             "class": "",
             "groups": [
@@ -139,8 +139,8 @@ def _read_optimizer(
     """Return the optimizer in `save`, or None if no optimizer was saved.
 
     At stage 0 the state is stored without parameter names, so parameters are identified by their
-    position in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the groups
-    differ. `fields_of` describes the arguments.
+    position in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the saved
+    groups differ from `groups`. See `fields_of` for the arguments.
     """
     optimizer = SavedOptimizer()
     if save.partitions is not None:
@@ -230,7 +230,7 @@ def _read_by_place(
 ) -> None:
     """Read a plain state_dict, which identifies parameters by position.
 
-    With fp16, DeepSpeed stores the master weights in its `fp32_groups`.
+    With fp16, DeepSpeed stores the master weights in the state_dict's `fp32_groups`.
     """
     plain = saved.get("optimizer_state_dict", saved)
     counts = [len(group["params"]) for group in plain["param_groups"]]
@@ -279,7 +279,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """Convert `value` to a tensor if it is the step count of a DeepSpeed Adam, else return it.
+    """Convert `value` to a tensor if it is DeepSpeed Adam's step count, otherwise return it.
 
     torch's optimizers store step counts as tensors.
     """

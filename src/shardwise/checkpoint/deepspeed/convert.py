@@ -48,10 +48,10 @@ def place_of(out: Path) -> Path:
 def write_fp32(save: Save, out: Path, advance: Advance = lambda _: None) -> int:
     """Write the model in `save` to the file `out`, with all floating-point tensors in fp32.
 
-    A safetensors file contains each tied weight once, and its other names in the metadata.
+    A safetensors file contains each tied weight once. Its metadata lists the other names.
 
     Args:
-        advance: Called with the number of elements after each write.
+        advance: Called after each write with the number of elements written.
 
     Returns:
         The number of tensors. A tied weight counts once per name.
@@ -98,7 +98,7 @@ def write_pickled(
     `folder`.
 
     Args:
-        specs: Tensors to write, with the dtypes that they get.
+        specs: Tensors to write, with their dtypes in the file.
         twins: Maps further names of tied weights to the names in `specs`.
         wrap: Returns the object to save, given all tensors by name.
     """

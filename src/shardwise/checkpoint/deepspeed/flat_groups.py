@@ -20,8 +20,8 @@ from math import prod
 class Cut:
     """Part of a parameter in one rank's partition.
 
-    The `count` elements of the parameter that start at `first` are stored in the partition of rank
-    `rank`, starting at element `at`.
+    The part starts at element `first` of the parameter and has `count` elements. Rank `rank` stores
+    it in its partition, starting at element `at`.
     """
 
     rank: int
@@ -37,7 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 def end_to_end(
     shapes: Shapes, partition: int, ranks: int, paddings: Sequence[int] | None = None
 ) -> dict[str, list[Cut]]:
-    """Return, by name, how each parameter of a stage-1 or stage-2 group is split across ranks.
+    """Return each parameter's parts in the partitions of a stage-1 or stage-2 group, by name.
 
     Args:
         shapes: Shapes of the group's parameters.
@@ -60,7 +60,7 @@ def end_to_end(
 
 
 def each_by_itself(shapes: Shapes, ranks: int) -> dict[str, list[Cut]]:
-    """Return, by name, how each parameter of a stage-3 group is split across ranks.
+    """Return each parameter's parts in the partitions of a stage-3 group, by name.
 
     Each parameter is split into one part per rank, all of the same length. The last parts are
     padded.

@@ -149,8 +149,8 @@ def _other_parallelism(folder: Path, name: str) -> CheckpointError:
 def as_written(folder: Path) -> Iterator[None]:
     """Context manager that converts errors from unexpected file contents to BrokenCheckpoint.
 
-    Even an undamaged file may contain anything. If a value is missing or has the wrong type, the
-    code that reads it raises a TypeError, KeyError or the like.
+    Such errors are TypeError, KeyError and the like. Code that reads an undamaged file can still
+    raise them if a value is missing or has an unexpected type.
     """
     try:
         yield

@@ -65,9 +65,10 @@ class Inert:
 
 
 class _Builder:
-    """Wraps a function that a file may call, so that the file cannot modify it.
+    """Wraps a function that a file may call.
 
-    Without the wrapper it could, because a pickle can set attributes of any object that it names.
+    A pickle can set attributes of any object that it names. The wrapper prevents a file from
+    changing the function itself.
     """
 
     __slots__ = ("function",)
@@ -87,7 +88,7 @@ class _Builder:
 
 
 def _build_number(kind: Any, data: bytes = b"") -> Any:
-    """Return the Python number for a numpy scalar, given its dtype and its bytes.
+    """Return the Python number for a numpy scalar with dtype `kind` and bytes `data`.
 
     Returns an empty record if the dtype is not supported.
     """
@@ -123,7 +124,10 @@ BUILDERS: dict[tuple[str, str], _Builder] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Resolves names to functions in BUILDERS, dtypes or Inert classes. Imports nothing."""
+    """Unpickler that resolves names to functions in BUILDERS, dtypes or Inert classes.
+
+    It imports nothing.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         module = {"__builtin__": "builtins"}.get(module, module)
@@ -137,12 +141,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: bytes, more: Mapping[tuple[str, str], type[Inert]]) -> Any:
-    """Return the object in `data`, a plain pickle, without running code that it names.
+    """Return the object in the plain pickle `data`, without running any code that it names.
 
-    Raises UnpicklingError and the other errors of a damaged pickle.
+    Raises UnpicklingError, or another error of the unpickler, if the pickle is damaged.
 
     Args:
-        more: Classes to use for further names, by module and name.
+        more: Additional classes, keyed by the module and name that the pickle uses for them.
     """
 
     class Unpickler(_Unpickler):
@@ -203,7 +207,7 @@ _UNSUMMED = "version"
 def damage(path: Path) -> str | None:
     """Return a description of the damage to the file `path`, or None if it is intact.
 
-    Compares the CRC-32 of each record. A file without checksums counts as intact.
+    Checks each record's CRC-32. A file without checksums counts as intact.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -214,9 +218,9 @@ def damage(path: Path) -> str | None:
 
 
 def damaged_record(archive: zipfile.ZipFile) -> str | None:
-    """Return a record of a file of torch.save that does not have its CRC-32, or None.
+    """Return the name of a record whose CRC-32 is wrong, or None if all records are intact.
 
-    A file without checksums counts as intact.
+    `archive` was written by torch.save. If it has no checksums, it counts as intact.
     """
     records = archive.infolist()
     if any(e.filename.endswith(f"/{_UNSUMMED}") and not e.CRC for e in records):

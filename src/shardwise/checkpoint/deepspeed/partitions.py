@@ -19,7 +19,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of a tensor, starting at element `first`. `values` is 1-D."""
+    """Consecutive elements `values` (1-D) of a tensor, starting at its element `first`."""
 
     first: int
     values: Tensor
@@ -47,7 +47,7 @@ class FragmentReader(TensorReader):
 
         Args:
             shape: Shape of the tensor.
-            cuts: Parts of the tensor, and their positions in the flat tensors.
+            cuts: The tensor's parts, with their positions in the flat tensors.
             flats: Flat tensors by rank.
         """
         found = []
@@ -74,7 +74,7 @@ class FragmentReader(TensorReader):
         self._fragments[name] = found
 
     def add_from(self, name: str, other: FragmentReader, other_name: str) -> None:
-        """Add a tensor of the reader `other` under a new name. The values are not copied."""
+        """Add a tensor from the reader `other` under the name `name`. Values are not copied."""
         spec = other.specs[other_name]
         self.specs[name] = TensorSpec(name, spec.dtype, spec.shape)
         self._fragments[name] = other._fragments[other_name]
@@ -95,7 +95,7 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys, in a saved optimizer, of its fp32 partitions (`flats`) and its state_dict (`base`)."""
+    """A saved optimizer's keys for its fp32 partitions (`flats`) and its state_dict (`base`)."""
 
     flats: str
     base: str
@@ -111,13 +111,13 @@ KEYS_OF_STAGES = {
 
 
 class Partitions:
-    """The flat partitions that the ranks saved.
+    """The flat partitions in a save, from all ranks.
 
     Args:
         folder: Folder of the save, for error messages.
         stage: ZeRO stage of the save.
         saved: Contents of each rank's optimizer file.
-        shapes: Shapes of the parameters in each flat group.
+        shapes: Parameter shapes in each flat group.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Partitions:
         )
 
     def bases(self) -> dict[int, Mapping[str, Any]]:
-        """Return the state_dict of the optimizer that each rank ran on its partitions, by rank.
+        """Return the state_dict of each rank's optimizer, which updated that rank's partitions.
 
         Raises CheckpointError if the state has an unsupported form.
         """
@@ -155,9 +155,9 @@ class Partitions:
         return {rank: state for rank, state in found.items() if state is not None}
 
     def state(self, number: int, key: str) -> dict[int, Tensor]:
-        """Return the entry `key` of the optimizer state of flat group `number`, by rank.
+        """Return each rank's part of the optimizer state `key` of flat group `number`.
 
-        Raises BrokenCheckpoint if a rank's entry is missing.
+        Raises BrokenCheckpoint if it is missing for a rank.
         """
         return self._tensors(
             f"{key} of group {number}",
@@ -189,7 +189,7 @@ class Partitions:
 
         Args:
             flats: Flat tensors by rank, with the same layout as the group's partitions.
-            names: Maps parameter names to names in the reader. Other parameters are skipped.
+            names: Maps parameter names to names in the reader. Parameters not in it are skipped.
         """
         for name, cuts in self._cuts(group).items():
             if name in names:

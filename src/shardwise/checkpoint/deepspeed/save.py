@@ -1,4 +1,4 @@
-"""Reads one DeepSpeed save: the model's tensors by name, the optimizer, and everything else."""
+"""Reads one DeepSpeed save: the model's tensors, the optimizer, and everything else."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ _OF_DEEPSPEED = {
 
 
 class Save:
-    """A DeepSpeed save in `folder`, the folder of one tag. Tensors are read on demand.
+    """A DeepSpeed save in `folder`, which is the folder of one tag. Tensors are read on demand.
 
     Attributes:
         model: The model's tensors, in fp32 at stage 3, otherwise in the dtype used for training.
-        optimizer: The optimizer's state_dict at stage 0, or None.
-        partitions: The optimizer's partitions at stages 1 to 3, or None.
+        optimizer: The optimizer's state_dict at stage 0, otherwise None.
+        partitions: The optimizer's partitions at stages 1 to 3, otherwise None.
 
     Raises:
         CheckpointError: This kind of save is not supported.
@@ -154,7 +154,7 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Read a stage 3 save, which holds full buffers but only parts of each parameter."""
+        """Read a stage 3 save, which contains full buffers but only parts of each parameter."""
         for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
         for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
@@ -179,7 +179,7 @@ class Save:
     def shape_of(self, name: str, names: Mapping[str, Sequence[str]]) -> tuple[int, ...]:
         """Return the shape of the model's parameter `name` in this save.
 
-        Raises CheckpointMismatch if it is missing.
+        Raises CheckpointMismatch if the parameter is missing.
 
         Args:
             names: All names of each of the model's tensors, keyed by the first one.
@@ -214,8 +214,8 @@ class Save:
     def fp32(self) -> FragmentReader:
         """Return the model's tensors, with fp32 master weights in place of 16-bit parameters.
 
-        A tied weight appears once. A stage 0 save does not record the parameter that each master
-        belongs to, so its masters are not used.
+        A tied weight appears once. The masters in a stage 0 save are not used, because the save
+        does not record which parameter each of them belongs to.
         """
         found = FragmentReader()
         masters = FragmentReader()

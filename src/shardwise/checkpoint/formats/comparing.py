@@ -1,4 +1,4 @@
-"""Compares two checkpoints of any formats, and computes fingerprints of tensors."""
+"""Compares two checkpoints, which may have different formats, and computes tensor fingerprints."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardwise.checkpoint.reader import TensorReader
 
 @dataclass(frozen=True)
 class Difference:
-    """How one tensor differs between two checkpoints.
+    """Comparison of one tensor in two checkpoints.
 
     Args:
-        name: Its name.
+        name: Name of the tensor.
         first: Its spec in the first checkpoint, or None if it is missing there.
-        second: The same for the second one.
+        second: Its spec in the second checkpoint, or None if it is missing there.
         changed: Number of elements with different bits, after conversion to a common dtype.
-        relative: Largest difference divided by the largest absolute value. NaN if only one of two
-            elements is a NaN.
+        relative: Largest difference divided by the largest absolute value. NaN if an element is NaN
+            in only one of the checkpoints.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Difference:
 
     @property
     def is_same(self) -> bool:
-        """True if both have the same shape, dtype and bits."""
+        """Whether shape, dtype and bits are the same in both checkpoints."""
         one, other = self.first, self.second
         if one is None or other is None or self.changed:
             return False
@@ -49,11 +49,11 @@ class Difference:
 def tensors_of(
     checkpoint: Checkpoint, *, model_only: bool = False, all_names: bool = False
 ) -> dict[str, Leaf]:
-    """Return the model's tensors by name, and the optimizers' as `optimizer: NAME.KEY`.
+    """Return the model's tensors by name, and the optimizer state as `optimizer: NAME.KEY`.
 
     Args:
         model_only: Leave out the optimizers.
-        all_names: Return a tied weight under all its names instead of the first one.
+        all_names: Include a tied weight under all its names instead of only the first one.
     """
     model, aliases = checkpoint.model, checkpoint.aliases
     found = {name: Leaf(model, name) for name in model.specs if all_names or name not in aliases}
@@ -75,7 +75,7 @@ def tensors_of(
 
 
 def compare(first: Mapping[str, Leaf], second: Mapping[str, Leaf]) -> Iterator[Difference]:
-    """Yield one Difference per tensor, in the order of `first`. Reads chunk by chunk."""
+    """Yield one Difference per tensor, in the order of `first`. Tensors are read in chunks."""
     for name in [*first, *(name for name in second if name not in first)]:
         one, other = first.get(name), second.get(name)
         if one is None or other is None or one.shape != other.shape:
@@ -148,18 +148,18 @@ def fingerprint(value: Tensor) -> str:
 
 
 def format_fingerprint(spec: TensorSpec, crc: str) -> str:
-    """Return the fingerprint of a tensor with the checksum `crc`."""
+    """Return the fingerprint of a tensor whose checksum is `crc`."""
     return f"{spec.dtype}:{'x'.join(map(str, spec.shape))}:{crc}"
 
 
 def fingerprints(model: nn.Module | Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprint of each tensor of a model or state_dict, by name.
 
-    Two models with the same fingerprints hold the same bits. Use it on a server, to prove that its
-    model holds the bits that the trainer published.
+    Two models with the same fingerprints are bit-identical. A server can use this to check that its
+    model has the bits that the trainer published.
 
     Args:
-        model: A module, or tensors by name. Values that are no tensors are skipped.
+        model: A module, or tensors by name. Values that are not tensors are skipped.
 
     Example::
 
@@ -170,10 +170,10 @@ def fingerprints(model: nn.Module | Mapping[str, Any]) -> dict[str, str]:
 
 
 def fingerprints_of(tensors: TensorReader, names: Mapping[str, str]) -> dict[str, str]:
-    """Return the fingerprints of a file's tensors.
+    """Return the fingerprint of each tensor in a file, by name.
 
     Args:
-        tensors: The tensors.
+        tensors: Reader of the file.
         names: Maps further names of tied weights to names in `tensors`.
     """
     found = {

@@ -1,11 +1,11 @@
-"""Reads torch's distributed checkpoints (DCP) without running code that they name.
+"""Reads torch's distributed checkpoints (DCP), without running any code that they name.
 
-    checkpoint/.metadata        a pickle: names, shapes, chunks, and where each chunk is
-    checkpoint/__R_N.distcp     chunks one after the other, each a small file of torch.save
+    checkpoint/.metadata        a pickle: names, shapes, chunks, and the place of each chunk
+    checkpoint/__R_N.distcp     chunks one after the other, each in the format of torch.save
 
-FSDP, torchtitan, Lightning and Accelerate write this format. Megatron-Core does too, in a layout of
-its own (megatron.py). Source of the format: metadata.py, filesystem.py and default_planner.py in
-torch/distributed/checkpoint.
+FSDP, torchtitan, Lightning and Accelerate write this format. Megatron-Core does too, with its own
+layout of tensors (megatron.py). Source of the format: metadata.py, filesystem.py and
+default_planner.py in torch/distributed/checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.checkpoint.schema import is_plain_name
 from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 METADATA = ".metadata"
-"""File that every checkpoint of this format has."""
+"""File that every DCP checkpoint contains."""
 
 WHAT = "torch's distributed checkpoint (DCP)"
 
@@ -48,7 +48,7 @@ _LARGEST_VALUE = 64 * 2**20
 
 
 class _Properties(inert.Inert):
-    """The pickled TensorProperties, whose state is a tuple."""
+    """Replacement for the pickled TensorProperties, whose state is a tuple."""
 
     kind = "TensorProperties"
 
@@ -61,7 +61,7 @@ class _Properties(inert.Inert):
 
 @dataclass(frozen=True)
 class _Place:
-    """A chunk's bytes: `length` bytes of the file `file` from `offset` on."""
+    """Place of a chunk: `length` bytes of the file `file`, starting at byte `offset`."""
 
     file: str
     offset: int
@@ -70,7 +70,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A box of a tensor's elements, and its place in a file."""
+    """A chunk: a rectangular part of a tensor (a box), and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -81,9 +81,9 @@ class _Chunk:
         return math.prod(self.sizes)
 
     def interval(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Return the interval of flat elements that the box covers, or None if it covers several.
+        """Return the range of flat elements that the box covers, or None if it is not contiguous.
 
-        It covers one if all dims after the first that is not of size 1 are complete.
+        The box is contiguous if all dims after its first dim larger than 1 are complete.
         """
         varied = next((d for d, size in enumerate(self.sizes) if size != 1), len(shape))
         if any(self.sizes[d] != shape[d] for d in range(varied + 1, len(shape))):
@@ -95,11 +95,11 @@ class _Chunk:
 
 
 class DcpReader(TensorReader):
-    """Reads the tensors of a DCP folder.
+    """Reads tensors from a DCP folder.
 
     Args:
-        folder: The folder with the file .metadata.
-        chunks: The chunks of each tensor, by name.
+        folder: The folder that contains .metadata.
+        chunks: Chunks of each tensor, by tensor name.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class DcpReader(TensorReader):
                 self._read_chunk(spec, chunk, low - interval[0], part)
 
     def _assemble(self, name: str) -> Tensor:
-        """Return all elements of a tensor, from boxes that are not contiguous in it."""
+        """Return all elements of a tensor whose chunks are not contiguous in it."""
         if self._assembled is None or self._assembled[0] != name:
             spec = self.specs[name]
             whole = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
@@ -142,7 +142,7 @@ class DcpReader(TensorReader):
         return self._assembled[1]
 
     def _read_chunk(self, spec: TensorSpec, chunk: _Chunk, first: int, into: Tensor) -> None:
-        """Fill `into` with elements of a chunk, starting at its element `first`."""
+        """Fill `into` with a chunk's elements, starting at the chunk's element `first`."""
         if not into.numel():
             return
         with reading(self._folder, WHAT):
@@ -163,9 +163,10 @@ class DcpReader(TensorReader):
                 into.copy_(near)
 
     def _locate(self, spec: TensorSpec, chunk: _Chunk) -> tuple[int, Tensor | None]:
-        """Return the position of a chunk's elements in its file.
+        """Locate a chunk's elements.
 
-        The second result is the elements themselves, if the chunk was not saved in element order.
+        Returns their byte position in the file, and None. If they were not saved in element order,
+        returns 0, and the elements in order.
         """
         place = chunk.place
         if place not in self._found:
@@ -198,7 +199,12 @@ class DcpReader(TensorReader):
         return self._fds[name]
 
     def damages(self, rank: int, size: int) -> Iterator[str]:
-        """Yield one sentence per chunk whose checksum is wrong, of this rank's share."""
+        """Check this rank's share of the chunks, and yield one sentence per damaged chunk.
+
+        Args:
+            rank: Index of this rank.
+            size: Number of ranks that share the work.
+        """
         entries = [(name, c) for name, chunks in sorted(self._chunks.items()) for c in chunks]
         for name, chunk in entries[rank::size]:
             try:
@@ -212,7 +218,7 @@ class DcpReader(TensorReader):
 
     @property
     def files(self) -> list[str]:
-        """Names of the files with the tensors."""
+        """Names of the files that contain tensors."""
         return sorted({c.place.file for chunks in self._chunks.values() for c in chunks})
 
     def close(self) -> None:
@@ -221,7 +227,7 @@ class DcpReader(TensorReader):
 
 
 class _Window(io.RawIOBase):
-    """The bytes of one chunk, as a file."""
+    """File object that contains only the bytes of one chunk."""
 
     def __init__(self, fd: int, place: _Place) -> None:
         self._fd, self._place, self._at = fd, place, 0
@@ -253,7 +259,7 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """Description of a tensor in the pickle of a chunk."""
+    """Description of a tensor, from a chunk's pickle."""
 
     key: str
     first: int
@@ -262,7 +268,7 @@ class _StoredTensor:
 
 
 class _ChunkUnpickler(pickle.Unpickler):
-    """Reads the description of a chunk's tensor. Refuses all other names in the pickle."""
+    """Reads the description of a tensor from a chunk's pickle. Rejects all other contents."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -289,9 +295,9 @@ def _rebuild(key: str, first: int, shape: Any, stride: Any, *_: Any) -> _StoredT
 def _parse_chunk(
     archive: zipfile.ZipFile, place: _Place, dtype: str
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Return the position of a chunk's elements in the file, and the shape of the chunk.
+    """Return the byte position of a chunk's elements in the file, and the chunk's shape.
 
-    The position is None if the elements cannot be read in order, so that torch must load the chunk.
+    The position is None if the elements are not stored in order. torch must then load the chunk.
     """
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     order = records.get("byteorder")
@@ -332,8 +338,8 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
     """Open a DCP folder.
 
     Returns:
-        The reader, the path of each key in the nested state_dict that was saved, and the places of
-        the values that are not tensors.
+        The reader; each key's path in the nested state_dict that was saved; the places of the
+        values that are not tensors.
 
     Raises:
         BrokenCheckpoint: A file is missing, truncated or not of this format.
@@ -394,7 +400,10 @@ def _place_of(places: Mapping[Any, _Place], offsets: tuple[int, ...]) -> _Place:
 
 
 def _check_cover(spec: TensorSpec, chunks: Sequence[_Chunk]) -> None:
-    """Raise ValueError unless the chunks cover every element of a tensor exactly once."""
+    """Raise ValueError unless the chunks cover each element of the tensor exactly once.
+
+    Also raises it if a chunk is larger than its place in the file.
+    """
     check_boxes(spec.name, spec.shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
     for chunk in chunks:
         # Readers allocate memory by these sizes, so a false one must not pass.
@@ -405,7 +414,7 @@ def _check_cover(spec: TensorSpec, chunks: Sequence[_Chunk]) -> None:
 def check_boxes(
     name: str, shape: Sequence[int], boxes: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> None:
-    """Raise ValueError unless boxes cover every element of a tensor exactly once.
+    """Raise ValueError unless the boxes cover each element of a tensor exactly once.
 
     Args:
         name: Name of the tensor, for messages.
@@ -432,7 +441,6 @@ def check_boxes(
 
 
 def _nested_paths(planner_data: Any, keys: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the path of each key in the nested state_dict."""
     known = planner_data if isinstance(planner_data, dict) else {}
     found: dict[str, tuple[Any, ...]] = {}
     for key in keys:
@@ -468,7 +476,7 @@ def read_tree(folder: Path, stack: ExitStack) -> tuple[dict[Any, Any], DcpReader
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a DCP folder. Returns None if `path` is not one."""
+    """Open the DCP folder at `path`. Returns None if there is none."""
     folder = find(path)
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's checkpoints through the interface of all formats."""
+"""Opens DeepSpeed checkpoints through the interface that all formats share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a DeepSpeed checkpoint. Returns None if `path` is not one."""
+    """Open the DeepSpeed checkpoint at `path`. Returns None if there is none."""
     folder = find(path)
     if folder is None:
         return None

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any format for another library, tensor by tensor."""
+"""Writes a checkpoint of any format in another library's format, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Export:
-    """What to write.
+    """An export: the checkpoint to write, and how to write it.
 
     Args:
-        checkpoint: The source, perhaps changed by rules.
+        checkpoint: The source. Rules may have changed it.
         out: The file or folder to write.
-        dtype: Dtype of floating-point weights, or None to keep theirs.
+        dtype: Dtype of floating-point weights, or None to keep their dtypes.
         with_optimizer: Also write the optimizer state, step and schedulers.
     """
 
@@ -55,7 +55,7 @@ class Export:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """Tensors of the model to write, tied weights once, with the dtypes that they get."""
+        """The model's tensors as they are written, in their final dtypes and without aliases."""
         found = []
         for name, spec in self.checkpoint.model.specs.items():
             if name in self.checkpoint.aliases:
@@ -67,7 +67,7 @@ class Export:
 
     @property
     def weights(self) -> MappedReader:
-        """The model's tensors, with fp32 masters for parameters that are written wider."""
+        """The model's tensors. Parameters to write in a wider dtype come from fp32 masters."""
         masters = {
             f"{key}": entry["master"]
             for optimizer in self.checkpoint.optimizers
@@ -85,7 +85,7 @@ class Export:
 
     @cached_property
     def training(self) -> tuple[MappedReader, dict[str, Any]]:
-        """The tensors of the optimizer state by `NAME.KEY`, and the fields of checkpoint.json.
+        """The optimizer state's tensors as `NAME.KEY`, and the fields of checkpoint.json.
 
         Raises CheckpointError if the source has no optimizer state.
         """
@@ -106,9 +106,9 @@ class Export:
 
 
 def format_of(out: Path) -> str:
-    """Return the format that the name of a file or folder implies.
+    """Return the format that the name of the file or folder `out` implies.
 
-    Raises CheckpointError if it has an unknown suffix.
+    Raises CheckpointError if the suffix is unknown.
     """
     if out.suffix and out.suffix not in SUFFIXES and not out.is_dir():
         raise CheckpointError(
@@ -119,10 +119,10 @@ def format_of(out: Path) -> str:
 
 
 def check(export: Export, to: str) -> Export:
-    """Return what `write` will write: of a model of PEFT, only the adapter.
+    """Return the export that `write` writes. For a PEFT model, this is only the adapter.
 
-    Raises CheckpointError if that cannot be written, before any work. The format may be unknown or
-    unable to hold the optimizer state, or the path may be taken.
+    Raises CheckpointError if it cannot be written: the format is unknown or cannot hold the
+    optimizer state, the source has no such state, or the path is not usable.
     """
     if to not in FORMATS:
         raise CheckpointError(f"There is no format {to!r}. Write one of {', '.join(FORMATS)}.")
@@ -139,19 +139,19 @@ def check(export: Export, to: str) -> Export:
 
 
 def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
-    """Write a checkpoint in the format `to`, and return the number of the model's tensors.
+    """Write a checkpoint in the format `to`, and return the number of model tensors.
 
-    The file or folder appears only once it is complete.
+    The file or folder gets its name only once it is complete.
 
     Args:
-        advance: Called with the number of elements after each write.
+        advance: Called after each write with the number of elements written.
 
     Raises:
-        CheckpointError: The errors of `check`, or the disk fails.
+        CheckpointError: `check` fails, or the disk fails.
         BrokenCheckpoint: The source is damaged.
     """
     export = check(export, to)
-    # The result has no checksums of the source, so compare them before.
+    # The result does not contain the source's checksums, so verify them first.
     for damage in export.checkpoint.damages(0, 1):
         raise BrokenCheckpoint(damage)
     try:
@@ -163,7 +163,7 @@ def write(export: Export, to: str, advance: Advance = lambda _: None) -> int:
 
 
 def _check_path(out: Path, to: str) -> None:
-    """Raise CheckpointError if a path does not suit a format, or a folder has other contents."""
+    """Raise CheckpointError if `out` does not suit the format `to`, or is a non-empty folder."""
     wanted = SUFFIXES.get(out.suffix)
     if to in SUFFIXES.values() and wanted != to:
         suffixes = [suffix for suffix, format in SUFFIXES.items() if format == to]
@@ -184,7 +184,7 @@ def _check_path(out: Path, to: str) -> None:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Context manager that yields a hidden folder, and renames it to `out` when it is complete."""
+    """Context manager that yields a hidden folder, and renames it to `out` on success."""
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
@@ -193,7 +193,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         file_system.sync(aside)
-        # mkdtemp allows only its owner to read the folder, but others may load the model.
+        # mkdtemp lets only the owner read the folder, but other users may load the model.
         mask = os.umask(0)
         os.umask(mask)
         aside.chmod(0o777 & ~mask)
@@ -239,11 +239,10 @@ def _write_transformers(export: Export, advance: Advance) -> None:
 
 
 def _adapter_of(export: Export) -> Export:
-    """Return an export of a PEFT model's adapter, with the names that PEFT gives it in a file.
+    """Return an export of only a PEFT model's adapter, under the names that PEFT uses in files.
 
-    Returns the export unchanged if it has only the adapter already.
-
-    Raises CheckpointError if the adapter has other tensors than those of LoRA.
+    Returns `export` unchanged if it contains no other weights. Raises CheckpointError if the
+    adapter is not plain LoRA.
     """
     checkpoint = export.checkpoint
     names = [name for name in checkpoint.model.specs if name not in checkpoint.aliases]
@@ -271,16 +270,16 @@ def _adapter_of(export: Export) -> Export:
 
 
 _ADAPTER = re.compile(r"\blora_\w+\.default\b")
-"""Matches the names of LoRA's tensors in a model of PEFT, whose files leave out the adapter."""
+"""Matches LoRA tensor names in a PEFT model. PEFT's files omit the adapter's name."""
 
 _PEFT = "base_model.model."
 
 
 def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
-    """Return a config.json that names `dtype`.
+    """Return the config.json `config` with `dtype` as its dtype.
 
-    Transformers and servers convert the weights to the dtype in it as they load them, so it must be
-    the dtype of the files. Returns the config unchanged if it is not a JSON object.
+    Transformers and servers convert weights to this dtype when they load them, so it must match the
+    files. Returns the config unchanged if it is not a JSON object.
     """
     try:
         fields = json.loads(config)
@@ -295,11 +294,11 @@ def with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
 
 
 Arrange = Callable[[dict[str, Any]], dict[str, Any]]
-"""Arranges the model, optimizers, schedulers and step of a training dict for a library."""
+"""Arranges model, optimizers, schedulers and step as a library's training dict."""
 
 
 def _of_scripts(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return the training dict that most scripts write."""
+    """Arrange `parts` as a training dict in the form that most scripts write."""
     optimizers, schedulers = parts["optimizers"], parts["schedulers"]
     return {
         "model": parts["model"],
@@ -310,7 +309,7 @@ def _of_scripts(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_pt(export: Export, advance: Advance, arrange: Arrange = _of_scripts) -> None:
-    """Write a file of torch.save: the state_dict, or a dict of model, optimizer and step."""
+    """Write a file with torch.save: the state_dict, or a dict of model, optimizer and step."""
     specs, aliases = export.specs, export.checkpoint.aliases
     tensors = export.weights.leaves
     wrap: Callable[[dict[str, Tensor]], Any] = dict
@@ -330,7 +329,7 @@ def _write_pt(export: Export, advance: Advance, arrange: Arrange = _of_scripts) 
 def _training_dict(
     fields: Mapping[str, Any], arrange: Arrange, values: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return a training dict of state_dicts that torch's own load_state_dict accepts."""
+    """Return a training dict whose state_dicts torch's own load_state_dict accepts."""
     of_state = _by_parameter({n[1:]: value for n, value in values.items() if n[:1] == "\0"})
     return arrange(
         {
@@ -343,7 +342,7 @@ def _training_dict(
 
 
 def _by_parameter(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return the tensors of an optimizer state by parameter and key, from `NAME.KEY`."""
+    """Group optimizer tensors, named `NAME.KEY`, by parameter and then by key."""
     found: dict[str, dict[str, Tensor]] = {}
     for full, value in values.items():
         name, _, key = full.rpartition(".")
@@ -394,14 +393,13 @@ def _write_accelerate(export: Export, advance: Advance) -> None:
 
 
 def _numbered(stem: str, number: int) -> str:
-    """Return the name of Accelerate's file for the object `number`."""
+    """Return the name of Accelerate's file for object number `number`."""
     return f"{stem}_{number}.bin" if number else f"{stem}.bin"
 
 
 def _write_optimizer(
     export: Export, described: Mapping[str, Any], path: Path, advance: Advance
 ) -> None:
-    """Write the state_dict of one optimizer to a file of torch.save."""
     tensors, fields = export.training
     names = {name for group in described["groups"] for name in group["parameters"]}
     own = {full: leaf for full, leaf in tensors.leaves.items() if full.rpartition(".")[0] in names}
@@ -420,9 +418,10 @@ def _write_lightning(export: Export, advance: Advance) -> None:
 
 
 def _of_lightning(parts: dict[str, Any]) -> dict[str, Any]:
-    """Return a training dict in Lightning's form, with the progress that its Trainer restores.
+    """Arrange `parts` as Lightning's training dict, with the progress that its Trainer restores.
 
-    A loop takes the rest of its progress from its initial state: the first batch of epoch 0.
+    All other progress stays at its initial value, so the Trainer continues at the first batch of
+    epoch 0.
     """
     steps = {"ready": parts["step"], "completed": parts["step"]}
     none = {"ready": 0, "completed": 0}
@@ -450,7 +449,7 @@ def _of_lightning(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_dcp(export: Export, advance: Advance) -> None:
-    """Write a DCP folder: `model`, and with the optimizer `optim` and `step` (as FSDP2's guide)."""
+    """Write a DCP folder of `model` and, if requested, `optim` and `step`, as in FSDP2's guide."""
     # Imported here, because they take a second, which the other formats need not spend.
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -500,7 +499,7 @@ def _on_meta(spec: TensorSpec) -> Tensor:
 
 
 def _lazy_planner() -> Any:
-    """Return a planner class for DCP that reads each tensor when it is written."""
+    """Return a DCP planner class that reads each tensor only when it is written."""
     # torch imports half of torch.distributed for this class, so define it only if it is needed.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -539,7 +538,7 @@ WITH_OPTIMIZER = ("pt", "dcp", *OF_TRAINING)
 
 
 def numel(export: Export) -> int:
-    """Return the number of elements that an export writes, for a progress bar."""
+    """Return the number of elements that `export` writes, for a progress bar."""
     total = sum(spec.numel for spec in export.specs)
     if export.with_optimizer:
         tensors, _ = export.training

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any format as one of Shardwise's, tensor by tensor."""
+"""Writes a checkpoint of any format as a Shardwise checkpoint, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Imported:
     """A checkpoint that `write` has written.
 
     Args:
-        path: Its folder.
+        path: Folder of the checkpoint.
         tensors: Number of tensors.
         nbytes: Size of all files in bytes.
-        notes: Sentences about missing contents, and about contents that were not imported.
+        notes: Sentences about contents that are missing or were not imported.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class Imported:
 
 
 def plain_prefixes(checkpoint: Checkpoint) -> list[Rule]:
-    """Return rules that remove the prefixes of wrappers from the checkpoint's names.
+    """Return rules that remove wrappers' prefixes from the checkpoint's tensor names.
 
     DistributedDataParallel, torch.compile, FSDP1 and recomputation add such prefixes.
     """
@@ -76,14 +76,13 @@ class Import:
 
     @property
     def nbytes(self) -> int:
-        """Size of all tensors in bytes."""
         return sum(spec.nbytes for t in self.sets.values() for spec in t.specs.values())
 
 
 def prepare(checkpoint: Checkpoint, *, model_only: bool = False) -> Import:
     """Return the contents that an import of `checkpoint` writes.
 
-    Adds sentences about missing contents to the notes of the checkpoint.
+    Adds sentences about missing contents to the checkpoint's notes.
 
     Args:
         model_only: Leave out the optimizer state.
@@ -132,12 +131,12 @@ def _sets_and_fields(checkpoint: Checkpoint, *, model_only: bool) -> SetsAndFiel
 def write(job: Import, out: Path, advance: Advance = lambda _: None) -> Imported:
     """Write a checkpoint into the folder `out`, as `out`/step-N.
 
-    The tensors are read and written one after the other, with checksums. A kill at any moment
-    leaves earlier checkpoints in `out` as they are.
+    Tensors are read and written one after the other, with checksums. If the process is killed,
+    earlier checkpoints in `out` stay intact.
 
     Args:
-        out: Folder of the checkpoints of a run, for `engine.resume`.
-        advance: Called with the number of bytes after each write.
+        out: Folder that contains a run's checkpoints, for `engine.resume`.
+        advance: Called after each write with the number of bytes written.
 
     Raises:
         CheckpointError: The disk fails.
@@ -181,7 +180,7 @@ def write(job: Import, out: Path, advance: Advance = lambda _: None) -> Imported
 
 
 def chunks(tensors: TensorReader, spec: TensorSpec) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield the elements of a tensor as 1-D tensors, each with the index of its first element."""
+    """Yield a tensor in chunks: the index of the first element, and a 1-D tensor of elements."""
     for first in range(0, spec.numel, CHUNK):
         value = torch.empty(min(CHUNK, spec.numel - first), dtype=dtype_of(spec.dtype))
         tensors.read(spec.name, first, value)
@@ -194,7 +193,7 @@ def _write_tensors(
     sets: Mapping[str, TensorReader],
     advance: Advance,
 ) -> dict[tuple[str, str], list[ChecksumPart]]:
-    """Write all tensors into the files of `plan`. Return the checksums of their parts."""
+    """Write all tensors into the files of `plan`. Return the checksums of each tensor's parts."""
     writer = Writer(folder, plan)
     try:
         for kind, tensors in sets.items():

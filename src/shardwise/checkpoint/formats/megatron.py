@@ -1,10 +1,10 @@
-"""Reads checkpoints of Megatron-Core (torch_dist): torch DCP in Megatron's layout.
+"""Reads Megatron-Core checkpoints (torch_dist), which are torch DCP in Megatron's own layout.
 
     iter_0000010/.metadata, __R_N.distcp    tensors
     iter_0000010/common.pt                  arguments, iteration, options of the optimizer
     iter_0000010/metadata.json              {"sharded_backend": "torch_dist", ...}
 
-Layers are stacked along dim 0. Optimizer state has the key of its weight, after a prefix:
+Layers are stacked along dim 0. A key of optimizer state is a prefix followed by the weight's key:
 
     decoder.layers.mlp.linear_fc1.weight                              [layers, rows, columns]
     optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight      the same shape, or flattened
@@ -51,22 +51,22 @@ _LATEST = "latest_checkpointed_iteration.txt"
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _NO_WEIGHT = re.compile(r"(chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state")
-"""Keys of tensors that are no weights."""
+"""Keys of tensors that are not weights."""
 
 _STACKED = re.compile(r"(.*?\blayers)\.(?!\d+\.)(.+)")
-"""Keys of tensors that have the layers as dim 0. Layers with different parts are not stacked."""
+"""Keys of tensors with layers stacked along dim 0. Layers that differ are not stacked."""
 
 _MASTERS = ("fp32_param", "param")
 """Keys of the fp32 copies of the weights."""
 
 _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
-"""Options of a group that its update uses. The others belong to Megatron's own schedules."""
+"""Options that a group's update uses. All others belong to Megatron's own schedules."""
 
 
 def find(path: Path) -> Path | None:
-    """Return the folder of one checkpoint that `path` refers to, or None.
+    """Return the checkpoint folder that `path` refers to, or None.
 
-    `path` may be the folder of a run, whose newest checkpoint is used.
+    If `path` is the folder of a run, this is its newest checkpoint.
     """
     if (path / _LATEST).is_file():
         word = read_whole(path / _LATEST)[:40].decode("ascii", "replace").strip()
@@ -77,7 +77,7 @@ def find(path: Path) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a checkpoint of Megatron-Core. Returns None if `path` is not one."""
+    """Open the Megatron-Core checkpoint at `path`. Returns None if there is none."""
     folder = find(path)
     if folder is None:
         return None
@@ -136,7 +136,7 @@ def _interpret(folder: Path, reader: dcp.DcpReader, common: Mapping[str, Any]) -
 
 
 def _facts(arguments: Inert) -> dict[str, str]:
-    """Return numbers of the model in the run's arguments, by the names of config.json."""
+    """Return the model's sizes from the run's arguments, under their names in config.json."""
     values = arguments.__dict__
     # Without grouped queries, Megatron leaves the number of groups at 1.
     kv = "num_query_groups" if values.get("group_query_attention") else "num_attention_heads"
@@ -155,7 +155,7 @@ def _facts(arguments: Inert) -> dict[str, str]:
 
 
 class _PartReader(TensorReader):
-    """Reads a part of another tensor: `shape` elements from element `first` on."""
+    """Reads the elements of `leaf` from `first` on as a tensor of shape `shape`."""
 
     def __init__(self, leaf: Leaf, first: int, shape: tuple[int, ...]) -> None:
         self._leaf, self._first = leaf, first
@@ -166,12 +166,12 @@ class _PartReader(TensorReader):
 
 
 class _BoxesReader(TensorReader):
-    """Reads a tensor whose boxes were flattened: [grid..., elements of a box].
+    """Reads a tensor that is stored as a grid of boxes, each flattened: [grid..., box elements].
 
     Args:
-        leaf: The flattened tensor.
-        shape: Shape of the tensor itself.
-        last: Shared by all tensors.
+        leaf: The stored tensor.
+        shape: Shape of the tensor to read.
+        last: Cache of the last tensor, shared by all readers.
     """
 
     def __init__(self, leaf: Leaf, shape: tuple[int, ...], last: LastValue) -> None:
@@ -194,16 +194,18 @@ class _BoxesReader(TensorReader):
 def _unstack(
     key: str, leaf: Leaf, shape: tuple[int, ...], stacks: dict[str, int]
 ) -> Iterator[tuple[str, Leaf]]:
-    """Yield the tensors of each layer, or a tensor that is not stacked, by the names of modules.
+    """Split a stacked tensor into layers. Yield each layer's name in the model and its tensor.
+
+    Yields a tensor that is not stacked unchanged.
 
     Args:
         key: Key of the weight.
         leaf: The weight or its optimizer state.
         shape: Shape of the stacked tensor.
-        stacks: Number of layers of each stack, by its name. Adds those that are not known yet.
+        stacks: Number of layers of each stack, by stack name. New stacks are added.
 
     Raises:
-        ValueError: Two tensors have different numbers of layers.
+        ValueError: The tensor has a different number of layers than others in its stack.
     """
     found = _STACKED.fullmatch(key)
     if found is None:
@@ -220,7 +222,7 @@ def _unstack(
 
 
 def _read_state(reader: dcp.DcpReader, stacks: dict[str, int]) -> dict[str, dict[str, Any]]:
-    """Return the optimizer state of each weight, by its name in the model."""
+    """Return the optimizer state of each weight, by the weight's name in the model."""
     state: dict[str, dict[str, Any]] = {}
     last = LastValue()
     for key, spec in reader.specs.items():
@@ -245,7 +247,10 @@ def _read_state(reader: dcp.DcpReader, stacks: dict[str, int]) -> dict[str, dict
 def _add_optimizer(
     checkpoint: Checkpoint, state: dict[str, dict[str, Any]], common: Mapping[str, Any]
 ) -> None:
-    """Add the optimizer to a checkpoint, or a note if its groups cannot be told apart."""
+    """Add the optimizer to a checkpoint.
+
+    Adds a note instead if it is not certain which parameters its groups have.
+    """
     saved = list(_groups(common.get("optimizer")))
     groups: list[OptimizerGroup] = []
     for name in state:
@@ -271,7 +276,7 @@ def _add_optimizer(
 
 
 def _groups(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield all parameter groups in nested dicts and lists. They lack the parameters."""
+    """Yield the options of all parameter groups in nested dicts and lists, without parameters."""
     if isinstance(value, Mapping) and isinstance(value.get("param_groups"), list | tuple):
         yield from (training_dict.plain_value(group) for group in value["param_groups"])
         return
@@ -291,7 +296,7 @@ def _common_step(common: Mapping[str, Any]) -> Any:
 def _options_of(
     groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """Return the options of the group that has a parameter, or None if they are not certain.
+    """Return the options of the group that contains parameter `name`, or None if it is not certain.
 
     Megatron does not decay biases and vectors: their group has wd_mult=0.
     """

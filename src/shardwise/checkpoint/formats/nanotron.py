@@ -1,4 +1,4 @@
-"""Reads nanotron's checkpoints, with tensor-parallel shards put together.
+"""Reads nanotron's checkpoints, and joins tensor-parallel shards into full tensors.
 
     1000/checkpoint_metadata.json      {"metas": {"last_train_step": 1000, ...}, "tp": 2, ...}
     1000/model_config.json             heads and sizes
@@ -8,10 +8,11 @@
     1000/optimizer/optimizer_pp-0-of-1_tp-1-of-2_exp-0-of-1.pt             state, groups and names
     1000/lr_scheduler/, random/                                            not read
 
-The metadata of a shard has the shape of the full tensor, and pairs of a box in the shard and the
-box in the full tensor that it is: "0,4,None|None,None,None#4,8,None|None,None,None;...". Source of
-the layout: nanotron/serialize/{weights,optimizer,metadata,utils}.py, nanotron/parallel/
-parameters.py and nanotron/optim/named_optimizer.py.
+A shard's metadata contains the full tensor's shape, and pairs of boxes. The first box of a pair is
+in the shard, the second is its place in the full tensor:
+"0,4,None|None,None,None#4,8,None|None,None,None;...". Source of the layout:
+nanotron/serialize/{weights,optimizer,metadata,utils}.py, nanotron/parallel/parameters.py and
+nanotron/optim/named_optimizer.py.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ _Pairs = tuple[tuple[_Box, _Box], ...]
 
 @dataclass(frozen=True)
 class _Shard:
-    """A file, and the boxes of the full tensor that it has, or () if it has the full tensor.
+    """A file with a tensor-parallel shard of a tensor.
 
     Args:
-        rank: The tensor-parallel rank that wrote it.
-        pairs: For each box, its place in the shard and its place in the full tensor.
+        rank: The tensor-parallel rank that wrote the file.
+        pairs: For each box, its place in the shard and its place in the full tensor. () if the file
+            contains the full tensor.
     """
 
     path: Path
@@ -78,13 +80,12 @@ class _Shard:
         return SafetensorsReader([self.path])
 
     def value(self) -> Tensor:
-        """Read the shard."""
         with closing(self.open()) as reader:
             return reader.whole(_DATA)
 
 
 def _assemble(spec: TensorSpec, parts: Iterable[tuple[Tensor, _Pairs]]) -> Tensor:
-    """Return a full tensor as 1-D, from its shards and their boxes."""
+    """Return a full tensor, flattened to 1-D, from its shards and their boxes."""
     value = torch.empty(spec.shape, dtype=dtype_of(spec.dtype))
     for part, pairs in parts:
         for place, box in pairs:
@@ -93,7 +94,7 @@ def _assemble(spec: TensorSpec, parts: Iterable[tuple[Tensor, _Pairs]]) -> Tenso
 
 
 class _ShardsReader(TensorReader):
-    """Reads tensors from the shards of tensor parallelism.
+    """Reads full tensors from tensor-parallel shards.
 
     Args:
         specs: Dtype and shape of each full tensor, by name.
@@ -115,13 +116,13 @@ class _ShardsReader(TensorReader):
 
 
 class _StateReader(TensorReader):
-    """Reads the optimizer state of a sharded parameter.
+    """Reads one optimizer state of a sharded parameter as a full tensor.
 
     Args:
         shape: Shape of the full parameter.
-        shards: The shards of the parameter.
+        shards: The parameter's shards.
         leaves: The state of each shard, by tensor-parallel rank.
-        last: Shared by all states.
+        last: Cache of the last tensor, shared by all readers.
     """
 
     def __init__(
@@ -147,9 +148,9 @@ class _StateReader(TensorReader):
 
 
 def find(path: Path) -> Path | None:
-    """Return the folder of one checkpoint that `path` refers to, or None.
+    """Return the checkpoint folder that `path` refers to, or None.
 
-    `path` may be the folder of a run, whose newest checkpoint is used.
+    If `path` is the folder of a run, this is its newest checkpoint.
     """
     if (path / _LATEST).is_file() and not (path / "model").is_dir():
         word = read_whole(path / _LATEST)[:40].decode("ascii", "replace").strip()
@@ -158,7 +159,7 @@ def find(path: Path) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a checkpoint of nanotron. Returns None if `path` is not one."""
+    """Open the nanotron checkpoint at `path`. Returns None if there is none."""
     folder = find(path)
     if folder is None:
         return None
@@ -192,7 +193,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 def _read_headers(name: str, paths: list[Path]) -> tuple[TensorSpec, list[_Shard]]:
     """Return the spec of a full tensor, and its shards.
 
-    Raises ValueError if the shards do not cover every element once.
+    Raises ValueError unless the shards cover each element exactly once.
     """
     shards: list[_Shard] = []
     boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -230,7 +231,7 @@ def _read_headers(name: str, paths: list[Path]) -> tuple[TensorSpec, list[_Shard
 
 
 def _box(text: str, shape: tuple[int, ...]) -> _Box:
-    """Parse a box such as `0,4,None|None,None,None`. Raises ValueError if it is not in `shape`."""
+    """Parse a box such as `0,4,None|None,None,None`. Raises ValueError unless it fits `shape`."""
     found = []
     for part, size in zip(text.split("|"), shape, strict=True):
         start, stop, step = (None if n == "None" else int(n) for n in part.split(","))
@@ -273,7 +274,7 @@ def _add_optimizer(
                 own = [names[number] for number in options.pop("params") if number in names]
                 if place == len(groups):
                     groups.append(OptimizerGroup([], options))
-                # Pipeline ranks have other parameters, tensor-parallel ranks the same ones.
+                # Pipeline ranks have different parameters, tensor-parallel ranks the same ones.
                 groups[place].keys.extend(n for n in own if n not in groups[place].keys)
     if unknown := [name for name in parts if name not in checkpoint.model.specs]:
         checkpoint.notes.append(
@@ -296,7 +297,7 @@ def _join(
     kinds: Mapping[str, Mapping[int, Any]],
     last: LastValue,
 ) -> dict[str, Any]:
-    """Return the state of one full parameter from the state on each tensor-parallel rank."""
+    """Join the tensor-parallel ranks' state of one parameter into the full parameter's state."""
     entry: dict[str, Any] = {}
     for kind, by_rank in kinds.items():
         some = by_rank[min(by_rank)]
@@ -320,7 +321,7 @@ def _step(folder: Path) -> int | None:
 
 
 def _facts(path: Path) -> dict[str, str]:
-    """Return numbers of the model's configuration, by the names that config.json has."""
+    """Return the model's head counts and rotary layout from its config, as in config.json."""
     if not path.is_file():
         return {}
     with reading(path, WHAT):

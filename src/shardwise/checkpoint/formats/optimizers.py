@@ -1,4 +1,4 @@
-"""Gives optimizer states the names of a model's parameters, in the form of checkpoint.json."""
+"""Assigns saved optimizer state to a model's parameters, in the form of checkpoint.json."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import CheckpointError, CheckpointMismatch
 
 OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
-"""Keys of optimizer state in torch that has the same shape as its parameter."""
+"""Keys of torch's optimizer state that has the same shape as its parameter."""
 
 _OF_TORCH = "foreach"
-"""Option that all optimizers of torch have. They store step counts as tensors."""
+"""Option that all torch optimizers have. They store step counts as tensors."""
 
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""Last parts of the names of buffers that torch's own modules have."""
+"""Last name parts of the buffers in torch's own modules."""
 
 ONLY_MODEL = "Load only the model: engine.load(path, model_only=True)."
 
@@ -41,7 +41,7 @@ def fields_for(
     names: Names,
     groups: Groups,
 ) -> SetsAndFields:
-    """Return the tensor sets, and the fields that checkpoint.json would have, for a model.
+    """Return a checkpoint's tensor sets and checkpoint.json fields, with a model's names.
 
     The fields are empty if the checkpoint has no optimizer.
 
@@ -50,7 +50,7 @@ def fields_for(
         groups: For each optimizer and parameter group, the first names of its parameters.
 
     Raises:
-        CheckpointMismatch: The optimizers have other parameters or groups.
+        CheckpointMismatch: The saved optimizers have different parameters or groups.
     """
     if checkpoint.resolve is not None:
         return checkpoint.resolve(names, groups)
@@ -75,7 +75,7 @@ def fields_for(
 def fields_alone(
     checkpoint: Checkpoint,
 ) -> SetsAndFields:
-    """Return the same as `fields_for`, for the names in the checkpoint.
+    """Return a checkpoint's tensor sets and checkpoint.json fields, with the checkpoint's names.
 
     Raises CheckpointError if the checkpoint identifies parameters by position, and the positions do
     not determine the names.
@@ -87,7 +87,10 @@ def fields_alone(
 
 
 def fields_of(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> SetsAndFields:
-    """Return the tensor sets and fields for optimizers whose parameters have names."""
+    """Return the tensor sets and checkpoint.json fields for the optimizers `named`.
+
+    Their parameters must already have names.
+    """
     leaves: dict[str, Leaf] = {}
     numbers: dict[str, dict[str, Any]] = {}
     for optimizer in named:
@@ -144,7 +147,7 @@ def fields_of(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> SetsAn
 
 
 def _step(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> int:
-    """Return the number of updates, from the optimizers if the checkpoint does not store it."""
+    """Return the number of updates. If the checkpoint lacks it, use the optimizers' step counts."""
     if checkpoint.step is not None:
         return checkpoint.step
     counts = [
@@ -181,7 +184,7 @@ def _by_position(
     groups: Sequence[Sequence[str]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> SavedOptimizer:
-    """Name the parameters by their position in the groups, as torch's load_state_dict does."""
+    """Name the parameters by their positions in the groups, as torch's load_state_dict does."""
     counts = [len(group.keys) for group in optimizer.groups]
     if counts != [len(group) for group in groups]:
         raise CheckpointMismatch(
@@ -227,7 +230,7 @@ def _by_name(
     groups: Sequence[Sequence[str]],
     names: Mapping[str, Sequence[str]],
 ) -> SavedOptimizer:
-    """Give the parameters the model's own names, and arrange them in the engine's groups."""
+    """Rename the parameters to the model's names, and arrange them in the engine's `groups`."""
     saved = [key for group in optimizer.groups for key in group.keys]
     own = [name for group in groups for name in group]
     match = tensor_names.match({name: names.get(name, [name]) for name in own}, saved)
@@ -243,8 +246,8 @@ def _by_name(
     arranged = []
     for group in groups:
         found = [options[match.found[name]] for name in group]
-        # The source may store groups in another order, but all parameters of a group must have had
-        # the same options. Otherwise some would get the learning rate of others.
+        # The source may store groups in a different order, but all parameters of a group must have
+        # had the same options. Otherwise some would get another parameter's learning rate.
         for name, other in zip(group, found, strict=True):
             if str(other) != str(found[0]):
                 raise CheckpointMismatch(
@@ -264,11 +267,11 @@ def _by_name(
 
 
 def named_by_order(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOptimizer | None:
-    """Name parameters by the order of the model's tensors. Returns None unless it is certain.
+    """Name parameters by the order of the model's tensors. Returns None if this is ambiguous.
 
     A state_dict and parameters() have the same order, except that a state_dict also has buffers.
-    The order is certain for a single group if the shapes of its state fit the model's tensors in
-    only one way.
+    The order is unambiguous if there is a single group, and its state fits the shapes of the
+    model's tensors in only one way.
     """
     if not optimizer.is_by_position:
         return optimizer
@@ -294,7 +297,7 @@ def named_by_order(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOp
 
 
 def _shape_of_state(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that a state belongs to, or None if it does not show it."""
+    """Return the shape of the parameter that a state belongs to, or None if it is unknown."""
     for key, value in entry.items():
         if key in OF_ELEMENTS and isinstance(value, Leaf):
             return value.shape
@@ -304,7 +307,10 @@ def _shape_of_state(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _align(
     wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[int] | None:
-    """Return the leftmost places in `shapes` that fit `wanted` in order, or None. None fits any."""
+    """Match `wanted`, in order, to the earliest possible positions in `shapes`.
+
+    None in `wanted` matches any shape. Returns the positions, or None if there is no match.
+    """
     found: list[int] = []
     for shape in wanted:
         start = found[-1] + 1 if found else 0
@@ -317,7 +323,7 @@ def _align(
 
 
 def _parameters(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the tensors that may be parameters, in order."""
+    """Return, in order, the names of all tensors that may be parameters."""
     return [
         name
         for name in checkpoint.model.specs
@@ -326,7 +332,7 @@ def _parameters(checkpoint: Checkpoint) -> list[str]:
 
 
 def _require_names(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOptimizer:
-    """Return `optimizer` with names. Raises CheckpointError if they are not certain."""
+    """Return `optimizer` with parameter names. Raises CheckpointError if they are ambiguous."""
     named = named_by_order(checkpoint, optimizer)
     if named is None:
         count = sum(len(group.keys) for group in optimizer.groups)

@@ -1,4 +1,4 @@
-"""Reads Shardwise's own checkpoints through the interface of all formats."""
+"""Opens Shardwise's own checkpoints through the interface that all formats share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.checkpoint.tools import OpenedCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a checkpoint, or the newest one in a folder. Returns None if `path` is neither."""
+    """Open the checkpoint `path`, or the newest one in it. Returns None if there is none."""
     if not path.is_dir() or not (os.path.lexists(path / DOCUMENT) or complete(path)):
         return None
     opened = OpenedCheckpoint(path)

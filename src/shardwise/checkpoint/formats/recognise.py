@@ -26,19 +26,19 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 FORMATS: tuple[Callable[[Path], Checkpoint | None], ...] = (
     own.open_checkpoint,
     deepspeed_folders.open_checkpoint,
-    # Before DCP, which it contains.
+    # Before DCP, because Megatron's checkpoints look like DCP too.
     megatron.open_checkpoint,
     dcp.open_checkpoint,
     nanotron.open_checkpoint,
-    # Before the folders of models, which these contain.
+    # Before model folders, because a run folder contains a model too.
     run_folders.open_checkpoint,
     safetensors_files.open_checkpoint,
     torch_files.open_checkpoint,
 )
-"""Opens each format. Each returns None if a path is not of its format. The first match is used."""
+"""Functions that open one format each, or return None. The first match is used."""
 
 FOREIGN = tuple(one for one in FORMATS if one is not own.open_checkpoint)
-"""The formats of other libraries."""
+"""Functions that open other libraries' formats."""
 
 
 def open_checkpoint(
@@ -48,11 +48,11 @@ def open_checkpoint(
 
     Args:
         path: A file or folder.
-        formats: The formats to try.
+        formats: Functions that open one format each, tried in order.
 
     Raises:
-        CheckpointError: It does not exist, or is of no known format.
-        BrokenCheckpoint: It is damaged or incomplete.
+        CheckpointError: `path` does not exist or has no known format.
+        BrokenCheckpoint: The checkpoint is damaged or incomplete.
     """
     if not os.path.lexists(path):
         raise CheckpointError(f"{path} does not exist. Name a file or folder to load.")
@@ -93,7 +93,8 @@ def open_checkpoint(
 def training_format(folder: Path) -> str | None:
     """Return the name of the library whose training checkpoint is in `folder`, or None.
 
-    Reads no file except DeepSpeed's `latest`. Models without an optimizer do not count.
+    A model without an optimizer is not a training checkpoint. Reads no file except DeepSpeed's
+    `latest`.
     """
     if find_deepspeed(folder) is not None:
         return "DeepSpeed"
@@ -105,7 +106,7 @@ def training_format(folder: Path) -> str | None:
 
 
 def _refuse_unsupported(path: Path) -> None:
-    """Raise CheckpointError for the folders of libraries that cannot be read, by name."""
+    """Raise CheckpointError if `path` has a known but unsupported format. The message names it."""
     metadata = path / "metadata.json"
     if metadata.is_file() and metadata.stat().st_size < 2**16:
         backend = re.search(rb'"sharded_backend":\s*"(\w+)"', read_whole(metadata))

@@ -1,4 +1,4 @@
-"""Renames, splits, fuses and transposes tensors, by rules that users can extend.
+"""Renames, splits, fuses and transposes tensors by rules. Users can add their own.
 
     model.layers.{i}.=blocks.{i}.                       rename: a prefix, if it ends with a dot
     lm_head.weight=head.weight                          rename: a whole name
@@ -43,19 +43,19 @@ _MASTER = "master"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of a map.
+    """A rule for renaming, splitting, fusing or transposing tensors.
 
     Args:
         text: The rule as the user wrote it, for messages.
-        old: Patterns of the names in the source: several for a fuse.
-        new: Patterns of the new names: several for a split.
+        old: Patterns of the names in the source. Several for a fuse.
+        new: Patterns of the new names. Several for a split.
         dim: Dim along which tensors are split or fused.
-        sizes: Relative sizes of the parts, or () for equal ones.
+        sizes: Relative sizes of the parts, or () if they are equal.
         groups: Number of groups along `dim`. Each group contains all parts.
-        transpose: True if the matrix is transposed.
-        rope: Number of heads whose rows are reordered, from pairs to halves. Negative: the other
-            way round. 0: not reordered.
-        map: Name of the built-in map that the rule belongs to, or "".
+        transpose: True to transpose the matrix.
+        rope: Number of heads whose rows are reordered from pairs to halves. A negative number
+            reorders them from halves to pairs. 0: not reordered.
+        map: Name of the built-in map that contains the rule, or "".
     """
 
     text: str
@@ -70,12 +70,12 @@ class Rule:
 
     @property
     def is_prefix(self) -> bool:
-        """True if the rule applies to the beginnings of names."""
+        """Whether the rule matches the beginning of names rather than whole names."""
         return len(self.old) == len(self.new) == 1 and self.old[0][-1:] in ("", ".")
 
     @property
     def action(self) -> str:
-        """Describes the change of values, or "" if tensors are only renamed."""
+        """Description of what the rule does to values, or "" if it only renames tensors."""
         words = []
         if len(self.new) > 1:
             words.append(f"split along dim {self.dim}")
@@ -88,7 +88,7 @@ class Rule:
         return ", ".join(words)
 
     def change(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Apply the rule to the values of the tensors `old`.
+        """Apply the rule to `values`, the values of the tensors named by `old`.
 
         Raises CheckpointError if the shapes do not fit.
         """
@@ -112,7 +112,7 @@ class Rule:
         return [value.contiguous() for value in values]
 
     def _grouped(self, value: Tensor) -> Tensor:
-        """Return a view with the groups as an additional dim before `dim`."""
+        """Return a view of `value` with an additional dim for the groups before `dim`."""
         size = value.shape[self.dim]
         if size % self.groups:
             raise ValueError(f"{size} is not a multiple of groups={self.groups}")
@@ -134,9 +134,10 @@ class Rule:
 
 
 def _reorder_rotary(value: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of each head between pairs (Meta's order) and halves (Transformers' order).
+    """Reorder the rows of each head from pairs (Meta's order) to halves (Transformers' order).
 
-    As `permute` in transformers/models/llama/convert_llama_weights_to_hf.py.
+    A negative `heads` reverses this. See `permute` in
+    transformers/models/llama/convert_llama_weights_to_hf.py.
     """
     forward, heads = heads > 0, abs(heads)
     rows = value.shape[0]
@@ -148,7 +149,6 @@ def _reorder_rotary(value: Tensor, heads: int) -> Tensor:
 
 
 def parse(text: str) -> Rule:
-    """Parse a rule. Raises CheckpointError if it is not valid."""
     names, *options = text.split(";")
     old, equals, new = names.partition("=")
     if not equals or "=" in new:
@@ -221,7 +221,7 @@ def _check(rule: Rule) -> None:
 
 
 def _in_layer(name: str) -> str:
-    """Return the names of tensors in a layer of Transformers' Llama, from `a.{b,c}.d`."""
+    """Expand `a.{b,c}.d` to the names of tensors in a layer of Transformers' Llama."""
     found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
     names = [name] if found is None else [found[1] + n + found[3] for n in found[2].split(",")]
     return ",".join(f"model.layers.{{i}}.{name}" for name in names)
@@ -241,7 +241,7 @@ _LLAMA = (
     ("layers.{i}.attention_norm.weight", "model.layers.{i}.input_layernorm.weight", ""),
     ("layers.{i}.ffn_norm.weight", "model.layers.{i}.post_attention_layernorm.weight", ""),
 )
-"""Llama's names: Meta's (and torchtitan's), Transformers', and the heads that are reordered."""
+"""Llama's names in Meta's format (and torchtitan's), in Transformers, and the heads to reorder."""
 
 _MEGATRON = (
     ("embedding.word_embeddings.weight", "model.embed_tokens.weight", ""),
@@ -312,11 +312,11 @@ def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
 
     Args:
         texts: Rules, or names of built-in maps, such as "llama-meta-to-hf:heads=32,kv_heads=8".
-            Numbers that are not given are read from the checkpoint's config.json.
+            Missing head counts are read from the checkpoint's config.json.
         checkpoint: The checkpoint to which the rules are applied.
 
     Raises:
-        CheckpointError: A rule is invalid, or a number is not known.
+        CheckpointError: A rule is invalid, or a head count is unknown.
     """
     found: list[Rule] = []
     for text in texts:
@@ -335,7 +335,7 @@ def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
 
 
 class _Numbers:
-    """Numbers of heads of a model, from the user or from its config.json."""
+    """A model's head counts, given by the user or read from its config.json."""
 
     def __init__(self, name: str, arguments: str, checkpoint: Checkpoint) -> None:
         self._name = name
@@ -358,7 +358,7 @@ class _Numbers:
         self._config: Mapping[str, Any] = facts | (config if isinstance(config, dict) else {})
 
     def heads(self, kind: str) -> int:
-        """Return the number of attention heads, or of key and value heads."""
+        """Return the number of attention heads (`heads`) or key and value heads (`kv_heads`)."""
         if kind in self._chosen:
             return self._chosen[kind]
         keys = ["num_attention_heads"]
@@ -423,10 +423,10 @@ def _built_in(name: str, numbers: _Numbers) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Change:
-    """The effect of a map on one tensor, or on several that it fuses.
+    """The effect of a map on one tensor, or on several tensors that it fuses.
 
     Args:
-        rule: The rule, or None if no rule matches.
+        rule: The rule that matches, or None.
         old: Names in the source.
         new: New names.
     """
@@ -437,12 +437,12 @@ class Change:
 
 
 def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) -> list[Change]:
-    """Return what `rules` do to tensors, in the order of `names`.
+    """Return the changes that `rules` make to tensors, in the order of `names`.
 
     Args:
         names: Names of all tensors in the source.
         rules: The rules. The first one that matches a name is used.
-        optional: True if rules may match nothing.
+        optional: True to accept rules that match no tensor.
 
     Raises:
         CheckpointError: Two tensors would get the same name, a fuse lacks a part, or a rule matches
@@ -491,7 +491,7 @@ def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) ->
 
 
 def _match(rule: Rule, name: str) -> Change | None:
-    """Return what `rule` does to `name`, or None if it does not match."""
+    """Return the change that `rule` makes to the tensor `name`, or None if it does not match."""
     for pattern in rule.old:
         form = _SLOT.sub(lambda slot: f"(?P<{slot[1]}>[^.]+)", _escape(pattern))
         found = re.match(form, name) if rule.is_prefix else re.fullmatch(form, name)
@@ -517,7 +517,7 @@ def _escape(pattern: str) -> str:
 
 
 class ChangedReader(TensorReader):
-    """Reads tensors that rules change. Holds the result of the last change only."""
+    """Reads tensors that rules change. Caches only the result of the last change."""
 
     def __init__(self) -> None:
         self.specs: dict[str, TensorSpec] = {}
@@ -525,7 +525,7 @@ class ChangedReader(TensorReader):
         self._last: tuple[tuple[int, str], list[Tensor]] | None = None
 
     def add(self, rule: Rule, leaves: list[Leaf], names: Sequence[str]) -> None:
-        """Add the tensors that `rule` makes of `leaves`, by their new names."""
+        """Add the tensors that `rule` creates from `leaves`, under their new `names`."""
         # Compute the shapes without reading the values.
         shapes = rule.change([torch.empty(leaf.shape, device="meta") for leaf in leaves])
         dtypes = {leaf.spec.dtype for leaf in leaves}
@@ -548,8 +548,6 @@ class ChangedReader(TensorReader):
 
 @dataclass
 class _Renamed:
-    """Leaves by their new names."""
-
     leaves: dict[str, Leaf] = field(default_factory=dict)
     changed: ChangedReader = field(default_factory=ChangedReader)
 
@@ -562,10 +560,10 @@ class _Renamed:
 
 
 def apply(checkpoint: Checkpoint, rules: Sequence[Rule]) -> list[Change]:
-    """Apply rules to the model and the optimizer state of a checkpoint, and return the changes.
+    """Apply rules to a checkpoint's model and optimizer state, and return the changes.
 
-    State with one value per element is changed like its parameter. Raises CheckpointError if a rule
-    does not fit.
+    Optimizer state with one value per element is changed like its parameter. Raises CheckpointError
+    if a rule cannot be applied.
     """
     changes = plan(list(checkpoint.model.specs), rules)
     if not rules:

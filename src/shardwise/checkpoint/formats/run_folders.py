@@ -1,4 +1,4 @@
-"""Reads the folders that the Transformers Trainer and Accelerate save in a run.
+"""Opens the folders in which the Transformers Trainer and Accelerate save a run.
 
 checkpoint-500/   model.safetensors  optimizer.pt   scheduler.pt   trainer_state.json    Trainer
 state/            model.safetensors  optimizer.bin  scheduler.bin                     Accelerate
@@ -24,12 +24,12 @@ _STATE = "trainer_state.json"
 
 
 def has_optimizer(path: Path) -> bool:
-    """Return whether a folder contains an optimizer's state by one of its usual names."""
+    """Return whether the folder contains an optimizer's state under one of the usual names."""
     return (path / "optimizer_0").is_dir() or any((path / name).is_file() for name in _OPTIMIZERS)
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the folder of a run. Returns None if `path` is not one."""
+    """Open the run folder `path`. Returns None if it is not one."""
     if not path.is_dir():
         return None
     fsdp = (path / f"{_FSDP}_0").is_dir() or (path / f"{_FSDP}.bin").is_file()
@@ -74,7 +74,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def _open_model(path: Path, stack: ExitStack) -> Checkpoint | None:
-    """Open the model in the folder of a run, or return None if it has none."""
+    """Open the model in the run folder `path`. Returns None if it contains no model."""
     if (path / f"{_FSDP}.bin").is_file():
         return torch_files.open_checkpoint(path / f"{_FSDP}.bin")
     folder = path / f"{_FSDP}_0"
@@ -109,7 +109,7 @@ def _load_sharded(folder: Path, key: str, stack: ExitStack) -> Any:
 
 
 def _step(path: Path) -> int:
-    """Return the number of updates in the Trainer's state."""
+    """Return the number of updates that the Trainer has recorded."""
     try:
         step = json.loads(read_whole(path))["global_step"]
         if type(step) is int and step >= 0:

@@ -1,4 +1,4 @@
-"""Reads safetensors: one file, a model split into several (Transformers, Diffusers), adapters."""
+"""Opens safetensors files: a whole or split model (Transformers, Diffusers), or an adapter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LARGEST_CONFIG = 64 * 2**20
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a safetensors file, or a folder of a model. Returns None if `path` is neither."""
+    """Open a safetensors file or a model folder. Returns None if `path` is neither."""
     if path.is_dir():
         return open_folder(path)
     if path.suffix != ".safetensors":
@@ -37,7 +37,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def open_folder(path: Path) -> Checkpoint | None:
-    """Open the folder of a model or an adapter. Returns None if it contains none."""
+    """Open the model or adapter in the folder `path`. Returns None if there is none."""
     for stem in STEMS:
         if (files := files_of(path, stem, ".safetensors")) is not None:
             format = "PEFT adapter" if stem == "adapter_model" else "Transformers"
@@ -63,7 +63,7 @@ def _open(files: list[Path], path: Path, format: str) -> Checkpoint:
 
 
 def _open_pickles(path: Path, files: list[Path]) -> Checkpoint:
-    """Open a split model that was written by torch.save."""
+    """Open a split model that torch.save has written."""
     leaves: dict[str, Leaf] = {}
     for file in files:
         content, _ = torch_files.load(file)
@@ -87,7 +87,7 @@ def read_configs(path: Path) -> dict[str, bytes]:
 
 
 def architecture(config: bytes) -> str:
-    """Return the class of the model that a config.json describes, or ""."""
+    """Return the class of the model that `config`, a config.json, describes, or ""."""
     try:
         fields = json.loads(config)
         return ", ".join(map(str, fields.get("architectures") or [fields.get("peft_type", "")]))

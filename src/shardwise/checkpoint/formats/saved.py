@@ -1,4 +1,4 @@
-"""Defines the interface of all formats: a checkpoint whose tensors are read on demand."""
+"""Defines the interface that all formats share: a checkpoint whose tensors are read on demand."""
 
 from __future__ import annotations
 
@@ -31,19 +31,18 @@ SetsAndFields = tuple[dict[str, TensorReader], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of a checkpoint, which `reader` has under `name`. It is read on demand."""
+    """A checkpoint's tensor, called `name` in `reader`. Its values are read on demand."""
 
     reader: TensorReader
     name: str
 
     @property
     def spec(self) -> TensorSpec:
-        """Dtype and shape, with the name in the reader."""
+        """Dtype and shape of the tensor, and its name in the reader."""
         return self.reader.specs[self.name]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
         return self.spec.shape
 
     def value(self) -> Tensor:
@@ -52,7 +51,7 @@ class Leaf:
 
 
 class MappedReader(TensorReader):
-    """Reads tensors of other readers under new names.
+    """Reads tensors from other readers under new names.
 
     Args:
         leaves: The tensors, by their new names.
@@ -71,13 +70,13 @@ class MappedReader(TensorReader):
 
 
 class LastValue:
-    """Keeps the last tensor that readers have computed, because tensors are read in parts."""
+    """Caches the last tensor that readers computed, because tensors are read in parts."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, Tensor] | None = None
 
     def get(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `compute` for `key`, which is called unless it was the last one."""
+        """Return the cached tensor if `key` is the last key, otherwise compute and cache it."""
         if self._kept is None or self._kept[0] != key:
             self._kept = None  # free the last tensor before the next is computed
             self._kept = key, compute()
@@ -115,7 +114,7 @@ class OptimizerGroup:
     """A parameter group.
 
     Args:
-        keys: Its parameters: names, or positions (int) if the source stores no names.
+        keys: The group's parameters: names, or positions (int) if the source stores no names.
         options: Learning rate and other options.
     """
 
@@ -128,8 +127,8 @@ class SavedOptimizer:
     """One optimizer of a checkpoint.
 
     Args:
-        groups: Its parameter groups.
-        state: By key of the parameter, the entries of its state: Leaf objects, or plain values.
+        groups: The optimizer's parameter groups.
+        state: State entries (Leaf objects or plain values) by parameter key and entry name.
         kind: Class of the optimizer, or "" if the source does not store it.
     """
 
@@ -139,33 +138,33 @@ class SavedOptimizer:
 
     @property
     def is_by_position(self) -> bool:
-        """True if the source identifies parameters by position."""
+        """Whether the source identifies parameters by position."""
         return any(not isinstance(key, str) for group in self.groups for key in group.keys)
 
 
 @dataclass
 class Checkpoint:
-    """An opened checkpoint of any format. A context manager that closes its files.
+    """An open checkpoint of any format. Also a context manager that closes the files.
 
     Args:
         format: Name of the format, for users.
         path: The file or folder.
         model: The model's tensors.
-        optimizers: Its optimizers, in order. Empty if the source has none.
+        optimizers: The optimizers, in order. Empty if the source has none.
         step: Number of updates, or None if the source does not store it.
         schedulers: States of learning-rate schedulers, by name.
-        scale: Loss scale and the steps since it last changed, or None.
+        scale: Loss scale and the number of steps since it last changed, or None.
         seed: The seed of the run, or None.
         aliases: Maps further names of tied weights to names in `model`.
         averages: Other sets of weights in the source, such as moving averages, by name.
-        facts: What else the source says about itself, for display.
-        notes: Sentences about contents that are not read, or that the source lacks.
+        facts: Further facts that the source states about itself, for display.
+        notes: Sentences about contents that the source lacks or that are not read.
         config: Small files of the model, such as config.json, by name.
-        damages: Checks the files, and yields one sentence per damage. It is given the position of
-            this rank and the number of ranks, which share the files.
-        resolve: Returns the tensor sets and the fields of checkpoint.json for a model, as
-            `optimizers.fields_for` does, which is the default.
-        has_checksums: False if the format has no checksums, so that `damages` finds nothing.
+        damages: Checks a rank's share of the files, and yields one sentence per damage. Called with
+            the index of the rank and the number of ranks.
+        resolve: Returns the tensor sets and the fields of checkpoint.json for a model. Default:
+            `optimizers.fields_for`.
+        has_checksums: False if the format has no checksums, so `damages` finds nothing.
     """
 
     format: str
@@ -197,7 +196,7 @@ class Checkpoint:
         self.stack.close()
 
     def use(self, average: str) -> None:
-        """Use the set of weights `average` as the model. Raises KeyError if there is none."""
+        """Use the averaged weights `average` as the model. Raises KeyError if they do not exist."""
         self.model = self.averages[average]
         # The names of tied weights are those of the model that was replaced.
         self.aliases = {a: f for a, f in self.aliases.items() if f in self.model.specs}
@@ -205,10 +204,10 @@ class Checkpoint:
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Context manager that turns errors of unexpected contents into BrokenCheckpoint.
+    """Context manager that converts errors from unexpected file contents to BrokenCheckpoint.
 
-    An undamaged file may still contain anything: a value that is missing or has another type raises
-    a TypeError, KeyError or the like in the code that reads it.
+    Such errors are TypeError, KeyError and the like. Code that reads an undamaged file can still
+    raise them if a value is missing or has an unexpected type.
 
     Args:
         what: Name of the format, for the message.
@@ -234,7 +233,7 @@ def _unlike(path: Path, what: str, error: BaseException) -> BrokenCheckpoint:
 
 
 def as_number(value: Any) -> Any:
-    """Return the Python number in a 0-dim tensor or Leaf, and any other value unchanged."""
+    """Return a 0-dim tensor or Leaf as a Python number, and any other value unchanged."""
     if isinstance(value, Leaf) and not value.shape:
         value = value.value()
     return value.item() if isinstance(value, torch.Tensor) and not value.ndim else value

@@ -1,4 +1,4 @@
-"""Reads files of torch.save: weights, training dicts of scripts and libraries, Lightning."""
+"""Opens files written by torch.save: weights, Lightning checkpoints, scripts' training dicts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _LIBRARIES = (
     (("state", "rng"), "Composer checkpoint"),
     (("state_dict", "arch", "epoch"), "timm checkpoint"),
 )
-"""Keys by which the files of a library are recognised."""
+"""Keys by which a library's files are recognised."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open a file of torch.save. Returns None if `path` has another suffix, or is a folder."""
+    """Open a file written by torch.save. Returns None for a folder or an unknown suffix."""
     if path.suffix not in SUFFIXES or path.is_dir():
         return None
     content, format = load(path)
@@ -46,11 +46,11 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def load(path: Path) -> tuple[Any, str]:
-    """Return the contents of a file and the name of its format. Runs no code from the file.
+    """Return a file's contents and the name of its format. Runs no code from the file.
 
     Raises:
-        CheckpointError: It contains objects of unknown classes.
-        BrokenCheckpoint: It is damaged, or was not written by torch.save.
+        CheckpointError: The file contains objects of unknown classes.
+        BrokenCheckpoint: The file is damaged, or was not written by torch.save.
     """
     try:
         must_be_file(path)
@@ -82,14 +82,14 @@ def load(path: Path) -> tuple[Any, str]:
 
 
 def objects_in(tree: Any) -> list[str]:
-    """Return the keys at the top of a file whose values are objects, with their classes."""
+    """Return each top-level key whose value is an object of an unknown class, with the class."""
     return [
         f"{key!s:.40} ({value.kind})" for key, value in tree.items() if isinstance(value, Inert)
     ]
 
 
 def as_tree(content: Any, path: Path) -> tuple[Any, MemoryReader]:
-    """Return `content` with a Leaf in place of each tensor, and the reader of the tensors.
+    """Return `content` with a Leaf in place of each tensor, and a reader of these tensors.
 
     Raises CheckpointError if a tensor is not a dense CPU tensor of a known dtype.
     """
@@ -114,7 +114,7 @@ def as_tree(content: Any, path: Path) -> tuple[Any, MemoryReader]:
 
 
 def find_aliases(checkpoint: Checkpoint, memory: MemoryReader) -> dict[str, str]:
-    """Map each further name of a tied weight to its first name.
+    """Return a map from each further name of a tied weight to its first name.
 
     torch.save stores shared memory once, so tied weights share memory after a load.
     """
@@ -130,7 +130,7 @@ def find_aliases(checkpoint: Checkpoint, memory: MemoryReader) -> dict[str, str]
 
 
 def damages(paths: list[Path]) -> Iterator[str]:
-    """Yield one sentence per file whose bytes do not have their checksums."""
+    """Yield one sentence for each file with a wrong checksum."""
     for path in paths:
         # Files of torch before 1.6 have no checksums.
         if zipfile.is_zipfile(path) and (fault := inert.damage(path)) is not None:

@@ -1,4 +1,4 @@
-"""Finds the model, the optimizers, the step and the schedulers in a training script's nested dict.
+"""Finds the model, optimizers, step and schedulers in a training script's nested dict.
 
 Scripts and libraries name these parts differently, but nest them in similar ways:
 
@@ -56,16 +56,16 @@ _DEEPEST = 4
 
 
 class Unread:
-    """Stands for a value that could not be read without running code."""
+    """Placeholder for a value that cannot be read without running code."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def nest(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Return nested dicts from values by path. An int in a path is a position in a list.
+    """Return nested dicts, given their values by path. A list index in a path becomes an int key.
 
-    Raises ValueError if a value and a dict have the same path.
+    Raises ValueError if two values, or a value and a dict, have the same path.
     """
     tree: dict[Any, Any] = {}
     for path, value in entries.items():
@@ -89,7 +89,7 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
         what: Name of the format, for messages.
 
     Raises:
-        CheckpointError: There is no state_dict in it.
+        CheckpointError: `tree` contains no state_dict of a model.
     """
     model, levels = _find_model(tree)
     if model is None:
@@ -135,7 +135,7 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
 
 
 def _of_average(weights: Mapping[Any, Any]) -> dict[str, Leaf]:
-    """Return the tensors of a model, without those that averaging classes store next to them.
+    """Return a model's tensors, without the extra entries that averaging classes add.
 
     torch's AveragedModel has `module.NAME` and a counter. ema_pytorch has `ema_model.NAME`, the
     trained weights as `online_model.NAME`, and counters.
@@ -151,7 +151,7 @@ def _of_average(weights: Mapping[Any, Any]) -> dict[str, Leaf]:
 def _entries(
     levels: Sequence[Mapping[Any, Any]], model: Mapping[Any, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the entries next to the model, outermost first."""
+    """Yield all entries of the dicts `levels` except tensors and the model, outermost first."""
     for level in levels:
         for key, value in level.items():
             if isinstance(key, str) and value is not model and not isinstance(value, Leaf):
@@ -159,7 +159,7 @@ def _entries(
 
 
 def is_weights(tree: Any) -> bool:
-    """Return whether `tree` is a state_dict: tensors by name, and perhaps extra state."""
+    """Return whether `tree` is a state_dict: tensors by name, optionally with extra state."""
     if not isinstance(tree, Mapping):
         return False
     others = [
@@ -171,7 +171,7 @@ def is_weights(tree: Any) -> bool:
 
 
 def _find_model(tree: Any, depth: int = 0) -> tuple[Mapping[Any, Any] | None, list[Any]]:
-    """Return the model's state_dict in `tree` or None, and the dicts on the way to it."""
+    """Return the model's state_dict in `tree`, or None, and the dicts that enclose it."""
     if is_weights(tree):
         return tree, []
     if not isinstance(tree, Mapping) or depth == _DEEPEST:
@@ -237,7 +237,7 @@ def _has(place: Any, key: str) -> bool:
 
 
 def _scale(levels: Sequence[Mapping[Any, Any]]) -> tuple[float, int] | None:
-    """Return the state of a GradScaler, or None if there is none."""
+    """Return a GradScaler's loss scale and growth counter, or None if there is no GradScaler."""
     for level in levels:
         for key in _SCALER:
             state = level.get(key)
@@ -250,7 +250,7 @@ def _scale(levels: Sequence[Mapping[Any, Any]]) -> tuple[float, int] | None:
 
 
 def _schedulers(value: Any, path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the states of schedulers that can be stored, by name."""
+    """Return the schedulers' states that can be stored, by name."""
     states = value if isinstance(value, list | tuple) else [value]
     # Composer stores schedulers by class, and DCP stores lists as dicts.
     if isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values()):
@@ -270,7 +270,7 @@ def _schedulers(value: Any, path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def plain_value(value: Any) -> Any:
-    """Return nested values with tensors in place of Leaf objects."""
+    """Return a nested value with each Leaf replaced by its tensor."""
     if isinstance(value, Leaf):
         return value.value()
     if isinstance(value, Mapping):
@@ -284,7 +284,7 @@ def plain_value(value: Any) -> Any:
 
 
 def _parse_optimizers(value: Any) -> list[SavedOptimizer] | None:
-    """Return the optimizers in `value`, or None if it has an unknown form."""
+    """Return the optimizers in `value`, or None if its form is unknown."""
     if isinstance(value, list | tuple):
         parsed = [_parse_optimizers(item) for item in value]
         return None if None in parsed else [one for ones in parsed for one in ones or ()]
@@ -302,7 +302,7 @@ def _parse_optimizers(value: Any) -> list[SavedOptimizer] | None:
 
 
 def _parse_optimizer(state: Mapping[Any, Any], groups: Any) -> SavedOptimizer:
-    """Parse the usual state_dict of an optimizer."""
+    """Parse an optimizer's state_dict in torch's form."""
     listed = [groups[k] for k in sorted(groups)] if isinstance(groups, Mapping) else list(groups)
     parsed = []
     for group in listed:
@@ -335,7 +335,7 @@ def _as_list(value: Any) -> list[Any]:
 def _parse_flat(value: Mapping[str, Any]) -> SavedOptimizer:
     """Parse torchtitan's form: `state.NAME.KEY` and `param_groups.NAME.OPTION`.
 
-    Parameters with equal options form a group, because the form does not store the groups.
+    This form does not store the groups, so parameters with equal options form a group.
     """
     state: dict[Any, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
@@ -365,5 +365,5 @@ def _equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def leaves_of(model: TensorReader) -> dict[str, Leaf]:
-    """Return a Leaf for each tensor of a reader, by name."""
+    """Return a Leaf for each tensor in `model`, by name."""
     return {name: Leaf(model, name) for name in model.specs}
