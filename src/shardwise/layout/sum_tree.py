@@ -48,7 +48,7 @@ def node_sizes(leaves: int) -> list[int]:
 
 
 def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Combine one or more leaves with `add`, in the order of the tree."""
+    """Add one or more leaves up with `add`, in the order of the tree."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
         # Add from the left, as `sum_in_rank_order` does across ranks: the order changes the
@@ -83,12 +83,12 @@ class MicroShards:
 
     @property
     def turns(self) -> int:
-        """Number of micro-shards that each worker runs per step, one after the other."""
+        """Number of micro-shards that each worker runs in sequence per step."""
         return self.count // self.workers
 
     @property
     def fan_ins(self) -> list[int]:
-        """Fan-in of each tree level above a turn: how many nodes are added into one."""
+        """Number of nodes added into one at each tree level above a turn, from the lowest level up."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:
