@@ -93,7 +93,7 @@ def nothing() -> Fingerprint:
 
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
-    """Return the fingerprint of `values`, which are elements `offset` onwards of a flattened tensor."""
+    """Return the fingerprint of `values`, a flat part of a tensor that starts at element `offset`."""
     # Work in chunks, because hashes and positions are 64-bit and need several times the memory of
     # the elements.
     flat = _plain(values)
@@ -153,7 +153,7 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements of `tensors` as integers, with small tensors of the same dtype concatenated.
+    """Yield the elements of `tensors` as integers. Small tensors of a dtype are concatenated.
 
     Processing a small tensor separately would take several additional kernels.
     """
@@ -172,9 +172,9 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum of `words` mod 2^64. Each is multiplied by the weight of its position in a row.
+    """Return the sum of `words` mod 2^64, weighted by their position in rows of 61 words.
 
-    A row has 61 positions, and the weights are odd numbers.
+    The weights are odd numbers.
     """
     rows = words[: words.numel() // 61 * 61].view(-1, 61).sum(0)
     rest = words[words.numel() // 61 * 61 :].long()

@@ -58,7 +58,7 @@ class CopyStream:
         ]
 
     def pages(self, nbytes: int, count: int) -> list[Tensor]:
-        """Allocate `count` page-aligned tensors of `nbytes` bytes (uint8, a multiple of the page size).
+        """Allocate `count` page-aligned tensors of `nbytes` (uint8, a multiple of the page size).
 
         The memory is pinned and can also be used for direct file transfers.
         """
@@ -99,7 +99,7 @@ class CopyStream:
             yield
 
     def here(self) -> Any:
-        """Return an event that completes once all work queued so far on the current stream is done."""
+        """Return an event that completes after all work queued so far on the current stream."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self.device))
         return event
@@ -155,7 +155,7 @@ class CopyStream:
             return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:
-        """Return an event that completes once all work queued so far on `stream` is done."""
+        """Return an event that completes after all work queued so far on `stream`."""
         # With a blocking event, a host thread sleeps in `synchronize`. By default CUDA spins, which
         # takes a core away from training.
         is_cuda = self.device.type == "cuda"
@@ -166,8 +166,8 @@ class CopyStream:
     def send_narrowed(self, value: Tensor, into: Tensor) -> None:
         """Copy host tensor `value` to device tensor `into`, which has a narrower dtype.
 
-        Both have shape (numel,). The cast runs on the host and the copy on the current stream. `value`
-        may be overwritten as soon as this returns.
+        Both have shape (numel,). The cast runs on the host and the copy on the current stream.
+        `value` may be overwritten as soon as this returns.
         """
         nbytes = into.numel() * into.element_size()
         if self._narrowing is None or self._narrowing.nbytes < nbytes:
@@ -189,7 +189,7 @@ class CopyStream:
         self.hold(data, self._streams.current_stream(self.device))
 
     def hold(self, data: Tensor, stream: Any) -> None:
-        """Prevent the allocator from reusing the memory of `data` until `stream` has finished with it."""
+        """Prevent reuse of the memory of `data` until `stream` has finished with it."""
         if data.device.type != "cpu":
             data.record_stream(stream)
 
