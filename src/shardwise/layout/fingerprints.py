@@ -93,7 +93,7 @@ def nothing() -> Fingerprint:
 
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
-    """Return the fingerprint of `values`, a flat part of a tensor that starts at element `offset`."""
+    """Return the fingerprint of `values`, a flat part of a tensor that starts at index `offset`."""
     # Work in chunks, because hashes and positions are 64-bit and need several times the memory of
     # the elements.
     flat = _plain(values)

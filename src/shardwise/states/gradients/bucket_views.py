@@ -13,7 +13,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 class BucketViews:
-    """Views of `buffer`, of shape (numel,), with the span `apart` stored in `own` instead.
+    """Views of `buffer`, of shape (numel,), except for the span `apart`, which is in `own`.
 
     A slot that straddles a boundary of `apart` has several flat views. `named` holds the parameter
     of each slot.
