@@ -89,8 +89,8 @@ class Backward:
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
         """Write the weighted `grad` to `target`, or add it to `target` if `adds` is true.
 
-        If the loss weight is known only on the device, written gradients are not zeroed here. `clean`
-        zeroes them, once per bucket.
+        If the loss weight is known only on the device, written gradients are not zeroed here.
+        `clean` zeroes them, once per bucket.
         """
         if adds:
             target.add_(self.weighted(grad))
@@ -349,7 +349,7 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Remove and return the gradients that arrived after the launch, with their parameter indices.
+        """Remove and return the gradients that arrived after the launch, by parameter index.
 
         Each has its parameter's shape. `backward` is the current backward pass. It is an argument
         because `begin` is called only for the buckets that a backward pass fills.
@@ -385,16 +385,21 @@ class GradientBucket:
         self._start(self._kept)
 
     def launch_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Launch a second collective, for the late gradients `entries` (parameter index, gradient)."""
+        """Launch a second collective, for late gradients only.
+
+        Args:
+            entries: Parameter index and gradient.
+        """
         buffer = self._queue.borrow(self.kind)
         buffer.memory[: self.layout.numel].zero_()
         self._add(buffer, entries)
         self._start(buffer)
 
     def hold_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Add late gradients, with their parameter indices, to the kept buffer.
+        """Add late gradients to the kept buffer, which must not be in flight.
 
-        The buffer must not be in flight.
+        Args:
+            entries: Parameter index and gradient.
         """
         assert self._kept is not None
         self._add(self._kept, entries)
@@ -527,7 +532,7 @@ class GradientBucket:
         self._in_flight = 0
 
     def follow_group(self) -> None:
-        """Reassign the elements that each remaining rank squares for the norm, after ranks were lost."""
+        """Recompute which elements each remaining rank squares for the norm."""
         queue = self._queue
         assert not queue.scatters
         cuts = even_cuts(self.layout.numel, queue.group.size)

@@ -29,7 +29,7 @@ class ExpectedGradients:
         self.arrivals = [0] * len(self._learned)
 
     def unforeseen(self) -> list[int]:
-        """Return the parameters that had more gradients in this backward pass than were expected."""
+        """Return the parameters that had more gradients than expected in this backward pass."""
         pairs = zip(self.arrivals, self._learned, strict=True)
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 
@@ -54,5 +54,5 @@ class ExpectedGradients:
         return True
 
     def count(self, indices: Iterable[int]) -> int:
-        """Return the number of gradients expected per backward pass for the parameters `indices`."""
+        """Return the number of gradients expected per backward pass for `indices`."""
         return sum(self._learned[index] for index in indices)

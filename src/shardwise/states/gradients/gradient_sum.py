@@ -129,7 +129,7 @@ class TreeSum(GradientSum):
         return None, read
 
     def count_part(self) -> None:
-        """Count a part that was added to the lowest level. Add each complete level to the next one."""
+        """Count a part in the lowest level. Add each level that is now complete to the next one."""
         self._counts[0] += 1
         for index, (lower, upper) in enumerate(pairwise(self._levels)):
             if self._counts[index] < self._fan_ins[index]:

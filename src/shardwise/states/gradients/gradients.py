@@ -217,7 +217,7 @@ class Gradients:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Launch the buckets `numbers`, which must be the same on all ranks. Used if `paced` is true."""
+        """Launch the buckets `numbers`, the same ones on every rank. Used if `paced` is true."""
         if self._in_backward and self._overlap:
             for number in numbers:
                 # Not every bucket takes part in this backward pass.
@@ -366,7 +366,7 @@ class Gradients:
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the names of parameters with unexpected gradients that made other gradients late."""
+        """Return the names of parameters whose unexpected gradients made others late."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 

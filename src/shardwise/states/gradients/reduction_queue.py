@@ -109,7 +109,7 @@ class ReductionQueue:
             yield launch.bucket
 
     def advance(self) -> None:
-        """Advance all launches. Call this before waiting for any, because other ranks may need later ones."""
+        """Advance all launches. Call before waiting for one: other ranks may need a later one."""
         for launch in self._launches:
             launch.handle.advance()
 
