@@ -20,7 +20,7 @@ from shardwise.tiers.copy_stream import to_host
 
 
 def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
-    """Return a full bucket of shape (bucket.numel,), gathered from the intervals of `group`'s ranks.
+    """Gather a full bucket of shape (bucket.numel,) from the intervals of the ranks in `group`.
 
     If `group` is None, `interval` is already the full bucket.
     """

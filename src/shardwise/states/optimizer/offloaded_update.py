@@ -32,7 +32,7 @@ from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield the spans of all intervals, one at a time. Several intervals must have one span each."""
+    """Yield the intervals span by span. If there are several intervals, each must be one span."""
     count = max(len(interval.spans) for interval in inner.intervals)
     for index in range(count):
         spans = [

@@ -165,8 +165,8 @@ def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Op
 def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute, or `value` itself if it is a module or cannot be copied.
 
-    Locks and files, for example, cannot be copied. `memo` is the memo of `copy.deepcopy`: it maps an
-    object's id to its copy.
+    Locks and files, for example, cannot be copied. `memo` is the memo of `copy.deepcopy`: it maps
+    an object's id to its copy.
     """
     # A module is part of the user's model, so all copies of the optimizer refer to the same one.
     if isinstance(value, nn.Module):
@@ -187,8 +187,8 @@ def placed(
 ) -> Any:
     """Move a state entry to the device that an optimizer with `options` requires.
 
-    This is `device`, except that step counts are usually on the CPU. If `copy` is False and the entry
-    is already on the right device, returns the entry itself.
+    This is `device`, except that step counts are usually on the CPU. If `copy` is False and the
+    entry is already on the right device, returns the entry itself.
     """
     if not isinstance(value, Tensor):
         return value

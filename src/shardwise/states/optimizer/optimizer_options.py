@@ -149,7 +149,7 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
 class FollowedAttributes:
     """Copies attributes of the user's optimizer `user` to its copy `inner`, and returns changes.
 
-    `changing` names the attributes that steps change. The copy with `leads` shares these attributes'
+    `changing` names the attributes that steps change. The copy whose `leads` is True shares their
     values with `user`. Every other copy has its own.
     """
 
