@@ -185,7 +185,7 @@ class OptimizerState:
         interval.master.store(value)
 
     def _build(self, existing: ExistingState) -> None:
-        """Split buckets into segments, create inner optimizers, and assign existing state to them."""
+        """Split buckets into segments, create inner optimizers, and assign existing state."""
         for interval, group in zip(self.intervals, self.groups, strict=True):
             interval.segments = existing.segments(interval, group)
         keys = [self._together(index) for index in range(len(self.intervals))]

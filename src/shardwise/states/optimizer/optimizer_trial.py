@@ -146,9 +146,9 @@ def _holds_tensors(value: Any) -> bool:
 class OptimizerKinds:
     """Determines the kinds of parameter groups, and caches them.
 
-    Groups that differ only in learning rate share a trial. Unless the optimizer is one of torch's, a
-    group is tried only once, because a method such as `eval()` may later switch the optimizer to a
-    mode in which it does not update.
+    Groups that differ only in learning rate share a trial. Unless the optimizer is one of torch's,
+    a group is tried only once, because a method such as `eval()` may later switch the optimizer to
+    a mode in which it does not update.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class _OptimizerTrial:
 
 
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
-    """Yield the trials for `group`. Most optimizers that need full tensors fail the short first one."""
+    """Yield the trials for `group`. The first is short: most optimizers are decided by it."""
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
     yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))

@@ -65,7 +65,7 @@ def whole_bucket(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
 class Gather:
     """A pending gather of buckets.
 
-    If a bucket is on a disk, this rank's interval is loaded first. `send` then starts the collective.
+    Intervals on a disk are loaded first. `send` then starts the bucket's collective.
     """
 
     buffers: list[_Buffer]

@@ -29,7 +29,7 @@ INTERVAL = 31
 
 
 class _PendingResult(NamedTuple):
-    """For each slot, whether its parameter was written. Valid on the host once `event` completes."""
+    """For each slot, whether its parameter was written. Valid once `event` has completed."""
 
     bucket: ShardedBucket
     differ: Tensor
@@ -37,7 +37,10 @@ class _PendingResult(NamedTuple):
 
 
 class LostWrites:
-    """Compares parameters' bits before and after use. Calls `report` with each written parameter's index."""
+    """Compares parameters' bits before and after some gathers.
+
+    Calls `report` with the index of each parameter that was written.
+    """
 
     def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
@@ -46,7 +49,7 @@ class LostWrites:
         self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Sum the bits of `bucket`, just gathered into `flat`, unless this gather is not checked."""
+        """Sum the bits of `bucket`, just gathered into `flat`, if this gather is to be checked."""
         while self._pending and self._pending[0].event.query():
             self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
@@ -54,7 +57,7 @@ class LostWrites:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Compare the bits of `bucket`, which is about to be resharded, with the sums from `begin`."""
+        """Compare the bits of `bucket`, which will be resharded next, with the sums at `begin`."""
         before = self._before.pop(bucket, None)
         if before is None:
             return
@@ -103,7 +106,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """Return a view of `tensor` as integers. A complex number becomes two, in an additional last dim."""
+    """View `tensor` as integers. A complex number becomes two, in an additional last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_INTEGERS[tensor.element_size()])
