@@ -105,7 +105,7 @@ class BucketGathers(ABC):
 
     @abstractmethod
     def give_back(self, gather: Gather) -> None:
-        pass
+        """Release the buckets of `gather`."""
 
     @abstractmethod
     def close(self) -> None:

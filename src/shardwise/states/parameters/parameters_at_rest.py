@@ -96,7 +96,7 @@ _MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
 
 
 def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
-    """Return the placeholder for `parameter`, with the shape, values (NaN) and address of `like`."""
+    """Return the placeholder for `parameter`, with the shape, NaN values and address of `like`."""
     own = type(parameter)
     form = AtRest(name, _unusable(like), like, own, _resting(own))
     _known[like.data_ptr()] = form
@@ -108,7 +108,7 @@ _known: WeakValueDictionary[int, AtRest] = WeakValueDictionary()
 
 
 class _Keyed(Tensor):
-    """A tensor with the raising dispatch key. If it is assigned to `.data`, the key is passed on."""
+    """A tensor with the raising dispatch key, which assigning the tensor to `.data` passes on."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
