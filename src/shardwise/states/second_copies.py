@@ -173,11 +173,11 @@ class _Held:
         return [each for state in self._states for each in state.state_of(index)]
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """Return state entry `key` in a full bucket. Elements that this rank does not hold are zero."""
+        """Return state entry `key` in a full bucket. Elements not on this rank are zero."""
         return self._joined(index, [state.whole(index, key, dtype) for state in self._states])
 
     def master(self, index: int) -> Tensor:
-        """Return the masters in a full bucket. Elements that this rank does not hold are zero."""
+        """Return the masters in a full bucket. Elements not on this rank are zero."""
         parts = [state.intervals[index].master.loaded() for state in self._states]
         return self._joined(index, parts)
 

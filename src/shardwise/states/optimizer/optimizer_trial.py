@@ -192,7 +192,10 @@ class _OptimizerTrial:
 
 
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
-    """Yield the trials for `group`. The first is short: most optimizers are decided by it."""
+    """Yield the trials for `group`, starting with a short one.
+
+    Most optimizers that need full tensors already fail the first trial.
+    """
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
     yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))

@@ -170,7 +170,7 @@ class Residency:
         return bool(self._tape)
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number` gathered until the next backward pass ends. None means all gathered units.
+        """Keep unit `number` gathered until a backward pass has ended. None means all gathered units.
 
         Needed if autograd saves the parameters themselves, not references to them.
         """
@@ -237,7 +237,7 @@ class Residency:
             self._order.reach(self._first + number)
 
     def _end_dead_passes(self) -> None:
-        """Finish failed backward passes that the engine did not start. Nothing else reports them."""
+        """Finish failed backward passes that the engine did not start and nothing else reports."""
         self._order.end_dead_pass()
         self.end_dead_pass()
 

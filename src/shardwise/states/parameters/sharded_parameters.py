@@ -241,7 +241,7 @@ class ShardedParameters(Parameters):
             self._group.barrier()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Register `changed`, to be called after each change of parameters, once they are usable."""
+        """Register a function to call after parameters have changed, once they are usable."""
         self._watchers.append(changed)
 
     def check(self) -> None:
@@ -283,7 +283,7 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def lost_write_error(self, named: NamedParameter) -> BrokenView:
-        """Return the error for a write to a temporary copy of a parameter. Discards other writes."""
+        """Discard the record of lost writes, and return the error for one to `named`."""
         self.forget_writes()
         return BrokenView(
             f"{named.alias} was written while sharded: the write changed a temporary copy and is "

@@ -259,7 +259,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval to the host on the current stream. Write each span once it is copied."""
+        """Copy `value` to the host on the current stream, then write it to the disk span by span."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -281,7 +281,7 @@ class DiskStorage(Storage):
             self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part` and square the sum, on the device of `part`. Then store the sum on the disk."""
+        """Add `part` and square the sum, on the device of `part`. Then write the sum to the disk."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()

@@ -45,7 +45,7 @@ class StorageFactory:
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
-        """Return the copy stream between this tier and `device`, or None if copies are not needed."""
+        """Return the copy stream between this tier and `device`, or None if none is needed."""
         if not self.is_apart(device):
             return None
         if device not in self._copy_streams:
@@ -107,7 +107,7 @@ class StorageFactory:
                 yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
-        """Free all disk space. If closing a store fails, close the others, then raise the first error."""
+        """Free all disk space, even if closing a store fails. Then raise the first error."""
         failures = []
         # Pop first, so that a second `close` after an error does not try the same store again.
         while self._stores:
