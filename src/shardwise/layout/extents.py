@@ -6,7 +6,7 @@ from bisect import insort
 
 
 class Extents:
-    """Allocates ranges of a file, or of memory.
+    """Allocates ranges of a file or of memory.
 
     Uses the lowest free range that is long enough. The file grows only if there is none.
     """

@@ -153,9 +153,10 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements of `tensors` as integers. Small tensors of a dtype are concatenated.
+    """Yield the elements of `tensors` as integers.
 
-    Processing a small tensor separately would take several additional kernels.
+    Small tensors of the same dtype and device are concatenated, because processing each separately
+    would take several additional kernels.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -186,7 +187,7 @@ def unordered(values: Tensor) -> int:
     """Return a checksum of `values` that does not depend on the order of the elements.
 
     It is the sum of the elements' hashes mod 2^64. If ranks hold different rows of a batch, their
-    checksums therefore add up to the full batch's checksum (mod 2^64).
+    checksums add up to the full batch's checksum.
     """
     patterns = _patterns(_plain(values).cpu())
     return int(_mixed(patterns ^ _signed(_GOLDEN)).sum()) % WORD
@@ -233,7 +234,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shift right, filling with zeros. torch's own shift repeats the sign bit."""
+    """Shift right and fill with zeros. torch's own shift repeats the sign bit."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

@@ -20,7 +20,7 @@ def words(count: int) -> int:
 
 
 def any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """Return, for each of `count` flags, whether any of `rows` sets it. `pack` creates a row."""
+    """Return, for each of `count` flags, whether it is set in any of `rows`, created by `pack`."""
     union = [0] * words(count)
     for row in rows:
         for index, number in enumerate(row):

@@ -48,7 +48,7 @@ def node_sizes(leaves: int) -> list[int]:
 
 
 def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
-    """Add one or more leaves up with `add`, in the order of the tree."""
+    """Combine one or more leaves with `add`, in the order of the tree."""
     nodes = list(leaves)
     for fan_in in fan_ins(len(nodes)):
         # Add from the left, as `sum_in_rank_order` does across ranks: the order changes the

@@ -143,7 +143,7 @@ class SecondCopies:
             inner.step(used, factor)
 
     def take_in_writes(self, written: set[int]) -> None:
-        """Copy values that user code has written to parameters, in the same way on every rank.
+        """Update the copies of parameters that user code has changed on every rank.
 
         Args:
             written: Indices of these parameters.
@@ -192,7 +192,7 @@ class _Held:
 class HeldGather(IntervalGather):
     """Gathers the states from the remaining ranks after a loss.
 
-    Each interval of the former layout comes from its owner or from the rank with the second copy.
+    Each interval is sent by its owner or, if that was lost, by the rank with the second copy.
 
     Args:
         parameters: The parameters in buckets.

@@ -215,7 +215,7 @@ class StepHooks:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes that this rank holds in addition to the three states."""
+        """Size in bytes of the memory that the hooks occupy in addition to the three states."""
         return 0
 
     def count_in_words(self) -> str:

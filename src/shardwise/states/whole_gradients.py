@@ -146,7 +146,7 @@ class WholeGradients:
     def _take(
         self, bucket_: GradientBucket, grads: Sequence[Tensor | None], changed: Sequence[bool]
     ) -> None:
-        """Replace the sums of a bucket's changed parameters."""
+        """Replace the gradient sums of the changed parameters in `bucket_` with new values."""
         dtype, device = bucket_.reduced.dtype, bucket_.kind[1]
         flat = torch.zeros(bucket_.layout.numel, dtype=dtype, device=device)
         for slot in bucket_.layout.slots:

@@ -160,7 +160,10 @@ class DirectFile:
         return True
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into` from the bytes at `offset`. Its length and `offset` are multiples of 4096."""
+        """Read bytes from `offset` on, until `into` is full.
+
+        Its length and `offset` must be multiples of 4096.
+        """
         with self._recorded("read", into):
             self._read(into, offset)
 
@@ -187,7 +190,7 @@ class DirectFile:
         self._drop_pages(offset, len(into))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset`. Its length and `offset` are multiples of 4096."""
+        """Write `data` at `offset`. Its length and `offset` must be multiples of 4096."""
         with self._recorded("write", data):
             self._write(data, offset)
 

@@ -37,7 +37,7 @@ WIPEONFORK = 18
 
 
 def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
-    """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, unmapped with the tensor.
+    """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, which is freed with the tensor.
 
     The memory is page-aligned. Allocations of at least one huge page are aligned to huge pages, and
     backed by huge pages if the kernel permits it. A direct transfer then pins one page instead of

@@ -89,10 +89,9 @@ def _copy_stream(device: torch.device) -> CopyStream:
 
 @contextmanager
 def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
-    """Context manager that, on exit, makes the current stream wait for all of `ring`'s copies.
+    """Context manager that, on exit, makes the current stream wait for the copies of `ring`.
 
-    Work on the current stream may then free or overwrite the memory. This also happens after an
-    error.
+    Work on the current stream may then free or overwrite the memory, even after an error.
     """
     try:
         yield

@@ -264,7 +264,7 @@ class Store:
         ]
 
     def _finish_transfer(self, transfer: Transfer) -> None:
-        """Wait for all chunks of a transfer, and remember the first failure."""
+        """Wait for all chunks of a transfer, and record the first failure."""
         # Wait for all chunks even after a failure, because the others still read or write the
         # buffer.
         wait(transfer)

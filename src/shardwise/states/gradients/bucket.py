@@ -71,7 +71,10 @@ class Backward:
     """Boolean tensor in place of `empty`, if the loss weight is known only on the device."""
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return the weighted `grad`, or zeros if the weight is zero. 16-bit values become fp32."""
+        """Return `grad` times `factor`, or zeros if the loss weight is zero.
+
+        If there is a factor, 16-bit values become fp32.
+        """
         grad = self._multiplied([grad])[0]
         # `where`, because multiplying by zero would keep a NaN.
         return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
@@ -226,7 +229,7 @@ class GradientBucket:
         return self.remaining == 0
 
     def _take_large(self, place: int) -> None:
-        """Copy a slot's large gradient now, while it is in the processor's cache."""
+        """Collect a slot's large gradient at once, while it is in the processor's cache."""
         with unguarded():
             grad = self._take_gradient(place)
         if grad is None:
@@ -269,7 +272,7 @@ class GradientBucket:
 
     @property
     def _adds(self) -> bool:
-        """True if this backward pass adds to earlier gradients of the step in the kept buffer."""
+        """True if this backward pass adds to gradients that the kept buffer already holds."""
         return self._is_filled and self._kept is not None and self._backward.is_first
 
     def _open(self) -> Tensor:
@@ -349,7 +352,7 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Remove and return the gradients that arrived after the launch, by parameter index.
+        """Remove and return the gradients that arrived after the launch, with parameter indices.
 
         Each has its parameter's shape. `backward` is the current backward pass. It is an argument
         because `begin` is called only for the buckets that a backward pass fills.
@@ -388,7 +391,7 @@ class GradientBucket:
         """Launch a second collective, for late gradients only.
 
         Args:
-            entries: Parameter index and gradient.
+            entries: Pairs (parameter index, gradient).
         """
         buffer = self._queue.borrow(self.kind)
         buffer.memory[: self.layout.numel].zero_()
@@ -399,7 +402,7 @@ class GradientBucket:
         """Add late gradients to the kept buffer, which must not be in flight.
 
         Args:
-            entries: Parameter index and gradient.
+            entries: Pairs (parameter index, gradient).
         """
         assert self._kept is not None
         self._add(self._kept, entries)
@@ -481,7 +484,7 @@ class GradientBucket:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes that this rank holds between steps."""
+        """Size in bytes of the memory that the bucket occupies between steps."""
         return self._total.nbytes if self._kept is None else self._kept.memory.nbytes
 
     def square(self) -> Tensor:
@@ -532,7 +535,7 @@ class GradientBucket:
         self._in_flight = 0
 
     def follow_group(self) -> None:
-        """Recompute which elements each remaining rank squares for the norm."""
+        """After ranks were lost, reassign the elements that each rank squares for the norm."""
         queue = self._queue
         assert not queue.scatters
         cuts = even_cuts(self.layout.numel, queue.group.size)

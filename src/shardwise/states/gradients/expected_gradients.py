@@ -13,7 +13,7 @@ PATIENCE = 8
 
 
 class ExpectedGradients:
-    """Counts the gradients of each parameter, and remembers how many arrive per backward pass."""
+    """Counts each parameter's gradients, and learns how many to expect per backward pass."""
 
     def __init__(self, count: int) -> None:
         self.arrivals = [0] * count
@@ -29,7 +29,7 @@ class ExpectedGradients:
         self.arrivals = [0] * len(self._learned)
 
     def unforeseen(self) -> list[int]:
-        """Return the parameters that had more gradients than expected in this backward pass."""
+        """Return the indices of parameters with more gradients in this pass than expected."""
         pairs = zip(self.arrivals, self._learned, strict=True)
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 

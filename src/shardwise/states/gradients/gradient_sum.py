@@ -39,8 +39,7 @@ class SquareSum(Protocol):
 class Summation:
     """How a step's gradients are added: in the exact mode's tree, or in the order that sends less.
 
-    Without the tree, the engine adds them either first over micro-batches and then over ranks, or
-    first over ranks.
+    Without the tree, the engine adds either over micro-batches first, or over ranks first.
     """
 
     in_tree: bool = False
@@ -72,7 +71,7 @@ class GradientSum:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes that this rank holds."""
+        """Size in bytes of the memory that the sum occupies."""
         return self.total.nbytes
 
     def add(self, part: Tensor) -> tuple[Tensor | None, Handle]:

@@ -357,7 +357,7 @@ class Gradients:
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Invalidate the cached squares of buckets `numbers`, whose sums other code changed."""
+        """Invalidate the cached squares of buckets `numbers`, because other code changed the sums."""
         for number in numbers:
             self.buckets[number].forget_squares()
 
@@ -386,7 +386,7 @@ class Gradients:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes that this rank's gradients take between steps."""
+        """Size in bytes of the memory that this rank's gradients occupy between steps."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def widen(self) -> None:

@@ -114,7 +114,7 @@ class Averages:
                 )
 
     def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
-        """Apply `same_dtype` to parameters with their average's dtype, `other_dtype` to the rest.
+        """Apply `same_dtype` to each parameter that has its average's dtype, else `other_dtype`.
 
         Collective.
         """

@@ -170,7 +170,7 @@ class ExistingState:
 def _allocate(
     interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
-    """Allocate the tensor for a `Blank`. It has no memory if the state is on a disk."""
+    """Allocate the tensor that replaces `blank`. It has no memory if the state is on a disk."""
     numel = segment.end - segment.first
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)

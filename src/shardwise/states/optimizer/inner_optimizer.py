@@ -83,7 +83,7 @@ class InnerOptimizer:
         return bare_copy(self._groups[0].optimizer)
 
     def _regroup(self) -> None:
-        """Create an inner parameter group for each group of the user's optimizer in `groups`."""
+        """Create an inner parameter group for each of the user's groups in `groups`."""
         self.inner.param_groups = []
         for number in self.options.numbers:
             segments = [
@@ -107,7 +107,7 @@ class InnerOptimizer:
     def step(self, used: Sequence[bool], factor: float) -> None:
         """Update the parameters with the reduced gradients, multiplied by `factor`.
 
-        `used` states for each parameter whether any rank had a gradient.
+        `used` is True for each parameter that had a gradient on any rank.
         """
         if not all(used):
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]

@@ -1,4 +1,4 @@
-"""Updates states on a disk (NVMe), on the host or in 8 bits span by span.
+"""Updates states span by span if they are on a disk (NVMe), on the host or in 8 bits.
 
 While one span is updated, the next one is read and the previous one is written:
 
@@ -6,9 +6,9 @@ While one span is updated, the next one is read and the previous one is written:
     SpanInUse         [ 0 ][ 1 ][ 2 ][ 3 ]      bound to segments and their state, then updated
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
-Segments and state on a disk have a shape but no memory, except while their span is updated: then
-they are views of the span's memory. Quantised state is treated in the same way. Its span is in full
-precision, and takes memory for that, only during the update.
+Segments and state on a disk are tensors with a shape but no memory. While their span is updated,
+they are views of the span's memory. Quantised state is treated in the same way: its span occupies
+memory in full precision only during the update.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Keeps inner copies in sync with the user's optimizer: options, attributes and step hooks.
+"""Keeps the engine's inner optimizers in sync with the user's: options, attributes and step hooks.
 
 The engine updates with inner copies of the user's optimizer. Before every update, a copy adopts the
 options of the user's parameter groups (where schedulers set the learning rate) and any attributes
@@ -94,7 +94,7 @@ class FollowedOptions:
         """Index of the user's group -> options that `follow` has copied last."""
 
     def follow(self) -> None:
-        """Copy the current options of the user's groups."""
+        """Copy the current options of the user's groups to the inner groups."""
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             options = self.of(self.user.param_groups[number])
             # Copy the values: an update must not increment the user's tensor, because every update

@@ -277,7 +277,7 @@ class OptimizerState:
         return any(interval.has_master for interval in self.intervals)
 
     def refresh_masters(self, written: set[int]) -> None:
-        """Copy the values of parameters that user code has written to their masters.
+        """Update the masters of parameters that user code has changed.
 
         Args:
             written: Indices of these parameters.

@@ -58,7 +58,7 @@ def examine(
     *,
     is_copied: bool = True,
 ) -> OptimizerKind:
-    """Return the kind of `optimizer` with the options of `group`.
+    """Return the `OptimizerKind` of `optimizer` with the options of `group`.
 
     `is_copied` is True if copies of the optimizer will run the updates. Raises ModelError if the
     optimizer needs sparse gradients, or if copies are needed but impossible.
@@ -144,7 +144,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Determines the kinds of parameter groups, and caches them.
+    """Determines and caches the `OptimizerKind` of each parameter group.
 
     Groups that differ only in learning rate share a trial. Unless the optimizer is one of torch's,
     a group is tried only once, because a method such as `eval()` may later switch the optimizer to
@@ -245,7 +245,7 @@ class _Outcome:
 
     @property
     def moved(self) -> bool:
-        """True if the tensor changed at all. Otherwise equal results prove nothing."""
+        """True if the first tensor changed. Otherwise equal results would prove nothing."""
         return any(bool(update.any()) for update in self.updates[0])
 
     def is_close(self, other: _Outcome) -> bool:

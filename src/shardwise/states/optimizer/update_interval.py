@@ -142,8 +142,8 @@ def copy_value(value: Any) -> Any:
 def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bool]) -> bool:
     """Split segments of `interval`, and their state in `inner`, between used and unused parameters.
 
-    After that, an unused parameter's value, moments and step count no longer change, as in torch if
-    `grad` is None. Returns whether any segment was split.
+    The update then leaves an unused parameter's value, moments and step count unchanged, as torch
+    does if `grad` is None. Returns whether any segment was split.
     """
     segments: list[UpdatedTensor] = []
     for segment in interval.segments:

@@ -1,9 +1,9 @@
-"""Updates with the user's optimizer itself, if each rank has the full state.
+"""Runs the update with the user's optimizer itself, if each rank has the full state.
 
 A copy of an optimizer does not share its attributes, an optimizer that it wraps, or state that
-belongs to no parameter. If nothing is sharded, no copy is needed. The engine then sets the user's
-parameters' `grad` to the reduced gradients and calls the user's optimizer. Its state stays in the
-optimizer itself, for its own methods and for user code.
+belongs to no parameter. If nothing is sharded, no copy is needed. The engine then assigns the
+reduced gradients to the parameters' `grad`, and the user's optimizer updates the parameters. Its
+state stays in the optimizer itself, for its own methods and for user code.
 
     parameter.data ◀─ master (if there is one)
     parameter.grad ◀─ reduced gradient        ─▶  optimizer.step()  ─▶  parameter.data restored
@@ -65,7 +65,7 @@ class UsersOptimizer(InnerOptimizer):
 
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
-        """Context manager inside which each parameter that has a master holds its values."""
+        """Context manager inside which each parameter that has a master holds the master's values."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
         # Save the tensors themselves, not copies: the update writes to masters, which are later
         # rounded into these tensors.

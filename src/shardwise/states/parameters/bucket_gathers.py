@@ -94,7 +94,7 @@ def finished_gather(wholes: list[WholeBucket]) -> Gather:
 
 
 class BucketGathers(ABC):
-    """Gathers the buckets of a unit."""
+    """Base class of the ways to gather a unit's buckets."""
 
     collective: bool
     """True if all ranks must gather the same buckets in the same order."""

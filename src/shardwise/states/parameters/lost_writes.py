@@ -68,7 +68,7 @@ class LostWrites:
             self._pending.append(_PendingResult(bucket, *start_to_host(differ)))
 
     def finish(self) -> None:
-        """Wait for all pending results and report them. There may be no later gather to do so."""
+        """Wait for all pending results and report them, because no later gather may do so."""
         while self._pending:
             if not self._pending[0].event.query():
                 self._pending[0].event.synchronize()

@@ -47,7 +47,7 @@ class NamedParameter:
 
     @property
     def can_rest(self) -> bool:
-        """True if the parameter can be sharded. Its dtype needs a NaN, used as a placeholder."""
+        """True if the parameter can be sharded: its dtype has a NaN, used as a placeholder."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
@@ -79,8 +79,8 @@ class NamedParameter:
 def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParameter]:
     """Return every parameter of `models` once, in registration order, with all of its places.
 
-    The corresponding entry of `names` is the prefix of a model's parameter names. It is empty for a
-    single model. Removes the prefix that torch.compile adds.
+    Each parameter's name starts with its model's entry in `names`, which is empty for a single
+    model. The prefix that torch.compile adds is removed.
     """
     found: dict[nn.Parameter, NamedParameter] = {}
     for model, prefix in zip(models, names, strict=True):

@@ -60,10 +60,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def publish(self, index: int) -> Handle:
-        """Start sending the elements of bucket `index` that this rank has updated.
-
-        All other ranks receive them.
-        """
+        """Start sending this rank's updated elements of bucket `index` to all other ranks."""
 
     def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
         """Begin a step's update: no rank reads parameters until they are published."""
@@ -90,7 +87,7 @@ class Parameters(ABC):
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """Return the parameters that user code has written to since `remember`."""
+        """Return the indices of parameters that user code has written to since `remember`."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version

@@ -108,7 +108,7 @@ _known: WeakValueDictionary[int, AtRest] = WeakValueDictionary()
 
 
 class _Keyed(Tensor):
-    """A tensor with the raising dispatch key, which assigning the tensor to `.data` passes on."""
+    """A tensor with the raising dispatch key. Assigning it to `.data` passes the key on."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -94,9 +94,10 @@ class Residency:
         return self._gathers.collective
 
     def pace(self, over: Callable[[int], None]) -> bool:
-        """Call `over` with a unit's index after the unit's last gather in each backward pass.
+        """Register `over`, to be called after a unit's last gather in each backward pass.
 
-        All ranks call it at the same point. Returns whether gathers are collective.
+        Its argument is the unit's index. All ranks call it at the same point. Returns whether
+        gathers are collective.
         """
         self._over = over
         return self._gathers.collective
@@ -170,7 +171,7 @@ class Residency:
         return bool(self._tape)
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number` gathered until a backward pass has ended. None means all gathered units.
+        """Keep unit `number` (None: all gathered units) until a backward pass has ended.
 
         Needed if autograd saves the parameters themselves, not references to them.
         """
@@ -242,7 +243,7 @@ class Residency:
         self.end_dead_pass()
 
     def end_dead_pass(self) -> None:
-        """Finish a backward pass through these units if it has failed unnoticed."""
+        """Finish a backward pass through these units that has failed unnoticed, if any."""
         # -1 means that autograd executes no graph in this thread. A backward pass that is still
         # open here has therefore raised, and its callback never ran.
         if self._is_backward() and torch._C._current_graph_task_id() == -1:
@@ -376,7 +377,7 @@ class Residency:
         """No-op: the gather order prevents ranks from gathering different units."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Set the recorded forward passes aside, so that only this rank runs the following passes.
+        """Set the recorded forward passes aside, so that this rank can run passes on its own.
 
         Returns a function that restores the recorded passes.
         """
@@ -429,7 +430,7 @@ class Residency:
         """No-op: passes of the same kind always gather in the same way."""
 
     def is_past(self, number: int) -> None:
-        """Handle that no rank will gather unit `number` again in this backward pass."""
+        """Call the function passed to `pace`: unit `number` had its last gather in this pass."""
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 

@@ -114,7 +114,10 @@ class WholeUnits:
             self._reshard(unit)
 
     def reshard_unneeded(self, *, keep_lasting: bool = False) -> None:
-        """Reshard all units that may be resharded, except lasting ones if `keep_lasting` is true."""
+        """Reshard all units that need not stay gathered.
+
+        If `keep_lasting` is true, lasting units stay gathered.
+        """
         for unit in list(self._whole):
             if not (keep_lasting and unit.lasting):
                 self.reshard_if_unneeded(unit)

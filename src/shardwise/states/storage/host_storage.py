@@ -1,4 +1,4 @@
-"""Stores states in host memory that an accelerator uses.
+"""Stores a state in host memory if an accelerator uses it.
 
     gradients     device ── copied down in parallel with backward ──▶ host
     update        on the CPU, bucket by bucket, each once its gradient is on the host
@@ -59,7 +59,7 @@ class HostStorage(Storage):
         """No-op: the data stays in memory."""
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Return a copy of the span on `device`. On the CPU, return the memory itself."""
+        """Return span `index` on `device`: a copy or, on the CPU, the memory itself."""
         if device != self.copy_stream.device:
             return super().take_on(index, device)
         self._wait_here()
@@ -88,7 +88,7 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, a span in use, to device tensor `into` on the current stream."""
+        """Copy `value`, as returned by `take`, to device tensor `into` on the current stream."""
         del index
         if into.dtype != value.dtype and into.device != value.device:
             self.copy_stream.send_narrowed(value, into)  # cast on the host, to copy fewer bytes
@@ -97,7 +97,7 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
-        """Add `part` to the stored values on its device, and start copying the sum to the host.
+        """Add `part` to the stored values, on the accelerator. Start copying the sum to the host.
 
         If `fresh` is true, `part` replaces them. Returns the sum of squares of the result, and a
         handle whose `reusable` returns once `part` may be overwritten.

@@ -1,6 +1,6 @@
 """Stores a bucket's interval between steps, in memory or on a disk.
 
-`host_storage.py` stores states in host memory that an accelerator uses.
+If an accelerator uses a state in host memory, `host_storage.py` stores it.
 
 Storage is used span by span. In memory there is a single span, the full interval. On a disk the
 interval is split into several spans, and only a few of them are in memory at a time:
@@ -63,7 +63,7 @@ class Storage(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Size in bytes of the memory that is occupied between steps."""
+        """Size in bytes of the memory that the storage occupies between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
         """Yield pairs (first element, span). A span is valid until the next one is requested."""
@@ -90,15 +90,19 @@ class Storage(ABC):
             self.put(index, changed=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, which is span `index` and in use, to `into`, a span of another storage."""
+        """Copy `value` to `into`, a span of another storage.
+
+        `value` is span `index` of this storage, as returned by `take`.
+        """
         del index
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
         """Add `part`, of shape (numel of the interval,), to the stored values.
 
-        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None for
-        storage in memory), and a handle whose `reusable` returns once `part` may be overwritten.
+        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None if
+        the storage does not compute it), and a handle whose `reusable` returns once `part` may be
+        overwritten.
         """
         # Square the values now, because reading the disk again for the gradient norm would cost
         # more.
@@ -259,7 +263,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy `value` to the host on the current stream, then write it to the disk span by span."""
+        """Copy `value` to the host on the current stream, and write it to the disk."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -268,9 +272,10 @@ class DiskStorage(Storage):
                 memory.copy_(value[first:end], non_blocking=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, which is span `index` and in use, to `into`, a span of another storage.
+        """Copy `value` to `into`, a span of another storage.
 
-        If `into` is on the accelerator, the copy runs on the current stream.
+        `value` is span `index` of this storage, as returned by `take`. If `into` is on the
+        accelerator, the copy runs on the current stream.
         """
         if self.copy_stream is None or not self.is_apart(into):
             into.copy_(value)
@@ -281,7 +286,7 @@ class DiskStorage(Storage):
             self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part` and square the sum, on the device of `part`. Then write the sum to the disk."""
+        """Add `part` on its device, and start writing the sum to the disk. See `Storage.add`."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()

@@ -45,7 +45,7 @@ class StorageFactory:
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
-        """Return the copy stream between this tier and `device`, or None if none is needed."""
+        """Return the copy stream between this tier and `device`, or None if they share memory."""
         if not self.is_apart(device):
             return None
         if device not in self._copy_streams:
