@@ -63,7 +63,7 @@ class Shard:
 
     @property
     def is_partial(self) -> bool:
-        """True if some rank holds a part of the tensor that is neither empty nor the full tensor."""
+        """True if any rank's part of the tensor is neither empty nor the full tensor."""
         lengths = (sum(end - first for first, end in each) for each in self.ranges)
         return any(0 < length < self.shape[self.dim] for length in lengths)
 

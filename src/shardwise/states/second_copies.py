@@ -143,7 +143,7 @@ class SecondCopies:
             inner.step(used, factor)
 
     def take_in_writes(self, written: set[int]) -> None:
-        """Update the copies of parameters that user code has changed on every rank.
+        """Update the copies of parameters that user code has changed, identically on all ranks.
 
         Args:
             written: Indices of these parameters.

@@ -162,7 +162,7 @@ class DirectFile:
     def read(self, into: memoryview, offset: int) -> None:
         """Read bytes from `offset` on, until `into` is full.
 
-        Its length and `offset` must be multiples of 4096.
+        `offset` and the length of `into` must be multiples of 4096.
         """
         with self._recorded("read", into):
             self._read(into, offset)
@@ -190,7 +190,10 @@ class DirectFile:
         self._drop_pages(offset, len(into))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset`. Its length and `offset` must be multiples of 4096."""
+        """Write `data` at `offset`.
+
+        `offset` and the length of `data` must be multiples of 4096.
+        """
         with self._recorded("write", data):
             self._write(data, offset)
 

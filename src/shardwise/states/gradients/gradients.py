@@ -357,7 +357,7 @@ class Gradients:
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Invalidate the cached squares of buckets `numbers`, because other code changed the sums."""
+        """Invalidate the cached squares of buckets `numbers`, whose sums have changed."""
         for number in numbers:
             self.buckets[number].forget_squares()
 

@@ -65,7 +65,7 @@ class UsersOptimizer(InnerOptimizer):
 
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
-        """Context manager inside which each parameter that has a master holds the master's values."""
+        """Context manager inside which parameters that have a master hold its values."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
         # Save the tensors themselves, not copies: the update writes to masters, which are later
         # rounded into these tensors.
