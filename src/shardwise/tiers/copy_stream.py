@@ -130,8 +130,8 @@ class CopyStream:
     def room(self, numel: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Any]:
         """Allocate device memory for a host-to-device copy.
 
-        Returns the memory, and an event that must complete before the copy starts. The memory may be
-        freed before the copy has completed.
+        Returns the memory, and an event that must complete before the copy starts. The memory may
+        be freed before the copy has completed.
         """
         # The allocator may return memory that pending work on the current stream still uses.
         data = torch.empty(numel, dtype=dtype, device=self.device)

@@ -141,7 +141,6 @@ class TreeSum(GradientSum):
             self._counts[index + 1] += 1
 
     def clear(self) -> None:
-        """Discard the parts of this step."""
         self._counts = [0] * len(self._levels)
 
     def widen(self) -> None:

@@ -214,7 +214,7 @@ class OptimizerState:
             existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
-        """Return a grouping key. Buckets with equal keys are updated in a single call."""
+        """Return a bucket's key. All buckets with an equal key are updated in a single call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
             return group.optimizer  # it combines tensors, so it needs all of them in a single call

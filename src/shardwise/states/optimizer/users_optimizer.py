@@ -50,7 +50,6 @@ class UsersOptimizer(InnerOptimizer):
         self._clear(parts)
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Run a step of an optimizer that may call `evaluate` several times."""
         for parts in self._parts(self):
             self._call(evaluate)
             self._clear(parts)

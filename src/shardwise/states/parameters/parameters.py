@@ -206,7 +206,6 @@ class ReplicatedParameters(Parameters):
                 check_place(named, address)
 
     def release(self) -> None:
-        """Move each parameter back to separate memory, so that another layout can use it."""
         for named in self.named:
             named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format

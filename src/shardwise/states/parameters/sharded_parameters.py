@@ -245,7 +245,6 @@ class ShardedParameters(Parameters):
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or wrote values that will be lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():
@@ -350,7 +349,6 @@ class ShardedParameters(Parameters):
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
-        """The buckets of frozen parameters."""
         return self.sharded_buckets[len(self.buckets) :]
 
 

@@ -119,7 +119,6 @@ class HostStorage(Storage):
         return HostStorage(self.memory, self.copy_stream, spans, self._moving)
 
     def widened(self) -> HostStorage:
-        """Return storage of the same length in fp32, with arbitrary content."""
         return HostStorage(self.copy_stream.memory(self.numel, torch.float32), self.copy_stream)
 
     @property

@@ -221,7 +221,6 @@ class DiskStorage(Storage):
         self._leases: dict[int, BufferLease] = {}
 
     def read_ahead(self, index: int) -> None:
-        """Start reading span `index`."""
         if index not in self._leases:
             self._leases[index] = self._store.read(self._first + index)
 
