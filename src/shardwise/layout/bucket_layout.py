@@ -10,7 +10,7 @@ their gradients:
 
 Rank r owns [cuts[r], cuts[r + 1]) of every bucket; an interval may start or end inside a parameter.
 If an optimizer needs complete tensors, the cuts are at parameter boundaries instead, so that each
-tensor has one owner. No other part of the library depends on the difference.
+tensor has one owner. All other code works with either kind of cut.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Spec:
 class Slot:
     """The position of a parameter, or of a part of it, in a bucket.
 
-    Elements [start, end) of the bucket hold the flattened parameter from element `offset` on.
-    `parameter` is the parameter's index.
+    Elements [start, end) of the bucket hold the flattened parameter, starting with its element
+    `offset`. `parameter` is the parameter's index.
     """
 
     parameter: int
@@ -118,11 +118,11 @@ def lay_out(
     grain: int = 1,
     expert_copies: int = 1,
 ) -> list[Bucket]:
-    """Pack `specs` (in registration order) into buckets of at most `capacity` bytes for `ranks`.
+    """Pack `specs` (in registration order) into buckets of at most `capacity` bytes.
 
-    A parameter larger than `capacity` gets its own bucket. All buckets have the same `grain`. They
-    are sorted by when the backward pass will probably complete them. Buckets of experts are for
-    `expert_copies` ranks.
+    A parameter larger than `capacity` gets its own bucket. Buckets are sorted by the order in which
+    the backward pass will probably complete them. Expert buckets are split among `expert_copies`
+    ranks, all others among `ranks` ranks. Every bucket gets this `grain` (see `Bucket.grain`).
     """
     sizes = {DATA: ranks, EXPERT_COPIES: expert_copies}
     open_groups: dict[Hashable, list[int]] = {}  # key -> parameters of the bucket being filled
@@ -190,7 +190,7 @@ def _deal(
 ) -> tuple[list[int], list[int]]:
     """Assign complete tensors to ranks, the largest first, each to the least loaded rank.
 
-    Returns the group ordered by owner, and the number of tensors of each rank.
+    Returns the tensors' indices ordered by owner, and the number of tensors per rank.
     """
     hands: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks

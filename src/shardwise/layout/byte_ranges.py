@@ -19,7 +19,7 @@ from shardwise.layout.shards import Shard
 
 @dataclass(frozen=True)
 class Extent:
-    """Elements [start, end) of flat memory that hold `tensor` from element `offset` on.
+    """Elements [start, end) of flat memory, which hold `tensor` starting with its element `offset`.
 
     In the result of `byte_ranges`, `start`, `end` and `offset` are in bytes.
     """
@@ -79,14 +79,14 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
 
 
 def share(numel: int, index: int, of: int) -> Span:
-    """Return the elements [first, end) that rank `index` writes if `of` ranks hold them all."""
+    """Return the elements [first, end) that rank `index` writes if `of` ranks hold the tensor."""
     # Each replica writes a different part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]
 
 
 def byte_ranges(parts: Sequence[Extent], itemsize: int, chunk: int) -> list[Extent]:
-    """Convert `parts` to bytes. Each range has at most `chunk` bytes, and none is empty."""
+    """Convert `parts` from elements to non-empty byte ranges of at most `chunk` bytes."""
     found = []
     for part in parts:
         begin, end = part.start * itemsize, part.end * itemsize

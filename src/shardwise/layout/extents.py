@@ -6,9 +6,9 @@ from bisect import insort
 
 
 class Extents:
-    """Allocates ranges of a file, which grows only if no free range is long enough.
+    """Allocates ranges of a file or of memory.
 
-    Uses the lowest range that is long enough, to keep the file short.
+    Uses the lowest free range that is long enough. The file grows only if there is none.
     """
 
     def __init__(self) -> None:

@@ -77,9 +77,9 @@ class Fingerprint:
 
 
 def can_be_taken(values: Tensor) -> bool:
-    """Return whether the elements of `values` are in memory, as a fingerprint requires.
+    """Return whether `of` can compute a fingerprint of `values`: its elements must be in memory.
 
-    Sparse, nested, quantized and meta tensors, and wrapper subclasses, do not qualify.
+    False for sparse, nested, quantized and meta tensors, and for wrapper subclasses.
     """
     if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
@@ -88,12 +88,12 @@ def can_be_taken(values: Tensor) -> bool:
 
 
 def nothing() -> Fingerprint:
-    """Return the fingerprint of an empty tensor, the neutral element of the sum."""
+    """Return the fingerprint of an empty tensor, which changes no sum that it is added to."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)
 
 
 def of(values: Tensor, offset: int = 0) -> Fingerprint:
-    """Return the fingerprint of `values`, part of a flattened tensor that starts at `offset`."""
+    """Return the fingerprint of `values`, a flat part of a tensor that starts at index `offset`."""
     # Work in chunks, because hashes and positions are 64-bit and need several times the memory of
     # the elements.
     flat = _plain(values)
@@ -104,11 +104,11 @@ def of(values: Tensor, offset: int = 0) -> Fingerprint:
 
 
 def sums_of(values: Tensor) -> tuple[int, int]:
-    """Return two checksums of the bits of a full tensor, which are cheaper than `of`.
+    """Return two checksums of a full tensor's bits. They are cheaper to compute than a fingerprint.
 
-    The first is the sum of the tensor's words, the second their sum weighted by the position in
-    rows of 61 words. Both are computed on the tensor's device. Unlike fingerprints, they cannot be
-    computed for each part separately and added.
+    The first is the sum of the tensor's words. In the second, each word is multiplied by its
+    position in a row of 61 words. Both are computed on the tensor's device. Unlike fingerprints,
+    they cannot be computed for each part separately and added.
     """
     words = values.detach().contiguous().reshape(-1).view(_WORDS[values.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
@@ -140,10 +140,10 @@ def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
 
 
 def hash_of(values: Tensor) -> Tensor:
-    """Return a number that depends on all bits of `values`: a 0-dim int64 on their device.
+    """Return a number that depends on all bits of `values`: a 0-dim int64 tensor on their device.
 
-    It is cheaper than `of`. A single changed bit always changes it. Rounding differences of several
-    elements do not cancel, as they could in a plain sum.
+    It is cheaper to compute than a fingerprint. A single changed bit always changes it. If several
+    elements are rounded differently, the differences do not cancel, as they could in a plain sum.
     """
     words = values.contiguous().view(-1).view(_WORDS[values.itemsize])
     fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0
@@ -153,9 +153,10 @@ def hash_of(values: Tensor) -> Tensor:
 
 
 def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements of `tensors` as integers. Small tensors of the same dtype are joined.
+    """Yield the elements of `tensors` as integers.
 
-    Processing a small tensor separately would take several additional kernels.
+    Small tensors of the same dtype and device are concatenated, because processing each separately
+    would take several additional kernels.
     """
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -172,7 +173,10 @@ def _runs(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _weighted_sum(words: Tensor) -> Tensor:
-    """Return the sum of integers, weighted by their position in rows of 61, mod 2^64."""
+    """Return the sum of `words` mod 2^64, weighted by their position in rows of 61 words.
+
+    The weights are odd numbers.
+    """
     rows = words[: words.numel() // 61 * 61].view(-1, 61).sum(0)
     rest = words[words.numel() // 61 * 61 :].long()
     odd = torch.arange(1, 2 * 61, 2, device=words.device)
@@ -180,9 +184,10 @@ def _weighted_sum(words: Tensor) -> Tensor:
 
 
 def unordered(values: Tensor) -> int:
-    """Return the sum (mod 2^64) of hashes of the elements of `values`, independent of their order.
+    """Return a checksum of `values` that does not depend on the order of the elements.
 
-    If ranks hold different rows of a batch, their sums add up to the sum of the full batch.
+    It is the sum of the elements' hashes mod 2^64. If ranks hold different rows of a batch, their
+    checksums add up to the full batch's checksum.
     """
     patterns = _patterns(_plain(values).cpu())
     return int(_mixed(patterns ^ _signed(_GOLDEN)).sum()) % WORD
@@ -215,7 +220,6 @@ def _plain(values: Tensor) -> Tensor:
 
 
 def _patterns(flat: Tensor) -> Tensor:
-    """Return each element's bits as an integer."""
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
     return flat.view(_INTEGERS[flat.dtype.itemsize]).to(torch.int64)
@@ -230,7 +234,7 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def _shifted(words: Tensor, by: int) -> Tensor:
-    """Shift right, filling with zeros. torch's own shift repeats the sign bit."""
+    """Shift right and fill with zeros. torch's own shift repeats the sign bit."""
     return (words >> by) & ((1 << (64 - by)) - 1)
 
 

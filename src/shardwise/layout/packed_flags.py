@@ -15,12 +15,12 @@ def pack(flags: list[bool]) -> list[float]:
 
 
 def words(count: int) -> int:
-    """Return the number of fp64 numbers that `count` flags need."""
+    """Return how many fp64 numbers `count` flags need."""
     return -(-count // BITS)
 
 
 def any_of(rows: list[list[float]], count: int) -> list[bool]:
-    """For each of `count` flags, return whether any of `rows` sets it. `pack` creates the rows."""
+    """Return, for each of `count` flags, whether it is set in any of `rows`, created by `pack`."""
     union = [0] * words(count)
     for row in rows:
         for index, number in enumerate(row):

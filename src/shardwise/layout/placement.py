@@ -60,9 +60,9 @@ STATES = ("parameters", "gradients", "optimizer")
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """A row of the table, with a cell for each state.
+    """A row of the placement table: for each state, whether it is sharded, and its tier.
 
-    Raises PlacementError if the row is not allowed.
+    Raises PlacementError if the combination is not allowed.
     """
 
     parameters: Spread = Spread.REPLICATED
@@ -113,7 +113,7 @@ class Placement:
         return f"ZERO_{self.level}"
 
     def cells(self) -> str:
-        """Describe the cells, such as "parameters replicated, gradients sharded, ..."."""
+        """Describe the placement of each state: "parameters replicated, gradients sharded, ..."."""
         return ", ".join(
             f"{state} {getattr(self, state).value}"
             + (f" on {tier.kind}" if (tier := self.tier(state)) != DEVICE else "")

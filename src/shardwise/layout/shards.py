@@ -63,13 +63,13 @@ class Shard:
 
     @property
     def is_partial(self) -> bool:
-        """True if a rank holds only a part of the tensor. False if each holds all or nothing."""
+        """True if any rank's part of the tensor is neither empty nor the full tensor."""
         lengths = (sum(end - first for first, end in each) for each in self.ranges)
         return any(0 < length < self.shape[self.dim] for length in lengths)
 
     @property
     def most(self) -> int:
-        """Number of elements of the largest part."""
+        """Number of elements in the largest part."""
         rest = prod(self.shape) // max(self.shape[self.dim], 1)
         return rest * max(sum(end - first for first, end in each) for each in self.ranges)
 

@@ -83,12 +83,12 @@ class MicroShards:
 
     @property
     def turns(self) -> int:
-        """Number of micro-shards that each worker runs per step, one after the other."""
+        """Number of micro-shards that each worker runs in sequence per step."""
         return self.count // self.workers
 
     @property
     def fan_ins(self) -> list[int]:
-        """Fan-in of each tree level above a turn: how many nodes are added into one."""
+        """Number of nodes added into one, for each tree level above a turn, lowest level first."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:

@@ -1,16 +1,16 @@
-"""Second copies of another rank's optimizer state, which the run continues with if it is lost.
+"""Copies another rank's optimizer state, so that the run can continue if that rank is lost.
 
-With `--survive` and sharded optimizer state, rank r also holds the masters and the optimizer state
-of rank r - 1 (its *owner*; of the last rank for rank 0), and makes the same updates to them:
+With `--survive` and sharded optimizer state, rank r also stores the masters and optimizer state of
+rank r - 1, its *owner* (the last rank's for rank 0), and applies the same updates to them:
 
     rank       0          1          2
     owns       interval 0 interval 1 interval 2
     copies     interval 2 interval 0 interval 1
 
-In every step each rank sends the reduced gradient of its interval to the next one: 4 bytes per
-parameter of the interval in fp32. The update is the same code on the same numbers, so a copy has
-the same bits as its original. After a loss, `HeldGather` gathers the states from the ranks that
-are left, and they are laid out again.
+In every step each rank sends the reduced gradient of its interval to the next rank: in fp32, 4
+bytes for each parameter of the interval. Both ranks run the same code on the same numbers, so a
+copy is bit-identical to its original. After a loss, `HeldGather` gathers the states from the
+remaining ranks for a new layout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class _CopiedParameters:
-    """The parameters of the owner's intervals, in separate memory."""
+    """The owner's intervals of the parameters, in separate memory."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -54,14 +54,14 @@ class _CopiedParameters:
 
 @dataclass
 class _CopiedGradient:
-    """The reduced gradient of the owner's interval `own` of a bucket."""
+    """The reduced gradient of the owner's interval (`own`) of a bucket."""
 
     own: Span
     reduced: Storage
 
 
 class SecondCopies:
-    """The optimizer state and masters of the rank before this one. They are replicated parameters.
+    """A copy of the previous rank's optimizer state and masters. Parameters must be replicated.
 
     Args:
         parameters: The parameters in buckets.
@@ -108,14 +108,14 @@ class SecondCopies:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes of the copies, once the optimizer has created all of its state."""
+        """Size of the copies in bytes, once the optimizer has created all of its state."""
         intervals = self.optimizer.intervals
         states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
         held = sum(interval.target.nbytes for interval in intervals)
         return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
-        """Send this rank's reduced gradients to the next rank, and receive the owner's. Collective.
+        """Receive the owner's reduced gradients, and send this rank's to the next rank. Collective.
 
         Args:
             gradients: The gradients of each bucket, whose sums are complete.
@@ -138,12 +138,16 @@ class SecondCopies:
             handle.reusable()
 
     def update(self, used: Sequence[bool], factor: float) -> None:
-        """Make the update that the owner makes. See `InnerOptimizer.step`."""
+        """Apply the same update as the owner. For the arguments, see `InnerOptimizer.step`."""
         for inner in self.optimizer.inners:
             inner.step(used, factor)
 
     def take_in_writes(self, written: set[int]) -> None:
-        """Update the copies of the parameters `written` by user code, on all ranks alike."""
+        """Update the copies of parameters that user code has changed, identically on all ranks.
+
+        Args:
+            written: Indices of these parameters.
+        """
         for index, interval in enumerate(self.optimizer.intervals):
             now = self._parameters.parameters.part(index, interval.own).loaded()
             for piece in interval.all_pieces:
@@ -154,7 +158,7 @@ class SecondCopies:
 
 
 class _Held:
-    """Both optimizer states that this rank holds, as one over full buckets."""
+    """This rank's optimizer state and its copy of the owner's, presented as one state."""
 
     def __init__(
         self, buckets: Sequence[Bucket], own: OptimizerState, copy: OptimizerState
@@ -165,15 +169,15 @@ class _Held:
         self.is_flat = own.is_flat
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
-        """See `OptimizerState.state_of`."""
+        """Return the segments of bucket `index` that have state here, each with its state."""
         return [each for state in self._states for each in state.state_of(index)]
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """See `OptimizerState.whole`, for the full bucket."""
+        """Return state entry `key` in a full bucket. Elements not on this rank are zero."""
         return self._joined(index, [state.whole(index, key, dtype) for state in self._states])
 
     def master(self, index: int) -> Tensor:
-        """Return the masters of bucket `index` that this rank holds, in a full bucket."""
+        """Return the masters in a full bucket. Elements not on this rank are zero."""
         parts = [state.intervals[index].master.loaded() for state in self._states]
         return self._joined(index, parts)
 
@@ -186,16 +190,18 @@ class _Held:
 
 
 class HeldGather(IntervalGather):
-    """Gathers states of a former layout from the ranks that are left, each interval from a holder.
+    """Gathers the states from the remaining ranks after a loss.
+
+    Each interval is sent by its owner or, if that was lost, by the rank with the second copy.
 
     Args:
         parameters: The parameters in buckets.
         optimizer: This rank's optimizer state.
-        copies: The copies that it holds.
-        group: The ranks that are left.
+        copies: This rank's copy of its owner's state.
+        group: The remaining ranks.
 
     Raises:
-        CollectiveError: A rank and the one that held its copy are both lost.
+        CollectiveError: If a rank and the one that stored its copy are both lost.
     """
 
     def __init__(

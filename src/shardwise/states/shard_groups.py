@@ -22,7 +22,7 @@ class ShardGroups:
     expert_copies: Collectives | None = None
 
     def of(self, bucket: Bucket) -> Collectives:
-        """Return the group that shares `bucket`."""
+        """Return the ranks that share `bucket`."""
         if bucket.axis == DATA:
             return self.data
         assert self.expert_copies is not None

@@ -1,6 +1,6 @@
 """Defines the hooks that an engine calls around its steps if groups of ranks step independently.
 
-An engine whose ranks all step together has no hooks object, so its step has nothing to call.
+An engine whose ranks all step together has no hooks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Kept = Mapping[str, Mapping[nn.Parameter, Tensor]]
 
 
 class HookedWeighting(Protocol):
-    """The engine's weighting of gradients, as seen by hooks."""
+    """The methods of the engine's gradient weighting that hooks use."""
 
     def divisor(self, denominator: float) -> float:
         """Return the divisor that turns summed gradients into their mean."""
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Adopt the unit of the losses (means or sums) that the step of `totals` used."""
+        """Adopt the kind of losses (means or sums) that the step with these `totals` used."""
 
 
 class HookedEngine(Protocol):
-    """The part of an engine that its hooks use."""
+    """The attributes and methods of an engine that its hooks use."""
 
     @property
     def number(self) -> int: ...
@@ -55,7 +55,7 @@ class HookedEngine(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Number of model replicas that make a step together."""
+        """Number of model replicas that step together."""
 
     @property
     def is_between_steps(self) -> bool:
@@ -66,30 +66,34 @@ class HookedEngine(Protocol):
 
 
 class HookedCheckpoints(Protocol):
-    """The part of an engine's checkpoints that `Returns` uses."""
+    """The methods of an engine's checkpoints that `Returns` uses."""
 
     def leave_folder(self) -> None:
         """Release the checkpoint folder, because another rank becomes the main rank."""
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save a checkpoint in the user's folder for ranks that return.
+        """Save a checkpoint in the user's folder, for ranks that rejoin the run.
 
-        Collective. Returns the data that the returning ranks need, or None if the save failed.
+        Collective. Returns the data that the rejoining ranks need, or None if the save failed.
         """
 
     def come_back(self, about: Mapping[str, Any]) -> None:
-        """Resume from the checkpoint of `save_for_return`. Collective across returning ranks."""
+        """Resume from the checkpoint of `save_for_return`. Collective over the rejoining ranks.
+
+        Args:
+            about: The data that `save_for_return` returned.
+        """
 
 
 class Returns(Protocol):
-    """Lets a group of ranks whose processes have exited return to an engine."""
+    """Lets a group of ranks rejoin the other groups after its processes were restarted."""
 
     def are_expected(self) -> None:
-        """Tell the launcher that this group can return after its processes have exited."""
+        """Tell the launcher that this group can rejoin the run if its processes fail."""
 
     @property
     def is_due(self) -> bool:
-        """True if this group should return now."""
+        """True if this group was restarted and has not rejoined the other groups yet."""
 
     def come_back(self) -> None:
         """Wait until the other groups admit this one, and load the checkpoint that they saved."""
@@ -98,10 +102,10 @@ class Returns(Protocol):
 class StepHooks:
     """The hooks that an engine calls. Each does nothing unless a subclass overrides it.
 
-    Here, a *group* is a step group: the ranks that make a step together.
+    Here, a *group* is a step group: the ranks that step together.
 
     A single object serves an engine through all layouts of its states. It must not refer to the
-    engine: when the user drops an engine, it must be freed at once, without waiting for the garbage
+    engine, so that an engine that the user drops is freed at once, without waiting for the garbage
     collector.
 
     Args:
@@ -144,18 +148,18 @@ class StepHooks:
         factory: StorageFactory,
         kept: Kept | None,
     ) -> None:
-        """Prepare for a new layout of the states. `kept` is the result of `take_apart`."""
+        """Prepare for a new layout of the states. `kept` is what `take_apart` returned."""
 
     def take_apart(self, parameters: Parameters, gathering: IntervalGather) -> Kept | None:
-        """Return the tensors that the next layout needs, and discard messages in transit.
+        """Discard messages in transit, and return the tensors that the next layout needs.
 
         Collective.
         """
 
     def write_common_values(self, kept: Kept | None, optimized: Set[nn.Parameter]) -> None:
-        """Write the last common value into parameters that are no longer in any optimizer.
+        """Reset parameters that are no longer in any optimizer to their last common values.
 
-        Each group has changed these parameters since then, and from now on nothing averages them.
+        The groups have changed these parameters differently, and nothing will average them again.
         """
 
     def finish(self) -> None:
@@ -178,7 +182,7 @@ class StepHooks:
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
         """Run once the ranks of this group have agreed on the totals of their gradient sums.
 
-        Returns the totals of the sums that the update applies.
+        Returns the totals of the gradient sums that the update will apply.
         """
         return totals
 
@@ -187,12 +191,12 @@ class StepHooks:
     ) -> tuple[StepTotals, StepStats]:
         """Run after the update.
 
-        Returns the step's totals and statistics, completed with the other groups' values.
+        Returns the step's totals and statistics, extended with the other groups' values.
         """
         return totals, stats
 
     def returns(self, engine: HookedEngine, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return the object that lets exited groups return to an engine, or None if they cannot."""
+        """Return the object that lets restarted groups rejoin, or None if they cannot."""
         return None
 
     # -- queries ------------------------------------------------------------------------------
@@ -211,7 +215,7 @@ class StepHooks:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes that this rank holds in addition to the three states."""
+        """Size in bytes of the memory that the hooks occupy in addition to the three states."""
         return 0
 
     def count_in_words(self) -> str:

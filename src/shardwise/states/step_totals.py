@@ -1,4 +1,4 @@
-"""Results of a step: the totals that all ranks agree on, and the statistics shown to users."""
+"""Defines a step's results: totals that all ranks agree on, and statistics for users."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from shardwise.parallel.expert.expert_counts import ExpertCounts
 
 @dataclass(frozen=True)
 class StepStats:
-    """Statistics of a step across all workers. Identical on every rank, except for `waited`
-    and `tokens_per_second`.
+    """Statistics of a step across all workers.
+
+    They are identical on every rank, except for `waited` and `tokens_per_second`.
 
     If groups of ranks step independently (islands), the values describe this rank's group. After a
     step that averages parameters (`--late 0`), `loss` and `weight` cover all groups.
@@ -31,16 +32,16 @@ class StepStats:
         staleness: Number of updates that changed the weights after the applied gradients were
             computed; at most S, and 0 without `--behind`.
         waited: Time in seconds that this rank waited for the gradients of other groups.
-        tokens: Number of tokens of the step's batches on all workers, if a Loader with `tokens`
-            yielded them, else 0. It includes tokens without a label.
-        padding: Share of padding in the positions that all workers computed, between 0 and 1.
+        tokens: Number of tokens in the step's batches on all workers, including tokens without a
+            label. 0 unless a Loader with `tokens` yielded the batches.
+        padding: Fraction of the positions computed on all workers that is padding, between 0 and 1.
         tokens_per_second: `tokens` divided by the time since the previous step, in 1/s. 0 in the
             first step. Measured on this rank's host, without waiting for its device.
-        experts: Number of token copies per expert in this step, on all workers and in all
-            micro-batches, by the name of the layer: those of `sw.MoE` and, with `--expert`,
-            Transformers' experts.
+        experts: Maps the name of each expert layer to the number of token copies per expert in this
+            step, over all workers and micro-batches. Includes `sw.MoE` layers and, with
+            `--expert`, Transformers' experts.
         repeated: True if a worker was lost in the step, with `--survive` and in a plain loop over a
-            Loader. Nothing was updated, `skipped` is True, and the Loader hands out the same rows
+            Loader. Nothing was updated, `skipped` is True, and the Loader yields the same rows
             again.
 
     Example:
@@ -76,7 +77,7 @@ class StepTotals:
         backwards: Number of backward passes with a nonzero weight.
         shares: Sum of the values that seeded autograd.
         options: Checksum of the optimizers' options; NaN if ranks differ.
-        calls: Checksum of the calls that all ranks must make identically; NaN if they differ.
+        calls: Checksum of the calls that must be identical on all ranks; NaN if they differ.
         rows_differ: True if ranks took their shares from different batches.
         is_mixed: True if the losses have different units, so that no weight is right for all of
             them.
@@ -91,7 +92,7 @@ class StepTotals:
         written: True if user code has written into parameters on any rank.
         divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
         scale: Loss scale of the gradients, if they belong to an earlier step.
-        experts: Number of token copies per expert in the step, one layer after the other.
+        experts: Number of token copies per expert in the step, concatenated over layers.
     """
 
     weight: float

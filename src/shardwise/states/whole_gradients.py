@@ -1,7 +1,7 @@
 """Lets user code read and change the full gradients of a step (`engine.full_gradients`).
 
-show   sums (own intervals) ─▶ times the factor ─▶ gathered from all ranks ─▶ param.grad
-take   sums (own intervals) ◀─ divided by it    ◀─ rank 0's broadcast      ◀─ param.grad
+show   sums (own intervals) ─▶ times `factor`     ─▶ gathered from all ranks ─▶ param.grad
+take   sums (own intervals) ◀─ divided by `factor` ◀─ rank 0's broadcast      ◀─ param.grad
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """A gradient that was shown to user code, with its version and bits at that time."""
+    """A gradient that was shown to user code, and the version and bits it had then."""
 
     grad: Tensor
     version: int
@@ -35,7 +35,7 @@ class _Shown:
         return cls(grad, grad._version, fingerprint(grad))
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Return whether `now` is a different tensor, or has been written to."""
+        """Return whether `now` is a different tensor, or the shown one was written to."""
         if now is not self.grad or now._version != self.version:
             return True
         # A write through `.data` or `.numpy()` does not increment the version.
@@ -43,7 +43,7 @@ class _Shown:
 
 
 class WholeGradients:
-    """Shows the full gradients of a step to user code, and applies its changes.
+    """Shows the full gradients of a step to user code, and adopts its changes.
 
     Args:
         parameters: The parameters of the engine.
@@ -51,7 +51,7 @@ class WholeGradients:
         group: The ranks across which the sums are sharded, if `scattered` is true.
         run: All ranks that have the same gradients.
         used: For each parameter, whether any rank had a gradient.
-        factor: Factor between the sums and the gradients that user code sees.
+        factor: Multiplies the sums to give the gradients that user code sees.
         scattered: Whether each rank holds only its own intervals of the sums.
     """
 
@@ -78,7 +78,7 @@ class WholeGradients:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Set `param.grad` of every parameter; clear it if no rank had a gradient. Collective."""
+        """Set every `param.grad` to the full gradient, or None if no rank had one. Collective."""
         for bucket_ in self._gradients.buckets:
             # (numel of the interval,). The product is a copy, so the sums themselves do not change.
             mine = bucket_.reduced.loaded(bucket_.kind[1]) * self._factor
@@ -99,10 +99,10 @@ class WholeGradients:
 
     @torch.no_grad()
     def take(self) -> list[bool]:
-        """Adopt the gradients that user code changed, using rank 0's values. Collective.
+        """Adopt the gradients that user code has changed, with rank 0's values. Collective.
 
-        Returns whether each parameter has a gradient now. Raises UsageError on all ranks if a
-        gradient is sparse on any rank.
+        Returns, for each parameter, whether it now has a gradient. Raises UsageError on all ranks
+        if a gradient is sparse on any rank.
         """
         with unguarded():
             grads = [named.parameter.grad for named in self._named]
@@ -122,9 +122,9 @@ class WholeGradients:
         return list(used)
 
     def _check(self, grads: Sequence[Tensor | None]) -> None:
-        """Raise UsageError on all ranks if any gradient is sparse.
+        """Raise UsageError on all ranks if a gradient is sparse on any rank.
 
-        The shape needs no check, because torch rejects a gradient whose shape differs.
+        Shapes need no check, because torch rejects a gradient with a different shape.
         """
         sparse = [
             named.name
@@ -139,14 +139,14 @@ class WholeGradients:
             )
 
     def _is_changed(self, index: int, grad: Tensor | None) -> bool:
-        """Return whether `grad` differs from the shown gradient. Meaningful on rank 0 only."""
+        """Return whether `grad` differs from the shown gradient. Valid on rank 0 only."""
         shown = self._shown.get(index)
         return grad is not None if shown is None else shown.is_changed(grad)
 
     def _take(
         self, bucket_: GradientBucket, grads: Sequence[Tensor | None], changed: Sequence[bool]
     ) -> None:
-        """Write the changed gradients of a bucket into its sums."""
+        """Replace the gradient sums of the changed parameters in `bucket_` with new values."""
         dtype, device = bucket_.reduced.dtype, bucket_.kind[1]
         flat = torch.zeros(bucket_.layout.numel, dtype=dtype, device=device)
         for slot in bucket_.layout.slots:

@@ -60,7 +60,7 @@ class CopyStream:
     def pages(self, nbytes: int, count: int) -> list[Tensor]:
         """Allocate `count` page-aligned tensors of `nbytes` (uint8, a multiple of the page size).
 
-        The memory is pinned, and also suitable for direct file transfers.
+        The memory is pinned and can also be used for direct file transfers.
         """
         sizes, places = packed([nbytes] * count)
         blocks = [self._on_a_page(size) for size in sizes]
@@ -83,7 +83,7 @@ class CopyStream:
     def from_here(self) -> AbstractContextManager[None]:
         """Return a context manager that makes the host-to-device stream current, in any thread.
 
-        Work queued inside starts after all work that is on the current stream now.
+        Work queued in its body waits for all work queued so far on the caller's current stream.
         """
         return self._entered(self._up, [self.here()])
 
@@ -99,7 +99,7 @@ class CopyStream:
             yield
 
     def here(self) -> Any:
-        """Return an event that marks all work that is on the current stream now."""
+        """Return an event that completes after all work queued so far on the current stream."""
         event = self._streams.Event()
         event.record(self._streams.current_stream(self.device))
         return event
@@ -130,8 +130,8 @@ class CopyStream:
     def room(self, numel: int, dtype: torch.dtype = torch.uint8) -> tuple[Tensor, Any]:
         """Allocate device memory for a host-to-device copy.
 
-        Returns the memory and the event to wait for before using it. The memory may be freed before
-        the copy has completed.
+        Returns the memory, and an event that must complete before the copy starts. The memory may
+        be freed before the copy has completed.
         """
         # The allocator may return memory that pending work on the current stream still uses.
         data = torch.empty(numel, dtype=dtype, device=self.device)
@@ -155,7 +155,7 @@ class CopyStream:
             return self._recorded(stream)
 
     def _recorded(self, stream: Any) -> Any:
-        """Return an event that marks all work that is on `stream` now."""
+        """Return an event that completes after all work queued so far on `stream`."""
         # With a blocking event, a host thread sleeps in `synchronize`. By default CUDA spins, which
         # takes a core away from training.
         is_cuda = self.device.type == "cuda"
@@ -164,10 +164,10 @@ class CopyStream:
         return event
 
     def send_narrowed(self, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, of shape (numel,) on the host, to device memory `into` of a narrower dtype.
+        """Copy host tensor `value` to device tensor `into`, which has a narrower dtype.
 
-        The cast runs on the host and the copy on the current stream. `value` may be overwritten as
-        soon as this returns.
+        Both have shape (numel,). The cast runs on the host and the copy on the current stream.
+        `value` may be overwritten as soon as this returns.
         """
         nbytes = into.numel() * into.element_size()
         if self._narrowing is None or self._narrowing.nbytes < nbytes:
@@ -183,13 +183,13 @@ class CopyStream:
     def used_here(self, data: Tensor) -> None:
         """Tell the allocator that the current stream uses `data`.
 
-        Needed if a different stream allocated `data`. If `data` is freed, its memory is then reused
-        only after that use.
+        Needed if `data` was allocated on a different stream. If `data` is freed, the allocator then
+        reuses its memory only after the current stream has finished with it.
         """
         self.hold(data, self._streams.current_stream(self.device))
 
     def hold(self, data: Tensor, stream: Any) -> None:
-        """Keep the allocator from reusing the memory of `data` until `stream` is done with it."""
+        """Prevent reuse of the memory of `data` until `stream` has finished with it."""
         if data.device.type != "cpu":
             data.record_stream(stream)
 
@@ -203,7 +203,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(values: Sequence[Tensor]) -> list[Tensor]:
-    """Copy many small `values` to the CPU. Returns the copies in order."""
+    """Copy many small `values` to the CPU. Return the copies in the same order."""
     # Use one copy per device and dtype, because the host waits for every copy.
     together: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, value in enumerate(values):
@@ -241,9 +241,9 @@ ALIGNED = 512
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Pack intervals of `sizes` bytes end to end into blocks whose sizes are powers of two.
 
-    torch's allocator of pinned memory rounds up to powers of two, so allocating each interval
+    torch's pinned-memory allocator rounds sizes up to powers of two, so allocating each interval
     separately could take twice its size. Returns the block sizes, and for each interval the index
-    of its block and its first byte there.
+    of its block and its first byte in that block.
     """
     aligned = [-(-size // ALIGNED) * ALIGNED for size in sizes]
     blocks: list[int] = []

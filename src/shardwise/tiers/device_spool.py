@@ -43,7 +43,7 @@ class Coming:
 
 
 class DeviceSpool:
-    """Spools accelerator memory. Copies run on `copy_stream`."""
+    """Spools accelerator memory to a disk. Copies between device and host run on `copy_stream`."""
 
     def __init__(self, spool: Spool, copy_stream: CopyStream) -> None:
         self._spool = spool
@@ -67,7 +67,7 @@ class DeviceSpool:
     def read(self, record: SpoolRecord) -> Coming:
         """Start reading a record that has no pending request.
 
-        To get the bytes, wait for the record first, and then call `arrived` of the result. Raises
+        To get the bytes, first wait for the record, then call `arrived` on the result. Raises
         TierError in a forked process.
         """
         data, ready = self._copy_stream.room(record.nbytes)

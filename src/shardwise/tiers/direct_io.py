@@ -3,8 +3,8 @@
 A file holds the data of one state on one rank. It has no name once it is open, so the kernel frees
 it when the process exits for any reason: no stale files remain after a kill -9.
 
-Transfers bypass the page cache (O_DIRECT) if the file system supports that. If not, they go through
-the page cache, and the pages are dropped at once, because offloaded data must not stay in memory.
+Transfers bypass the page cache (O_DIRECT) if the file system supports that. Otherwise they use the
+page cache and drop the pages at once, because offloaded data must not stay in memory.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DirectFile:
             )
 
     def _open(self, name: str) -> int:
-        """Open an unnamed file; if unsupported, open a named one and remove its name at once."""
+        """Open an unnamed file. If unsupported, open a named one and remove its name at once."""
         try:
             try:
                 return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -114,7 +114,6 @@ class DirectFile:
             ) from error
 
     def _reserve(self, nbytes: int) -> None:
-        """Reserve disk space for the complete file."""
         # Check the free space first: filling the disk before failing would harm every other program
         # that uses the disk.
         if nbytes > self._free():
@@ -161,7 +160,10 @@ class DirectFile:
         return True
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into` from the bytes at `offset`. Its length and `offset` are multiples of 4096."""
+        """Read bytes from `offset` on, until `into` is full.
+
+        `offset` and the length of `into` must be multiples of 4096.
+        """
         with self._recorded("read", into):
             self._read(into, offset)
 
@@ -188,7 +190,10 @@ class DirectFile:
         self._drop_pages(offset, len(into))
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write `data` at `offset`. Its length and `offset` are multiples of 4096."""
+        """Write `data` at `offset`.
+
+        `offset` and the length of `data` must be multiples of 4096.
+        """
         with self._recorded("write", data):
             self._write(data, offset)
 
@@ -205,7 +210,7 @@ class DirectFile:
         self._drop_pages(offset, len(data))
 
     def _drop_pages(self, offset: int, length: int) -> None:
-        """Drop a range from the page cache, because offloading is meant to save this memory."""
+        """Drop a range of the file from the page cache."""
         if not self.direct:
             os.posix_fadvise(self._fd, offset, length, os.POSIX_FADV_DONTNEED)
 
@@ -271,7 +276,8 @@ _P = ParamSpec("_P")
 class Transfers:
     """Runs transfers in a few threads of this process. `label` names the threads.
 
-    A forked process does not have the threads and would wait forever, so `check` raises there.
+    A forked process does not inherit the threads, so a transfer would never finish there. `check`
+    raises in a forked process.
     """
 
     def __init__(self, label: str) -> None:
@@ -282,12 +288,12 @@ class Transfers:
         weakref.finalize(self, self._threads.shutdown, wait=False).atexit = False
 
     def start(self, move: Callable[_P, None], *args: _P.args, **kwargs: _P.kwargs) -> Future[None]:
-        """Call `move` in the next free thread."""
+        """Call `move` in the next free thread, and return its future."""
         return self._threads.submit(move, *args, **kwargs)
 
     @property
     def forked(self) -> bool:
-        """True if this process was forked from the process that has the threads."""
+        """True if this process was forked from the process that started the threads."""
         return self._process != os.getpid()
 
     def check(self) -> None:

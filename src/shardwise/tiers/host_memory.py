@@ -1,10 +1,10 @@
 """Allocates pages for direct transfers, and sets how much freed memory the C library keeps.
 
 A training step frees memory that the next step allocates again. By default glibc returns the end of
-its heap to the system once 64 MB of it are free, and the next step pays for new pages. This costs
-5 % of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
+its heap to the system once 64 MB of it are free, and the next step must then request new pages.
+This costs 5 % of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
 
-glibc should not keep large blocks in the heap, though. torch requests aligned memory, so a freed
+Large blocks should not stay in glibc's heap, though. torch requests aligned memory, so a freed
 block is slightly too small for the next one of the same size, and would never be reused.
 """
 
@@ -37,7 +37,7 @@ WIPEONFORK = 18
 
 
 def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
-    """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, which ends with the tensor.
+    """Allocate `nbytes` zeros (1-D, uint8) in a separate mapping, which is freed with the tensor.
 
     The memory is page-aligned. Allocations of at least one huge page are aligned to huge pages, and
     backed by huge pages if the kernel permits it. A direct transfer then pins one page instead of
@@ -61,10 +61,10 @@ def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
 
 
 def keep(environ: Mapping[str, str]) -> bool:
-    """Make the heap keep memory that a step frees, if the C library is glibc.
+    """Configure glibc to keep the heap memory that a step frees. Return whether it was configured.
 
-    Returns True on success. Leaves the user's own settings in the environment (see mallopt(3))
-    alone.
+    Does nothing with other C libraries, or if `environ` contains the user's own settings (see
+    mallopt(3)).
     """
     has_settings = any(name.startswith("MALLOC_") for name in environ)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

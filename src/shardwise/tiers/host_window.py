@@ -32,9 +32,9 @@ class HostWindow:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield `flat` in pieces, in order: the index of the piece's first element, and the piece.
 
-        The caller may read a piece until it requests the next one. Other threads may read it
-        longer: `unused` is called before its memory changes, and must wait until they have
-        finished.
+        The caller may read a piece until it requests the next one. If other threads read it for
+        longer, pass `unused`: it is called before the piece's memory is overwritten, and must wait
+        until those threads have finished.
         """
         if flat.device.type == "cpu" or not _has_streams(flat.device):
             yield 0, flat.cpu()
@@ -89,10 +89,9 @@ def _copy_stream(device: torch.device) -> CopyStream:
 
 @contextmanager
 def _ended(copy_stream: CopyStream, ring: StagingRing) -> Iterator[None]:
-    """Context manager that, on exit, makes the current stream wait for all copies.
+    """Context manager that, on exit, makes the current stream wait for the copies of `ring`.
 
-    It does so even after an error. Work on the current stream may then free or overwrite the
-    memory.
+    Work on the current stream may then free or overwrite the memory, even after an error.
     """
     try:
         yield

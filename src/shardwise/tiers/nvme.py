@@ -10,8 +10,8 @@ the bytes of one span of a bucket. It passes through one of a few staging buffer
 only memory that a store needs. Threads transfer the bytes in chunks, and release the GIL.
 
 If the state is used on an accelerator, the buffers are pinned, and copies between them and the
-accelerator are asynchronous. A buffer's lease may end while a copy is pending (`copies`). The
-thread of the next transfer then waits for the copy, not the training thread.
+accelerator are asynchronous. A buffer's lease may end while a copy is pending (`copies`). The copy
+is then awaited by the thread that runs the buffer's next transfer, and not by the training thread.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class BufferLease:
     def wait_for_disk(self) -> Tensor:
         """Wait until the record has been read, but not for pending copies. Return its bytes.
 
-        Copies on an accelerator may use the bytes if they wait for the events in `copies`
-        themselves.
+        A copy on an accelerator may use the bytes if it waits for the events in `copies` first.
         """
         return self._store._wait_for(self)
 
@@ -265,7 +264,7 @@ class Store:
         ]
 
     def _finish_transfer(self, transfer: Transfer) -> None:
-        """Wait for all chunks of a transfer, and remember the first failure."""
+        """Wait for all chunks of a transfer, and record the first failure."""
         # Wait for all chunks even after a failure, because the others still read or write the
         # buffer.
         wait(transfer)

@@ -3,8 +3,8 @@
     down    device ══▶ block 0 ──▶ used    device ══▶ block 1 ──▶ used    ...
     up      filled ──▶ block 0 ══▶ device  filled ──▶ block 1 ══▶ device  ...
 
-Copies (══▶) are asynchronous. The host waits only if it needs the bytes of a piece, or a block that
-is still being copied. A file is therefore read or written in parallel with the copies.
+Copies (══▶) are asynchronous. The host waits only if it needs a piece's bytes, or a block that is
+still being copied. A file can therefore be read or written in parallel with the copies.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def down(
     """Copy `data` (1-D, uint8, on the device) to the host once the events `after` complete.
 
     Yields each piece once it is on the host, while the next one is copied. The caller may read a
-    piece's block until it requests the next piece. Other threads may read it longer: `unused` is
-    called before a block is overwritten, and must wait until they have finished.
+    piece's block until it requests the next piece. If other threads read it for longer, pass
+    `unused`: it is called before a block is overwritten, and must wait until those threads have
+    finished.
     """
     behind = list(after)
     pending: deque[StagedBytes] = deque()

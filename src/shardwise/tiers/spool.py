@@ -60,13 +60,13 @@ class SpoolRecord:
 
 
 class Spool:
-    """A file in `folder` for records. It is freed with the spool and its last record.
+    """A file in `folder` for records. It is freed once the spool and all its records are freed.
 
-    Any thread may use the spool; a forked process must not. `label` and `rank` are used in
+    Any thread may use the spool, but a forked process must not. `label` and `rank` are used in
     messages.
 
     Raises TierError if `folder` does not exist, is not writable or is in memory. If the disk is
-    full or fails later, waiting for the record raises.
+    full or fails later, waiting for the record raises TierError.
     """
 
     def __init__(self, folder: Path, label: str, *, rank: int) -> None:

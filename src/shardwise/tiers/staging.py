@@ -1,7 +1,7 @@
 """Reusable buffers for transfers between a file, the host and a device.
 
 Copies between a buffer and an accelerator are asynchronous. A copy may still be running when the
-buffer is needed again, so each buffer stores the events of its copies.
+buffer is to be used again, so each buffer stores its copies' events.
 """
 
 from __future__ import annotations

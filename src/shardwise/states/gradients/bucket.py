@@ -11,7 +11,7 @@ previous one is in flight. `launch_late` starts a second collective: SUMMED â”€â
 
 A bucket collects gradients in a flat buffer. Replicated gradients have a permanent buffer (`kept`),
 in which micro-batches accumulate. Sharded gradients, and all gradients in the exact mode, borrow a
-buffer for one reduction. The bucket stores the sum of the elements that this rank updates
+buffer for one reduction. The bucket stores only the sum of the elements that this rank updates
 (`reduced`).
 """
 
@@ -57,7 +57,7 @@ class BucketState(Enum):
 
 @dataclass(frozen=True)
 class Backward:
-    """The settings of a backward pass, which apply to all of its gradients."""
+    """The settings of a backward pass, which apply to all gradients in a bucket."""
 
     reduces: bool
     """True if buckets are reduced across ranks in this backward pass."""
@@ -71,7 +71,10 @@ class Backward:
     """Boolean tensor in place of `empty`, if the loss weight is known only on the device."""
 
     def weighted(self, grad: Tensor) -> Tensor:
-        """Return the weighted `grad`, or zeros if the weight is zero. 16-bit values become fp32."""
+        """Return `grad` times `factor`, or zeros if the loss weight is zero.
+
+        If there is a factor, 16-bit values become fp32.
+        """
         grad = self._multiplied([grad])[0]
         # `where`, because multiplying by zero would keep a NaN.
         return grad if self.is_zero is None else torch.where(self.is_zero, 0.0, grad)
@@ -89,8 +92,8 @@ class Backward:
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
         """Write the weighted `grad` to `target`, or add it to `target` if `adds` is true.
 
-        If only the device knows that the weight is zero, written values are not zeroed here:
-        `clean` does so once per bucket.
+        If the loss weight is known only on the device, written gradients are not zeroed here.
+        `clean` zeroes them, once per bucket.
         """
         if adds:
             target.add_(self.weighted(grad))
@@ -118,7 +121,7 @@ class Backward:
             torch._foreach_add_(targets, weighted)
 
     def clean(self, *written: Tensor | None) -> None:
-        """Zero the `written` tensors if the weight on the device is zero."""
+        """Zero the `written` tensors if the loss weight is a device tensor that is zero."""
         for memory in written:
             if memory is not None and self.is_zero is not None:
                 memory.masked_fill_(self.is_zero, 0.0)
@@ -214,7 +217,7 @@ class GradientBucket:
     def mark_ready(self, place: int) -> bool:
         """Record that slot `place` has a gradient in `param.grad`.
 
-        Returns whether the bucket now has all expected gradients.
+        Returns True if this was the last gradient that the bucket expected.
         """
         if self.state is not BucketState.FILLING:
             # The buffer may be in flight, so the gradient stays in `param.grad` until the backward
@@ -226,7 +229,7 @@ class GradientBucket:
         return self.remaining == 0
 
     def _take_large(self, place: int) -> None:
-        """Copy a slot's gradient now, while it is in the processor's cache."""
+        """Collect a slot's large gradient at once, while it is in the processor's cache."""
         with unguarded():
             grad = self._take_gradient(place)
         if grad is None:
@@ -269,7 +272,7 @@ class GradientBucket:
 
     @property
     def _adds(self) -> bool:
-        """True if this backward pass adds to earlier gradients of the step in the kept buffer."""
+        """True if this backward pass adds to gradients that the kept buffer already holds."""
         return self._is_filled and self._kept is not None and self._backward.is_first
 
     def _open(self) -> Tensor:
@@ -292,7 +295,7 @@ class GradientBucket:
         return self._flat
 
     def _in_place(self) -> Tensor | None:
-        """Return memory for forming the next sum without a copy, or None.
+        """Return memory in which the next sum can be computed without a copy, or None.
 
         Only a step's first sum can use it.
         """
@@ -349,7 +352,7 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Remove and return the gradients that arrived after the launch.
+        """Remove and return the gradients that arrived after the launch, with parameter indices.
 
         Each has its parameter's shape. `backward` is the current backward pass. It is an argument
         because `begin` is called only for the buckets that a backward pass fills.
@@ -366,7 +369,7 @@ class GradientBucket:
     # -- reducing -------------------------------------------------------------------------
 
     def launch(self) -> None:
-        """Start the collective, or hold the gradients if this backward pass does not reduce."""
+        """Launch the collective, or hold the gradients if this backward pass does not reduce."""
         if self._backward.reduces:
             assert self._buffer is not None
             self._start(self._buffer)
@@ -375,24 +378,32 @@ class GradientBucket:
         self._close()
 
     def _close(self) -> None:
-        """Drop the references to the buffer, which the queue may lend again or free."""
+        """Drop the references to the buffer, so that the queue can lend it again or free it."""
         self._buffer = self._flat = self._onto = None
         self._uncopied = {}
 
     def launch_held(self) -> None:
-        """Start the collective of the kept buffer, if no backward pass of this step has done so."""
+        """Launch the kept buffer's collective, which no backward pass of this step has launched."""
         assert self._kept is not None
         self._start(self._kept)
 
     def launch_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Start a second collective, for late gradients only."""
+        """Launch a second collective, for late gradients only.
+
+        Args:
+            entries: Pairs (parameter index, gradient).
+        """
         buffer = self._queue.borrow(self.kind)
         buffer.memory[: self.layout.numel].zero_()
         self._add(buffer, entries)
         self._start(buffer)
 
     def hold_late(self, entries: Sequence[tuple[int, Tensor]]) -> None:
-        """Add late gradients to the kept buffer, which is not in flight."""
+        """Add late gradients to the kept buffer, which must not be in flight.
+
+        Args:
+            entries: Pairs (parameter index, gradient).
+        """
         assert self._kept is not None
         self._add(self._kept, entries)
 
@@ -430,7 +441,7 @@ class GradientBucket:
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Return the memory of the bucket's elements in order, one tensor per message.
 
-        Large gradients may be in autograd's memory, the others are in the buffer.
+        Large gradients may be in autograd's memory. All others are in `flat`.
         """
         # Split by the layout alone: on another rank the same gradient may be in the buffer, and the
         # messages must match.
@@ -473,20 +484,23 @@ class GradientBucket:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes that this rank holds between steps."""
+        """Size in bytes of the memory that the bucket occupies between steps."""
         return self._total.nbytes if self._kept is None else self._kept.memory.nbytes
 
     def square(self) -> Tensor:
-        """Return the sum of squares over this rank's own interval. It is cached.
+        """Return the gradient's sum of squares over this rank's own interval. The result is cached.
 
-        The result is an fp64 scalar on the gradient's device, or the row of an exact sum.
+        It is an fp64 scalar on the gradient's device or, in the exact mode, a row of exact sums.
         """
         if self._squares is None:
             self._squares = self._square(self.reduced, self._counted)
         return self._squares
 
     def square_in_fp64(self) -> Tensor:
-        """Return the sum of squares, computed in fp64 on the CPU. Slower, but does not overflow."""
+        """Return the sum of squares, computed in fp64 and moved to the CPU.
+
+        This is slower than `square`, but does not overflow.
+        """
         return self._square(self.reduced, self._counted, wide=True).cpu()
 
     def forget_squares(self) -> None:
@@ -507,7 +521,7 @@ class GradientBucket:
     # -- the end of a step ----------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Discard the gradients of a failed backward pass. The queue keeps buffers in flight."""
+        """Discard the gradients of a failed backward pass. Buffers in flight stay in the queue."""
         # A launched buffer belongs to the queue, even if the launch raised afterwards. If the
         # buffer were returned twice, two buckets would collect into it.
         filling = self.state is BucketState.FILLING
@@ -516,19 +530,19 @@ class GradientBucket:
         self._close()
 
     def forget_calls(self) -> None:
-        """Forget collectives of a transport that no longer exists."""
+        """Discard pending collectives, because their transport no longer exists."""
         self._last_sent = Handle()
         self._in_flight = 0
 
     def follow_group(self) -> None:
-        """Share out the elements of the full sum again, for the norm, among the ranks left."""
+        """After ranks were lost, reassign the elements that each rank squares for the norm."""
         queue = self._queue
         assert not queue.scatters
         cuts = even_cuts(self.layout.numel, queue.group.size)
         self._counted = cuts[queue.rank], cuts[queue.rank + 1]
 
     def consume(self) -> None:
-        """Discard the sum of this step, once no other rank reads the kept buffer."""
+        """Discard this step's sum, after waiting until no other rank reads the kept buffer."""
         # Otherwise the next backward pass would overwrite memory that another rank still sums.
         # After a step's exchange this returns at once: no rank enters the exchange before it has
         # read all sums, and a rank's messages stay in order. An abandoned step has no exchange, so

@@ -13,10 +13,10 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 class BucketViews:
-    """Views of `buffer`, of shape (numel,), with the span `apart` stored in `own` instead.
+    """Views of a bucket's flat memory: `own` for the span `apart`, `buffer` for the rest.
 
-    A slot that straddles a boundary of `apart` has several flat views. `named` holds the parameter
-    of each slot.
+    `buffer` has shape (numel,). A slot that straddles a boundary of `apart` has several flat views.
+    `named` holds the parameter of each slot.
     """
 
     def __init__(

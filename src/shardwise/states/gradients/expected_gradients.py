@@ -13,7 +13,7 @@ PATIENCE = 8
 
 
 class ExpectedGradients:
-    """Counts the gradients of each parameter, and remembers how many arrive per backward pass."""
+    """Counts each parameter's gradients, and learns how many to expect per backward pass."""
 
     def __init__(self, count: int) -> None:
         self.arrivals = [0] * count
@@ -29,12 +29,12 @@ class ExpectedGradients:
         self.arrivals = [0] * len(self._learned)
 
     def unforeseen(self) -> list[int]:
-        """Return the parameters that had more gradients in this backward pass than before."""
+        """Return the indices of parameters with more gradients in this pass than expected."""
         pairs = zip(self.arrivals, self._learned, strict=True)
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 
     def learn(self, indices: Iterable[int]) -> bool:
-        """Remember how many gradients the parameters `indices` had in this backward pass.
+        """Learn from this backward pass how many gradients to expect for the parameters `indices`.
 
         Stops expecting a parameter after PATIENCE backward passes without its gradient. Returns
         whether expectations may have changed.
@@ -54,5 +54,5 @@ class ExpectedGradients:
         return True
 
     def count(self, indices: Iterable[int]) -> int:
-        """Return how many gradients a backward pass should produce for the parameters `indices`."""
+        """Return the number of gradients expected per backward pass for `indices`."""
         return sum(self._learned[index] for index in indices)

@@ -1,6 +1,6 @@
 """Clips gradients by their global norm.
 
-Each rank squares the gradient sums of its intervals, bucket by bucket as they arrive
+Each rank squares its intervals of the gradient sums, one bucket at a time as the sums complete
 (`states/storage/squared_sums.py`). `engine/exchange.py` adds the squares of all ranks and pipeline
 stages. The update multiplies gradients by `clip_coefficient` and divides them by the step's weight
 in the same operation.

@@ -26,18 +26,20 @@ from shardwise.states.storage.storage import Storage
 
 
 class SquareSum(Protocol):
-    """Computes the sum of squares of a span of a storage, such as `squared_sums.square_span`."""
+    """Computes the sum of squares over a span of a storage. See `squared_sums.square_span`."""
 
     def __call__(self, storage: Storage, own: Span, *, wide: bool = False) -> Tensor:
-        """Return a sum that can be added across buckets and ranks. `wide` avoids fp32 overflow."""
+        """Return a sum of squares that can be added across buckets and ranks.
+
+        `wide` avoids fp32 overflow.
+        """
 
 
 @dataclass(frozen=True)
 class Summation:
-    """How a step's gradients are added: as they arrive, or in the exact mode's tree.
+    """How a step's gradients are added: in the exact mode's tree, or in the order that sends less.
 
-    "As they arrive" means first over micro-batches and then over ranks, or the reverse. The engine
-    chooses the order that sends less.
+    Without the tree, the engine adds either over micro-batches first, or over ranks first.
     """
 
     in_tree: bool = False
@@ -51,12 +53,12 @@ class Summation:
 
 
 def in_tree(shards: MicroShards) -> Summation:
-    """Return the summation whose result is bit-identical for any number of workers."""
+    """Return the exact mode's summation, with bit-identical results for any number of workers."""
     return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
 
 
 class GradientSum:
-    """A running sum in the storage `total`."""
+    """The running sum of a step's gradients, stored in `total`."""
 
     def __init__(self, total: Storage) -> None:
         self.total = total
@@ -69,7 +71,7 @@ class GradientSum:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes that this rank holds."""
+        """Size in bytes of the memory that the sum occupies."""
         return self.total.nbytes
 
     def add(self, part: Tensor) -> tuple[Tensor | None, Handle]:
@@ -92,9 +94,9 @@ class GradientSum:
 
 
 class TreeSum(GradientSum):
-    """The exact mode's sum: `fan_ins[i]` parts of level i make one part of level i + 1.
+    """The exact mode's sum. `fan_ins[i]` sums of level i are added into one of level i + 1.
 
-    Parts are added on `device`.
+    The additions run on `device`.
     """
 
     def __init__(
@@ -119,14 +121,14 @@ class TreeSum(GradientSum):
     def add(self, part: Tensor) -> tuple[None, Handle]:
         """Add the next part to the lowest level.
 
-        Returns None for the sum of squares, because partial sums do not give the exact one.
+        Returns None for the sum of squares: only the complete sum can be squared.
         """
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()
         return None, read
 
     def count_part(self) -> None:
-        """Count a part in the lowest level, and add each complete level to the one above."""
+        """Count a part in the lowest level. Add each level that is now complete to the next one."""
         self._counts[0] += 1
         for index, (lower, upper) in enumerate(pairwise(self._levels)):
             if self._counts[index] < self._fan_ins[index]:
@@ -139,7 +141,6 @@ class TreeSum(GradientSum):
             self._counts[index + 1] += 1
 
     def clear(self) -> None:
-        """Discard the parts of this step."""
         self._counts = [0] * len(self._levels)
 
     def widen(self) -> None:

@@ -9,9 +9,9 @@ is launched early once the expected number has arrived. The other buckets are la
 backward pass ends.
 
 A gradient may arrive after its bucket has been launched: from a branch that was unused before, or
-from a segment that reentrant checkpointing ran again. autograd writes it into `param.grad`, which
-is empty, and so never into a buffer in flight. It is set aside as *late*, and all ranks reduce it
-together in `step`.
+from a segment that reentrant checkpointing ran again. autograd writes such a gradient into
+`param.grad`, and so never into a buffer in flight. The gradient is set aside as *late*, and all
+ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Gradients:
 
     @property
     def patient(self) -> bool:
-        """Whether this rank may wait for a sum while its backward pass runs (`ReductionQueue`)."""
+        """Whether this rank may wait for a sum during its backward pass. See `ReductionQueue`."""
         return all(queue.patient for queue in self.queues)
 
     @patient.setter
@@ -197,7 +197,7 @@ class Gradients:
                     hooks[handle.id] = hooks.pop(handle.id)
 
     def arrived(self, index: int, param: Tensor) -> None:
-        """Record that autograd has accumulated a gradient in `param.grad`."""
+        """Record that autograd has accumulated a gradient of parameter `index` in `param.grad`."""
         if not self._in_backward:
             param.grad = None
             raise self._stray(self._parameters.named[index].name)
@@ -217,7 +217,7 @@ class Gradients:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Launch the buckets `numbers`, the same ones on all ranks. Used if `paced` is true."""
+        """Launch the buckets `numbers`, the same ones on every rank. Used if `paced` is true."""
         if self._in_backward and self._overlap:
             for number in numbers:
                 # Not every bucket takes part in this backward pass.
@@ -239,7 +239,10 @@ class Gradients:
         bucket.launch()
 
     def finish(self) -> None:
-        """End a backward pass: launch the other buckets, set late gradients aside, and learn."""
+        """Finish a backward pass: launch the remaining buckets and set late gradients aside.
+
+        Also updates which gradients are expected in later backward passes.
+        """
         for bucket in self._filling:
             if bucket.state is BucketState.FILLING:
                 self._launch(bucket)
@@ -267,7 +270,7 @@ class Gradients:
     def abandon(self) -> None:
         """Discard the gradients of a step whose backward pass failed.
 
-        Returns once the step's collectives have completed.
+        Waits until the collectives in flight have completed.
         """
         self._in_backward = False
         for bucket in self.buckets:
@@ -279,9 +282,9 @@ class Gradients:
         self.clear()
 
     def forget_calls(self) -> None:
-        """Forget all collectives in flight, because their transport no longer exists.
+        """Discard all collectives in flight, because their transport no longer exists.
 
-        Complete sums stay as they are. Then `abandon` discards the gradients without waiting.
+        Complete sums stay as they are. After this, `abandon` has no collectives to wait for.
         """
         for queue in self.queues:
             queue.forget_calls()
@@ -289,7 +292,7 @@ class Gradients:
             bucket.forget_calls()
 
     def follow_group(self) -> None:
-        """Adopt this rank's number in a group that has lost ranks."""
+        """Adopt this rank's new index in a group that has lost ranks."""
         for queue in self.queues:
             queue.rank = queue.group.rank
         for bucket in self.buckets:
@@ -315,7 +318,7 @@ class Gradients:
     # -- the end of a step ----------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Complete the sums of this step, without late gradients."""
+        """Complete the sums of this step. Late gradients are not included."""
         for bucket in self.buckets:
             if not bucket.was_launched:
                 bucket.launch_held()
@@ -329,7 +332,7 @@ class Gradients:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for all sums. Compute the squares of each sum while others are still in flight."""
+        """Wait for all sums, and square each one while others are still in flight."""
         for number in self._drain():
             bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
@@ -338,7 +341,7 @@ class Gradients:
     def squared(self) -> Tensor:
         """Return the sum of squares over this rank's own intervals.
 
-        The result is an fp64 scalar on the gradients' device, or the row of an exact sum.
+        It is an fp64 scalar on the gradients' device or, in the exact mode, a row of exact sums.
         """
         parts = [bucket.square() for bucket in self.buckets if bucket.counts]
         if not parts:
@@ -346,12 +349,15 @@ class Gradients:
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def squared_in_fp64(self) -> Tensor:
-        """Return the sum of squares, computed in fp64 on the CPU. Slower, but does not overflow."""
+        """Return the sum of squares, computed in fp64 and moved to the CPU.
+
+        This is slower than `squared`, but does not overflow.
+        """
         parts = [bucket.square_in_fp64() for bucket in self.buckets if bucket.counts]
         return torch.stack(parts).sum(0) if parts else torch.zeros((), dtype=torch.float64)
 
     def forget_squares(self, numbers: Iterable[int]) -> None:
-        """Invalidate the cached squares of buckets `numbers`, whose sums other code changed."""
+        """Invalidate the cached squares of buckets `numbers`, whose sums have changed."""
         for number in numbers:
             self.buckets[number].forget_squares()
 
@@ -360,12 +366,12 @@ class Gradients:
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the names of parameters whose unexpected gradients caused late ones here."""
+        """Return the names of parameters whose unexpected gradients made others late."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 
     def suspect(self) -> bool | None:
-        """Return whether this rank's own gradients were not finite in this step.
+        """Return whether this rank's own gradients contained a NaN or an infinity in this step.
 
         Returns None if that is unknown, because only small gradients are checked.
         """
@@ -380,14 +386,14 @@ class Gradients:
 
     @property
     def state_bytes(self) -> int:
-        """Memory in bytes that this rank's gradients take between steps."""
+        """Size in bytes of the memory that this rank's gradients occupy between steps."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     def widen(self) -> None:
         """Store 16-bit gradients in fp32 from the next step on. Call on all ranks.
 
-        Needed as soon as steps have several micro-batches: a 16-bit sum soon becomes so large that
-        adding another gradient rounds most of it away.
+        Needed if steps have several micro-batches: a 16-bit sum soon becomes so large that adding
+        another gradient rounds most of that gradient away.
         """
         self.wide = True
         for bucket in self.buckets:
@@ -416,14 +422,13 @@ class Gradients:
         self._drop()
 
     def _drop(self) -> None:
-        """Clear `param.grad` on every parameter."""
         with unguarded():
             for param in self._params:
                 param.grad = None
 
 
 def _arrive(gradients: ref[Gradients], index: int, param: Tensor) -> None:
-    """Parameter hook: pass on a gradient that autograd has accumulated."""
+    """Parameter hook that passes a new gradient to `gradients`, if that still exists."""
     # Use a weak reference, because parameter hooks must not keep a dropped engine alive.
     alive = gradients()
     if alive is not None:
@@ -440,9 +445,9 @@ def _make_buckets(
     exact_sum: bool,
     elsewhere: Set[int],
 ) -> tuple[list[ReductionQueue], list[GradientBucket]]:
-    """Create the buckets, and allocate the memory that each holds between steps.
+    """Create the buckets, and allocate the memory that each one occupies between steps.
 
-    The memory is either the sum of the elements that this rank updates, or a full flat buffer.
+    This is either a full flat buffer, or memory for the elements that this rank updates.
     """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")

@@ -61,7 +61,7 @@ class Launch:
 
 
 class ReductionQueue:
-    """Tracks the launch order of one rank's buckets, and lends them buffers.
+    """Tracks the order in which this rank launched its buckets, and lends them buffers.
 
     Gradients are reduced across the ranks of `group`: by reduce-scatter if `scatters` is true,
     otherwise by all-reduce. `lengths` gives the number of elements of the longest bucket for each
@@ -93,7 +93,7 @@ class ReductionQueue:
         self._out = self._most_out = 0
 
     def push(self, launch: Launch) -> None:
-        """Append a launched collective."""
+        """Append a launch, and advance an earlier one."""
         self._launches.append(launch)
         # Advance the previous bucket only now. Right after its launch, this rank would have waited
         # for the others.
@@ -109,7 +109,7 @@ class ReductionQueue:
             yield launch.bucket
 
     def advance(self) -> None:
-        """Advance all launches, before any wait: another rank may wait for a later one."""
+        """Advance all launches. Call before waiting for one: other ranks may need a later one."""
         for launch in self._launches:
             launch.handle.advance()
 
@@ -133,13 +133,13 @@ class ReductionQueue:
         return buffer
 
     def give_back(self, buffer: Buffer, readers: Sequence[Handle]) -> None:
-        """Take back a borrowed buffer. `readers` are the collective and the copy that read it."""
+        """Take back a borrowed buffer, which `readers` (a collective and a copy) may still read."""
         self._out -= 1
         buffer.readers = readers
         self._spare[buffer.memory.dtype, buffer.memory.device].append(buffer)
 
     def trim(self) -> None:
-        """Free spare buffers beyond the number that this step borrowed at once.
+        """Free spare buffers beyond the largest number that this step borrowed at the same time.
 
         The first step needs more buffers than later ones.
         """
@@ -149,7 +149,7 @@ class ReductionQueue:
         self._most_out = self._out
 
     def forget_calls(self) -> None:
-        """Forget the launches of a transport that no longer exists."""
+        """Discard all launches, because their transport no longer exists."""
         self._launches.clear()
         # Buffers that were lent are dropped with their launches, and allocated again.
         self._out = self._most_out = 0

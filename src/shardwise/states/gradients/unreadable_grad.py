@@ -1,7 +1,7 @@
 """Guards `param.grad` between backward and step: any use of it raises.
 
-Between the last backward pass of a step and `engine.step()`, a gradient is a weighted sum that may
-still be in a collective. Reading it would give a meaningless value, and changing it
+Between the last backward pass of a step and `engine.step()`, a gradient is a weighted sum whose
+collective may still be running. Reading it would give a meaningless value, and changing it
 (clip_grad_norm_) would have no effect. Until the step, `param.grad` is therefore a tensor without
 memory that raises on any use.
 """

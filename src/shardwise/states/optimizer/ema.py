@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, for the intervals that a rank updates."""
+"""Computes the exponential moving average (EMA) of the weights that a rank updates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class Averages:
-    """Averages of the weights in the master dtype.
+    """Exponential moving averages of the weights, in the master dtype.
 
     After each step, an average becomes decay x average + (1 - decay) x weight. Its initial value is
     taken from `start` if that contains the parameter, otherwise from the weight. `factory` creates
@@ -69,7 +69,7 @@ class Averages:
         return zip(self._optimizer.intervals, self.storages, strict=True)
 
     def loaded(self) -> Iterator[Tensor]:
-        """For each bucket, yield the complete average over this rank's interval."""
+        """Yield each bucket's average over this rank's interval, as one tensor."""
         for average in self.storages:
             yield average.loaded()
 
@@ -80,7 +80,7 @@ class Averages:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory in bytes that is in use between steps."""
+        """Size in bytes of the averages that occupy memory between steps."""
         return sum(average.memory_bytes for average in self.storages)
 
     def update(self) -> None:
@@ -114,7 +114,10 @@ class Averages:
                 )
 
     def _exchange(self, same_dtype: _Move, other_dtype: _Move) -> None:
-        """Apply `same_dtype` or `other_dtype` to each parameter, by its dtype. Collective."""
+        """Apply `same_dtype` to each parameter that has its average's dtype, else `other_dtype`.
+
+        Collective.
+        """
         self._parameters.meet()  # other ranks may still read the old values in shared memory
         for interval, average in self._each():
             move = same_dtype if interval.target.dtype == average.dtype else other_dtype

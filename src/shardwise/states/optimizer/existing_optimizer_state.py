@@ -1,8 +1,8 @@
 """Takes over optimizer state that already exists in the user's optimizer or in a checkpoint.
 
-The interval of a bucket is split into segments between parameters whose state differs, for example
-because one has no state yet or a different step count. Each segment receives the state of its
-parameters, joined into flat tensors.
+A bucket's interval is split into segments, with a boundary wherever the states of two neighbouring
+parameters cannot be joined, for example because their step counts differ. Each segment receives its
+parameters' state, joined into flat tensors.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Blank:
 class ExistingState:
     """The existing state of each parameter, for each of the user's optimizers.
 
-    A `Blank` is replaced by a tensor with arbitrary content. A new segment starts at each of the
-    parameters `borders`, even if the state does not differ there.
+    A `Blank` is replaced by an allocated tensor. A new segment starts at each of the parameters
+    `borders`, even if the state does not differ there.
     """
 
     def __init__(
@@ -57,13 +57,12 @@ class ExistingState:
         self._borders = borders
 
     def _of(self, group: ParameterGroup, number: int) -> State | None:
-        """Return the state of parameter `number`, or None."""
         return self._states[group.optimizer].get(self._named[number].parameter) or None
 
     # -- segments -------------------------------------------------------------------------
 
     def segments(self, interval: BucketUpdate, group: ParameterGroup) -> list[UpdatedTensor]:
-        """Return the segments of an interval: one for each run of parameters with equal state.
+        """Return an interval's segments: one for each run of parameters whose states can be joined.
 
         If the optimizer needs full tensors, every parameter has its own segment.
         """
@@ -94,7 +93,7 @@ class ExistingState:
         ]
 
     def _signature(self, group: ParameterGroup, number: int) -> Any:
-        """Return the keys of a parameter's state and its single values.
+        """Return the names of a parameter's state entries, and the entries with a single value.
 
         Only neighbours with equal signatures can share a segment.
         """
@@ -114,7 +113,7 @@ class ExistingState:
     # -- state of segments ----------------------------------------------------------------
 
     def give(self, inner: InnerOptimizer, interval: BucketUpdate, group: ParameterGroup) -> None:
-        """Assign the state of their parameters to the segments of `interval`."""
+        """Assign the existing state to the segments of `interval`."""
         for segment in interval.segments:
             # All pieces of a segment have the same signature, so either all have state or none has.
             states = [self._of(group, piece.parameter) for piece in segment.pieces]
@@ -139,7 +138,7 @@ class ExistingState:
         segment: UpdatedTensor,
         states: Sequence[State],
     ) -> dict[str, Any]:
-        """Join the `states` of a segment's pieces."""
+        """Return the state of a segment, joined from the `states` of its pieces."""
         options = inner.options_of(group)
         joined: dict[str, Any] = {}
         named = self._named[segment.pieces[0].parameter]
@@ -156,7 +155,7 @@ class ExistingState:
         return joined
 
     def _joined(self, segment: UpdatedTensor, key: str, states: Sequence[State]) -> Tensor:
-        """Join the entry `key` of a segment's pieces into a flat tensor."""
+        """Join the state entry `key` of a segment's pieces into a flat tensor."""
         joined = torch.zeros(
             segment.end - segment.first, dtype=states[0][key].dtype, device=segment.tensor.device
         )
@@ -171,7 +170,7 @@ class ExistingState:
 def _allocate(
     interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
-    """Allocate the tensor for a `Blank`. It has no memory if the state is on a disk."""
+    """Allocate the tensor that replaces `blank`. It has no memory if the state is on a disk."""
     numel = segment.end - segment.first
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)
@@ -180,14 +179,13 @@ def _allocate(
 
 
 def _device_of(segment: UpdatedTensor) -> torch.device:
-    """Return the device that updates a segment."""
     return (segment.tensor if segment.master is None else segment.master).device
 
 
 def _entries(kind: OptimizerKind, state: State, named: NamedParameter) -> dict[str, bool]:
-    """For each entry of a parameter's state, return whether it has the parameter's shape.
+    """Return, for each entry of a parameter's state, whether it has the parameter's shape.
 
-    Entries that do not exist yet are left out, such as the momentum of SGD without momentum.
+    Leaves out entries that do not exist yet, such as the momentum of SGD without momentum.
     """
     return {
         key: kind.has_shape(

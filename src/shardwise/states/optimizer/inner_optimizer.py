@@ -47,7 +47,7 @@ class InnerOptimizer:
         buckets: Indices of the buckets.
         intervals: This rank's interval of each bucket.
         groups: The user's parameter group of each interval.
-        parts: Yields the parts for each call of the optimizer.
+        parts: Yields the parts that each call of the optimizer updates.
         fused: Whether to update with torch's fused kernel.
         leads: True for the first copy of the user's optimizer.
     """
@@ -83,7 +83,7 @@ class InnerOptimizer:
         return bare_copy(self._groups[0].optimizer)
 
     def _regroup(self) -> None:
-        """Create an inner parameter group for each group of the user's optimizer."""
+        """Create an inner parameter group for each of the user's groups in `groups`."""
         self.inner.param_groups = []
         for number in self.options.numbers:
             segments = [
@@ -105,9 +105,9 @@ class InnerOptimizer:
     # -- the update -----------------------------------------------------------------------
 
     def step(self, used: Sequence[bool], factor: float) -> None:
-        """Update from the reduced gradients times `factor`.
+        """Update the parameters with the reduced gradients, multiplied by `factor`.
 
-        `used` tells for each parameter whether any rank had a gradient.
+        `used` is True for each parameter that had a gradient on any rank.
         """
         if not all(used):
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]
@@ -146,7 +146,7 @@ class InnerOptimizer:
             part.changed = bool(offered)
 
     def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float) -> None:
-        """Set `grad` on the tensor of each segment whose parameters have a gradient."""
+        """Set `grad` on the tensor of each segment whose parameters had a gradient."""
         if not part.segments:
             return
         # Use the dtype of this part's interval, because one call may update intervals of several
@@ -162,17 +162,17 @@ class InnerOptimizer:
                 segment.tensor.grad = _view_like(flat, segment.tensor)
 
     def _follow(self) -> None:
-        """Copy changes that user code has made to its optimizer."""
+        """Apply changes that user code has made to the user's optimizer."""
         self.options.follow()
         self.attributes.follow()
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Call the class's own `step`, not the wrapper that a scheduler set on the instance."""
+        """Call the optimizer class's own `step`, without any wrapper that a scheduler has set."""
         with without_hooks(self.inner):
             type(self.inner).step(self.inner, *closure)
 
     def _call_for(self, offered: Sequence[Tensor]) -> None:
-        """Update the tensors that have a gradient."""
+        """Update the tensors `offered`, all of which have a gradient."""
         fresh = []
         if any(group.get("fused") for group in self.inner.param_groups):
             states = ((tensor, self.inner.state.get(tensor)) for tensor in offered)
@@ -196,7 +196,7 @@ class InnerOptimizer:
     def step_often(self, evaluate: Callable[[], float]) -> None:
         """Run a step of an optimizer that may call `evaluate` several times.
 
-        `evaluate` must call `offer_again` each time. Every interval has a single part.
+        `evaluate` must call `offer_again` each time. Every interval must be a single part.
         """
         for parts in self._parts(self):
             self._set_divisor(1.0)
@@ -211,7 +211,7 @@ class InnerOptimizer:
                 segment.tensor.grad = None
 
     def offer_again(self, used: Sequence[bool], factor: float) -> None:
-        """Set the gradients of another evaluation on the tensors."""
+        """Set `grad` on the segments' tensors again, after another evaluation of the loss."""
         for interval in self.intervals:
             master = interval.master
             total = interval.gradient.reduced.loaded()
@@ -223,7 +223,7 @@ class InnerOptimizer:
 
 
 def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield all intervals for a single call, then copy masters to the parameters."""
+    """Yield all intervals, to be updated in one call. Then copy the masters to the parameters."""
     parts = []
     for interval in inner.intervals:
         gradient = interval.gradient.reduced.memory

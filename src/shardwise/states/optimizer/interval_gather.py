@@ -1,4 +1,4 @@
-"""Gathers full tensors from intervals on every rank, for a new layout and for state_dict()."""
+"""Gathers every rank's intervals into full tensors, for a new layout and for state_dict()."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.tiers.copy_stream import to_host
 
 
 def gather_bucket(bucket: Bucket, own: Span, interval: Tensor, group: Collectives | None) -> Tensor:
-    """Return a full bucket, (bucket.numel,), gathered from the intervals of the ranks in `group`.
+    """Gather a full bucket of shape (bucket.numel,) from the intervals of the ranks in `group`.
 
     If `group` is None, `interval` is already the full bucket.
     """
@@ -43,7 +43,7 @@ class GatheredState(Protocol):
 
 
 class IntervalGather:
-    """Gathers masters and optimizer state from the ranks' intervals. Every call is collective."""
+    """Gathers masters and optimizer state from the ranks' intervals. All methods are collective."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class IntervalGather:
         self._scattered = scattered
 
     def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Return the full tensor of each parameter, gathered from `parts`.
+        """Return the full tensor of each parameter, gathered from every rank's `parts`.
 
-        `parts` has one tensor per bucket, which covers this rank's interval.
+        `parts` holds this rank's interval of each bucket.
         """
         return {
             parameter: whole
@@ -84,7 +84,7 @@ class IntervalGather:
         return tensors
 
     def _gathered(self, index: int, part: Tensor) -> Tensor:
-        """Return the full bucket, (bucket.numel,), gathered from the `part` of each rank."""
+        """Return the full bucket, (bucket.numel,), gathered from every rank's `part`."""
         bucket = self._parameters.buckets[index]
         group = self._groups.of(bucket) if self._scattered else None
         return gather_bucket(bucket, self._optimizer.intervals[index].own, part, group)
@@ -103,7 +103,7 @@ class IntervalGather:
         }
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Return each parameter's state in the format of the user's optimizer."""
+        """Return each parameter's full state, as the user's optimizer would store it."""
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, group in enumerate(self._optimizer.groups):
             states |= self._whole_state(index) if group.whole else self._flat_state(index)
@@ -171,7 +171,7 @@ class IntervalGather:
 
 
 def on_host(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Move the tensors in `states`, small ones such as step counts, to the CPU."""
+    """Move the tensors in `states` to the CPU. They should be small, such as step counts."""
     places = [
         (state, key)
         for state in states.values()

@@ -1,4 +1,4 @@
-"""Updates states on a disk (NVMe), on the host or in 8 bits span by span.
+"""Updates states span by span if they are on a disk (NVMe), on the host or in 8 bits.
 
 While one span is updated, the next one is read and the previous one is written:
 
@@ -6,9 +6,9 @@ While one span is updated, the next one is read and the previous one is written:
     SpanInUse         [ 0 ][ 1 ][ 2 ][ 3 ]      bound to segments and their state, then updated
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
-If segments and their state are on a disk, they are views of a span's memory while the span is
-updated. The rest of the time they have only shapes, but no memory. The same applies to quantised
-state, whose span has memory in full precision only during the update.
+Segments and state on a disk are tensors with a shape but no memory. While their span is updated,
+they are views of the span's memory. Quantised state is treated in the same way: its span occupies
+memory in full precision only during the update.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield the intervals span by span. If there are several intervals, each has a single span."""
+    """Yield the intervals span by span. If there are several intervals, each must be one span."""
     count = max(len(interval.spans) for interval in inner.intervals)
     for index in range(count):
         spans = [
@@ -50,13 +50,13 @@ def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
 
 
 def store_state(inner: InnerOptimizer, interval: BucketUpdate) -> None:
-    """Store the state of all segments."""
+    """Write the state of all segments to its separate storage, if it has one."""
     for index in range(len(interval.spans) if interval.moments else 0):
         SpanInUse(inner.inner, interval, index, None).end(changed=True)
 
 
 def _gradient_of(interval: BucketUpdate) -> Storage:
-    """Return the reduced gradient for the update: on the master's device, split into its spans."""
+    """Return the reduced gradient on the master's device, split into the interval's spans."""
     total, copy_stream = interval.gradient.reduced, interval.master.copy_stream
     if copy_stream is None or total.copy_stream is not None:
         return in_spans(total, interval.spans)
@@ -69,7 +69,7 @@ def _gradient_of(interval: BucketUpdate) -> Storage:
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start reading span `index` of each interval and its gradient, if they are on a disk."""
+    """Start reading span `index` of each interval that has one, and of its gradient."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:
@@ -87,7 +87,7 @@ def _read_ahead(inner: InnerOptimizer, index: int) -> None:
 class SpanInUse(UpdatePart):
     """A span of an interval, loaded into memory.
 
-    Its segments and state are views of that memory until `end` is called.
+    The span's segments and their state are views of this memory until `end` is called.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SpanInUse(UpdatePart):
     def _store_state(
         self, segment: UpdatedTensor, state: dict[str, Any], key: str, moment: Tensor
     ) -> None:
-        """Keep a segment's state in its span's memory. The first call copies it there."""
+        """Move a segment's state to `moment`, the span's memory, if it is not there yet."""
         a, b = self._place(segment)
         if state[key].dtype != moment.dtype:
             raise TierError(

@@ -1,4 +1,4 @@
-"""Determines what an optimizer needs and stores, and whether it may use fused kernels."""
+"""Determines which data an optimizer needs and stores, and whether it may use fused kernels."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ BY_TENSOR = (optim.Adafactor, optim.Muon)
 def is_torchs(optimizer: optim.Optimizer) -> bool:
     """Return whether the class of `optimizer` is one of torch's, or derived from one.
 
-    These keep their state in the parameter's dtype, and cannot step if the dtype changes.
+    These classes store state in the parameter's dtype, and cannot step if the dtype changes.
     """
     return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
 
 
 def is_known(optimizer: optim.Optimizer) -> bool:
-    """Return whether torch defines the class of `optimizer`, which then needs no trial.
+    """Return whether the class of `optimizer` is one of torch's, which need no trial.
 
-    A derived class may override anything, so it does not count.
+    Derived classes do not count, because they may override any method.
     """
     return type(optimizer) in (*ELEMENTWISE, *BY_TENSOR)
 
@@ -58,9 +58,9 @@ def state_shape(
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """The kind of an optimizer: which data an update needs, and which state it keeps.
+    """The kind of an optimizer: which data an update needs, and which state it stores.
 
-    Options that change later may add state entries, such as the momentum of SGD.
+    Changing an option later may add state entries, such as SGD's momentum.
     """
 
     elementwise: bool
@@ -81,7 +81,7 @@ class OptimizerKind:
     """True if the optimizer evaluates the loss itself (L-BFGS)."""
 
     def has_shape(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether state entry `key` always has the shape of its parameter, which is `shape`.
+        """Return whether state entry `key` always has its parameter's shape, `shape`.
 
         If the optimizer is element-wise, such an entry is split together with the parameter.
         """
@@ -90,7 +90,7 @@ class OptimizerKind:
         return key in self.tensor_keys or tuple(getattr(value, "shape", ())) == tuple(shape) != ()
 
     def is_tensor(self, key: str, value: Any, shape: Sequence[int]) -> bool:
-        """Return whether a checkpoint stores the entry as a tensor and not as a number."""
+        """Return whether a checkpoint stores state entry `key` as a tensor, not as a number."""
         if self.elementwise:
             return self.has_shape(key, value, shape)
         return isinstance(value, Tensor) and value.ndim > 0
@@ -115,7 +115,7 @@ _FOREIGN_ATTRIBUTES = frozenset(
 def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
     """Return the attributes that the class of `optimizer` itself sets on it.
 
-    Excludes attributes that shadow a method: a scheduler or an engine has set them.
+    Excludes attributes that shadow a method, because a scheduler or an engine has set those.
     """
     return {
         name: value
@@ -132,7 +132,7 @@ def common_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer] | None:
-    """Return the name and value of an attribute that is itself an optimizer, or None."""
+    """Return the name and value of an attribute that holds another optimizer, or None."""
     for name, value in vars(optimizer).items():
         if isinstance(value, optim.Optimizer):
             return name, value
@@ -140,7 +140,7 @@ def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer]
 
 
 def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Optimizer:
-    """Return a copy of `optimizer` with its class and attributes, without its parameters.
+    """Return a copy of `optimizer` with its class and attributes, but without parameters or state.
 
     Hooks, and attributes that a scheduler has set, are not copied. Unless `detached` is true, the
     copy shares its attribute values with `optimizer`.
@@ -165,7 +165,8 @@ def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Op
 def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of an attribute, or `value` itself if it is a module or cannot be copied.
 
-    Locks and files cannot be copied. `memo` maps objects that the copy shares with the original.
+    Locks and files, for example, cannot be copied. `memo` is the memo of `copy.deepcopy`: it maps
+    an object's id to its copy.
     """
     # A module is part of the user's model, so all copies of the optimizer refer to the same one.
     if isinstance(value, nn.Module):
@@ -177,7 +178,7 @@ def copied_attribute(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group, without its parameters and their names."""
+    """Return a parameter group's options, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -186,8 +187,8 @@ def placed(
 ) -> Any:
     """Move a state entry to the device that an optimizer with `options` requires.
 
-    That is `device`, except for step counts. If `copy` is False and the entry is already there,
-    returns the entry itself.
+    This is `device`, except that step counts are usually on the CPU. If `copy` is False and the
+    entry is already on the right device, returns the entry itself.
     """
     if not isinstance(value, Tensor):
         return value
@@ -200,8 +201,8 @@ def placed(
 def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
     """Return whether two options or attributes are equal, including nested containers.
 
-    Unless `exactly` is true, numbers may differ by fp32 rounding errors. Objects are compared by
-    their attributes.
+    Unless `exactly` is true, numbers may differ by fp32 rounding errors. Objects whose class
+    defines no `__eq__` are compared by their attributes.
     """
     if a is b:
         return True
@@ -242,8 +243,8 @@ def may_fuse(
 ) -> bool:
     """Return whether torch's fused kernel may update tensors of `dtype`.
 
-    It reads and writes each number once, whereas the default implementation runs one pass per
-    operation, with the same arithmetic. Never overrides the user's own choice.
+    The fused kernel reads and writes each number once. The default implementation runs one pass per
+    operation, with the same arithmetic. Returns False if the user has set `fused` or `foreach`.
     """
     unchosen = options.get("fused", False) is None and not options.get("foreach")
     # With these options, torch has no fused kernel, or it would compute a different result.

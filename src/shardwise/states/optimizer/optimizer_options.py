@@ -1,7 +1,7 @@
-"""Keeps inner copies in sync with the user's optimizer: options, attributes and step hooks.
+"""Keeps the engine's inner optimizers in sync with the user's: options, attributes and step hooks.
 
-The engine updates with inner copies of the user's optimizer. Before every update, a copy takes over
-the options of the user's parameter groups (where schedulers set the learning rate) and attributes
+The engine updates with inner copies of the user's optimizer. Before every update, a copy adopts the
+options of the user's parameter groups (where schedulers set the learning rate) and any attributes
 that user code has replaced. The update itself may change options, too (ScheduleFree counts steps in
 a group). Such changes are written back after all updates of the step:
 
@@ -9,8 +9,8 @@ a group). Such changes are written back after all updates of the step:
                         ▲                                       │
                         └──────────── write_back ◀──────────────┘
 
-Step hooks run once per step, with the user's optimizer. torch must not call them again in the
-copies' updates.
+Step hooks run once per step, with the user's optimizer. torch must not call them again when the
+copies step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """A bucket's parameter group in the user's optimizer."""
+    """The parameter group of the user's optimizer to which a bucket's parameters belong."""
 
     optimizer: optim.Optimizer
     index: int
@@ -68,7 +68,7 @@ class ParameterGroup:
 
 
 class FollowedOptions:
-    """Copies options of the user's parameter groups to the groups of `inner`, and back.
+    """Copies options of the user's parameter groups to the groups of `inner`, and records changes.
 
     `inner` is a copy of the user's optimizer that updates on `device`, with torch's fused kernel if
     `fused` is true. `counts` contains the names of options that the optimizer changes itself.
@@ -94,7 +94,7 @@ class FollowedOptions:
         """Index of the user's group -> options that `follow` has copied last."""
 
     def follow(self) -> None:
-        """Copy the current options of the user's groups."""
+        """Copy the current options of the user's groups to the inner groups."""
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
             options = self.of(self.user.param_groups[number])
             # Copy the values: an update must not increment the user's tensor, because every update
@@ -104,7 +104,7 @@ class FollowedOptions:
             self._followed[number] = options
 
     def record_changes(self) -> None:
-        """Remember the options that the update has changed in the inner groups."""
+        """Record which options the update has changed in the inner groups."""
         # Do not write to the user's groups yet. Every update of a step, including the next span's,
         # must start from the same values.
         for number, inner in zip(self.numbers, self._inner.param_groups, strict=True):
@@ -126,9 +126,9 @@ class FollowedOptions:
 
 
 def write_back_options(followed: Sequence[FollowedOptions]) -> None:
-    """Write options that the updates of a step have changed to the user's groups.
+    """Write options that a step's updates have changed back to the user's groups.
 
-    Call after all updates of the step. Raises ModelError if two updates left different values.
+    Call after all updates of the step. Raises ModelError if two updates set different values.
     """
     first_of: dict[tuple[int, int, str], Any] = {}
     for each in followed:
@@ -147,10 +147,10 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
 
 
 class FollowedAttributes:
-    """Copies attributes of the user's optimizer `user` to its copy `inner`, and back.
+    """Copies attributes of the user's optimizer `user` to its copy `inner`, and returns changes.
 
-    Steps change the attributes `changing`. The copy whose `leads` is True shares objects with
-    `user`.
+    `changing` names the attributes that steps change. The copy whose `leads` is True shares their
+    values with `user`. Every other copy has its own.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class FollowedAttributes:
                 self._followed[name] = value
 
     def changes(self) -> dict[str, Any]:
-        """Return the copy's current values of attributes that steps change."""
+        """Return the inner copy's values of the attributes that steps change."""
         return {k: vars(self._inner)[k] for k in self.changing if k in vars(self._inner)}
 
     def forget_changes(self) -> None:
@@ -192,9 +192,9 @@ class FollowedAttributes:
 
 
 def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
-    """Write attributes that the updates of a step have changed to the user's optimizers.
+    """Write attributes that a step's updates have changed back to the user's optimizers.
 
-    Raises ModelError if two updates left different values.
+    Raises ModelError if two updates set different values.
     """
     changing = [each for each in followed if each.changing]
     first: dict[optim.Optimizer, dict[str, Any]] = {each.user: {} for each in changing}
@@ -220,7 +220,7 @@ def write_back_attributes(followed: Sequence[FollowedAttributes]) -> None:
 
 
 def pre_hooks(optimizer: optim.Optimizer) -> list[tuple[int, Hook]]:
-    """Return the hooks that torch calls before a step of `optimizer`, in order, with their ids."""
+    """Return the ids and hooks that torch calls before a step of `optimizer`, in order."""
     several: Any = torch_optimizer._global_optimizer_pre_hooks
     return [*several.items(), *optimizer._optimizer_step_pre_hooks.items()]
 

@@ -10,9 +10,9 @@ flat tensor:
     segments                 |  a  |  b   |    c     |
 
 Initially there is a single segment. It is split between two parameters once their states must
-differ: if one had no gradient on any rank, its value, moments and step count must not change
-(`update_interval.cut_by_use`). An optimizer that needs full tensors has one segment per tensor from
-the start.
+differ: if one parameter had no gradient on any rank, its value, moments and step count must not
+change (`update_interval.cut_by_use`). If the optimizer needs full tensors, there is one segment per
+tensor from the start.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MASTER = "master"
 
 
 class UpdatedParameters(Protocol):
-    """Parameters in buckets, as an optimizer updates them. See `Parameters`."""
+    """The attributes and methods of `Parameters` that an optimizer update uses."""
 
     named: Sequence[NamedParameter]
     buckets: Sequence[Bucket]
@@ -77,7 +77,7 @@ class OptimizerState:
         by_spans: True if some state is on a disk, or quantised.
         quantised: True to store state in 8 bits.
         sends: True if updated buckets are sent to other ranks.
-        known: Values of parameters in the master dtype, which replace the rounded parameters.
+        known: Parameters' values in the master dtype, used instead of the rounded parameters.
         is_copy: True for a copy of another rank's state, which leaves the user's optimizer alone.
     """
 
@@ -119,7 +119,7 @@ class OptimizerState:
         by_spans: bool,
         quantised: bool,
     ) -> list[BucketUpdate]:
-        """Allocate the masters, and state on a disk or in 8 bits, for this rank's intervals."""
+        """Allocate this rank's masters, and any state on a disk or in 8 bits."""
         own = [bucket.own for bucket in gradients]
         numbers = range(len(own))
         lengths = [end - first for first, end in own]
@@ -173,7 +173,7 @@ class OptimizerState:
     def _fill_master(
         self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Initialise a separate master with its parameters' values."""
+        """Initialise a separate master from its parameters, or from more precise values."""
         # (numel of the interval,). A wide value has bits that the 16-bit parameter has lost.
         value = (interval.target.loaded() if wide is None else wide).to(interval.master.dtype)
         for piece in interval.bucket.pieces(*interval.own):
@@ -185,7 +185,7 @@ class OptimizerState:
         interval.master.store(value)
 
     def _build(self, existing: ExistingState) -> None:
-        """Split buckets into segments, create inner optimizers, and take over existing state."""
+        """Split buckets into segments, create inner optimizers, and assign existing state."""
         for interval, group in zip(self.intervals, self.groups, strict=True):
             interval.segments = existing.segments(interval, group)
         keys = [self._together(index) for index in range(len(self.intervals))]
@@ -214,7 +214,7 @@ class OptimizerState:
             existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
-        """Return a bucket's key. Buckets with equal keys are updated in a single call."""
+        """Return a bucket's key. All buckets with an equal key are updated in a single call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
             return group.optimizer  # it combines tensors, so it needs all of them in a single call
@@ -243,9 +243,9 @@ class OptimizerState:
         return inner
 
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
-        """Replace all state by `states`, whose tensors are `Blank`, before a checkpoint fills it.
+        """Replace all state with `states`, whose tensors are `Blank`s for a checkpoint to fill.
 
-        New segments start at the parameters `borders`.
+        A new segment starts at each of the parameters `borders`.
         """
         self.inners, self._inner_of = [], []
         by_optimizer = {group.optimizer: states for group in self.groups}
@@ -256,14 +256,14 @@ class OptimizerState:
     def write_back_options(self) -> None:
         """Write options and attributes that the updates have changed to the user's optimizers.
 
-        Call after all updates of a step. Raises ModelError if two updates left different values.
+        Call after all updates of a step. Raises ModelError if two updates set different values.
         """
         copies = [inner for inner in self.inners if not isinstance(inner, UsersOptimizer)]
         write_back_options([inner.options for inner in copies])
         write_back_attributes([inner.attributes for inner in copies])
 
     def return_common_state(self) -> None:
-        """Copy state that belongs to no parameter from the inner copies to the user's optimizers.
+        """Copy state that belongs to no parameter back to the user's optimizers.
 
         This state is identical in all copies of an optimizer.
         """
@@ -277,7 +277,11 @@ class OptimizerState:
         return any(interval.has_master for interval in self.intervals)
 
     def refresh_masters(self, written: set[int]) -> None:
-        """Update the masters of the parameters `written` by user code from their new values."""
+        """Update the masters of parameters that user code has changed.
+
+        Args:
+            written: Indices of these parameters.
+        """
         for interval in self.intervals:
             if not interval.has_master:
                 continue
@@ -315,7 +319,7 @@ class OptimizerState:
         return masters + stored + held
 
     def expected_bytes(self, index: int) -> int:
-        """Return the size in bytes of bucket `index`'s state and master after the first update."""
+        """Return the size of bucket `index`'s state and master after the first update, in bytes."""
         interval = self.intervals[index]
         nbytes = interval.master.nbytes
         if interval.moments:
@@ -325,7 +329,7 @@ class OptimizerState:
         return state + nbytes * interval.has_master
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:
-        """Return state `key` of all segments of bucket `index`, joined over this rank's interval.
+        """Return state entry `key` of bucket `index`, joined over this rank's interval.
 
         Elements without state are zero.
         """
@@ -339,16 +343,16 @@ class OptimizerState:
         return joined
 
     def is_flat(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
-        """Return whether state `key` of a segment is flat and split together with the segment."""
+        """Return whether state entry `key` is flat and split together with its segment."""
         group = self.groups[index]
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
     def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
-        """Return whether `value` is a tensor of its parameter, and not a number such as a count."""
+        """Return whether state entry `key` is a tensor, and not a number such as a step count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
-        """Return the segments of bucket `index` that have state, with their state."""
+        """Return the segments of bucket `index` that have state, each with its state."""
         inner = self._inner_of[index].inner
         return [
             (segment, inner.state[segment.tensor])

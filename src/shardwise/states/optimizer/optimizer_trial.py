@@ -3,10 +3,10 @@
 Sharded optimizer state updates arbitrary intervals of flattened parameters. The result matches the
 user's optimizer only if each element's update depends on that element alone (Adam, SGD, Adagrad).
 Some optimizers need full tensors (Muon, LAMB, Adafactor) for norms, factors or orthogonalisation. A
-few combine tensors (Prodigy).
+few combine several tensors (Prodigy).
 
-No list of names could cover optimizers that users write, so trials decide. A trial runs the same
-random steps twice and compares the results:
+No list of names could include the optimizers that users write, so trials decide. A trial runs the
+same random steps twice and compares the results:
 
     separable     two tensors together      =?  the first one alone
     elementwise   two halves of a tensor    =?  the full tensor
@@ -58,7 +58,7 @@ def examine(
     *,
     is_copied: bool = True,
 ) -> OptimizerKind:
-    """Return the kind of `optimizer` with the options of `group`.
+    """Return the `OptimizerKind` of `optimizer` with the options of `group`.
 
     `is_copied` is True if copies of the optimizer will run the updates. Raises ModelError if the
     optimizer needs sparse gradients, or if copies are needed but impossible.
@@ -144,11 +144,11 @@ def _holds_tensors(value: Any) -> bool:
 
 
 class OptimizerKinds:
-    """Determines and caches the kinds of parameter groups.
+    """Determines and caches the `OptimizerKind` of each parameter group.
 
-    Groups that differ only in learning rate share a trial. A group of an optimizer that is not
-    torch's is tried only once. Later, a method such as `eval()` may have put the optimizer into a
-    mode in which it does not update.
+    Groups that differ only in learning rate share a trial. Unless the optimizer is one of torch's,
+    a group is tried only once, because a method such as `eval()` may later switch the optimizer to
+    a mode in which it does not update.
     """
 
     def __init__(self) -> None:
@@ -192,7 +192,10 @@ class _OptimizerTrial:
 
 
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
-    """Yield trials. The first is short, and most optimizers that need full tensors fail it."""
+    """Yield the trials for `group`, starting with a short one.
+
+    Most optimizers that need full tensors already fail the first trial.
+    """
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
     yield from (_OptimizerTrial(shapes[0], scale=scale) for scale in (1e-5, 1e5))
@@ -201,7 +204,7 @@ def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
 
 
 def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Return a shape for each number of dims in the group, the most dims first."""
+    """Return a shape for each number of dims among the group's tensors, the most dims first."""
     dims = {min(max(p.ndim, 1), len(_SHAPES)) for p in group["params"]}
     return [_SHAPES[dim - 1] for dim in sorted(dims, reverse=True)]
 
@@ -215,7 +218,7 @@ _AHEAD = 100_000
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of a trial's steps."""
+    """The result of the steps of a trial."""
 
     updates: list[tuple[Tensor, Tensor]]
     """For each tensor, its change up to the middle step, and from there to the end."""
@@ -230,28 +233,28 @@ class _Outcome:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The state entries that have the tensor's shape."""
+        """The names of the state entries that have the tensor's shape."""
         return frozenset(
             k for k, v in self.state.items() if isinstance(v, Tensor) and v.shape == self.shape
         )
 
     @property
     def singles(self) -> frozenset[str]:
-        """The state entries that do not have the tensor's shape."""
+        """The names of the state entries that do not have the tensor's shape."""
         return frozenset(k for k, v in self.state.items() if v is not None) - self.keys
 
     @property
     def moved(self) -> bool:
-        """True if the tensor changed at all. Otherwise equal results prove nothing."""
+        """True if the first tensor changed. Otherwise equal results would prove nothing."""
         return any(bool(update.any()) for update in self.updates[0])
 
     def is_close(self, other: _Outcome) -> bool:
-        """Return whether the first tensor's updates, the options and the attributes are equal."""
+        """Return whether the first tensor's updates, the options and the attributes agree."""
         pairs = zip(self.updates[0], other.updates[0], strict=True)
         return self.has_same_options(other) and all(_close(a, b) for a, b in pairs)
 
     def has_same_options(self, other: _Outcome) -> bool:
-        """Return whether both have the same options and attributes."""
+        """Return whether both outcomes have the same options and attributes."""
         return same(self.options, other.options) and same(self.attributes, other.attributes)
 
 
@@ -287,11 +290,11 @@ class _TrialRunner:
     def judge(
         self, trial: _OptimizerTrial, whole: _Outcome, so_far: OptimizerKind | None = None
     ) -> OptimizerKind:
-        """Return the kind that a trial shows.
+        """Return the optimizer's kind, according to this trial.
 
         Compares `whole`, the result for the first tensor, with the results for both tensors
-        together and for the first tensor in two parts. Skips properties that earlier trials, in
-        `so_far`, have disproved.
+        together and for the first tensor in two parts. Skips properties that earlier trials have
+        disproved (`so_far`).
         """
         tensors, grads = _draw(trial)
         # If the first trial changed nothing, equal results prove nothing.
@@ -326,7 +329,7 @@ class _TrialRunner:
     def _run(
         self, trial: _OptimizerTrial, tensors: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
     ) -> _Outcome:
-        """Run the steps of a trial with a new copy of the optimizer."""
+        """Run the trial's steps with a new copy of the optimizer."""
         inner = bare_copy(self._optimizer, detached=True)
         options = copy.deepcopy(settings_of(self._group)) | _visible_rate(self._group)
         params = [torch.nn.Parameter(tensor.to(self._device, copy=True)) for tensor in tensors]
@@ -360,14 +363,14 @@ class _TrialRunner:
         return _Outcome(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
-        """Return the state of the first parameter in the group that has some."""
+        """Return the state of the first parameter in the group that has state."""
         states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
-        """Return the state that the constructor might have created for `like`.
+        """Return the state that the optimizer's constructor might have created for `like`.
 
-        The state is copied from another parameter, with all elements set to its first one.
+        It is copied from another parameter's state. All elements are set to that state's first one.
         """
         state = self._existing_state()
         owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)
@@ -381,7 +384,7 @@ class _TrialRunner:
 
 
 def _draw(trial: _OptimizerTrial) -> tuple[list[Tensor], list[list[Tensor]]]:
-    """Draw two tensors, and the gradients of each for every step."""
+    """Draw two random tensors, and a gradient for each tensor and step."""
     draw = torch.Generator().manual_seed(0)
     # Scale the two halves differently, so that a norm over the full tensor differs from those over
     # its parts.
@@ -419,7 +422,7 @@ def _step(inner: optim.Optimizer) -> None:
 
 
 def _numbers(inner: optim.Optimizer) -> dict[tuple[int, str], float]:
-    """Return everything that may count steps: single numbers in states, groups and attributes.
+    """Return the numbers that may be step counts: in states, parameter groups and attributes.
 
     Keys are the index in `_places` and the name of the entry.
     """

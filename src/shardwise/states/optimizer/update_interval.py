@@ -1,4 +1,4 @@
-"""The part of a bucket that this rank updates, divided into segments for an optimizer.
+"""The interval of a bucket that this rank updates, divided into segments for an optimizer.
 
 interval      |  a  |  b   |    c     |   d   |      segments: the tensors that it updates
 spans         |         0         |     1     |      the pieces that are loaded one at a time
@@ -21,14 +21,14 @@ from shardwise.states.storage.storage import Storage
 
 
 class ReducedGradient(Protocol):
-    """The sum of a bucket's gradients: of the elements that a rank updates."""
+    """A bucket's reduced gradient, for the elements that a rank updates."""
 
     own: Span
     """These elements of the bucket."""
 
     @property
     def reduced(self) -> Storage:
-        """Their reduced gradient."""
+        """The reduced gradient of the elements `own`."""
 
 
 @dataclass(eq=False)
@@ -68,14 +68,14 @@ class BucketUpdate:
     """A copy of the gradient on the host, if the master is there and the gradient is not."""
 
     def segment(self, pieces: list[Slot]) -> UpdatedTensor:
-        """Return a flat segment of neighbouring pieces."""
+        """Return a flat segment that consists of neighbouring pieces."""
         first, grain = pieces[0].start, self.bucket.grain
         # Round up to a full grain: an exact sum must not split it, and the gap is otherwise unused.
         end = min(-(-pieces[-1].end // grain) * grain, self.own[1])
         return UpdatedTensor(first, end, pieces, self.flat(first, end))
 
     def flat(self, first: int, end: int) -> Tensor:
-        """Return elements [first, end) of the master, in bucket coordinates.
+        """Return elements [first, end) of the bucket from the master.
 
         The result has no memory if the master is on a disk.
         """
@@ -84,7 +84,7 @@ class BucketUpdate:
         return without_memory(end - first, self.master.dtype)
 
     def within(self, span: Span) -> list[UpdatedTensor]:
-        """Return the segments in a span. No segment crosses a span boundary."""
+        """Return the segments in `span`. No segment crosses a span boundary."""
         first, end = self.own[0] + span[0], self.own[0] + span[1]
         return [s for s in self.segments if first <= s.first < end]
 
@@ -99,18 +99,18 @@ class BucketUpdate:
 
     @property
     def has_master(self) -> bool:
-        """True if the optimizer updates a master in place of the parameters."""
+        """True if the optimizer updates a master instead of the parameters."""
         return self.master is not self.target
 
     @property
     def pieces(self) -> list[list[Slot]]:
-        """For each span, the parts of parameters that it covers."""
+        """The parts of parameters in each span."""
         start = self.own[0]
         return [self.bucket.pieces(start + first, start + end) for first, end in self.spans]
 
     @property
     def all_pieces(self) -> list[Slot]:
-        """The parts of parameters that the interval covers."""
+        """The parts of parameters in the interval."""
         return [piece for pieces in self.pieces for piece in pieces]
 
 
@@ -121,7 +121,7 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 
 def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of `numel` elements that represents data in a storage."""
+    """Return a flat placeholder of `numel` elements for data that is in a storage."""
     return _nothing(dtype).expand(numel)
 
 
@@ -131,20 +131,19 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 
 def group_consecutive(pieces: Sequence[Slot], mark: Callable[[Slot], Any]) -> list[list[Slot]]:
-    """Group consecutive pieces that have equal marks."""
+    """Split `pieces` into runs for which `mark` returns equal values."""
     return [list(run) for _, run in groupby(pieces, mark)]
 
 
 def copy_value(value: Any) -> Any:
-    """Return `value`, or a copy of it if it is a tensor."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def cut_by_use(inner: optim.Optimizer, interval: BucketUpdate, used: Sequence[bool]) -> bool:
     """Split segments of `interval`, and their state in `inner`, between used and unused parameters.
 
-    An unused parameter then keeps its value, moments and step count, as torch does for `grad=None`.
-    Returns whether any segment was split.
+    The update then leaves an unused parameter's value, moments and step count unchanged, as torch
+    does if `grad` is None. Returns whether any segment was split.
     """
     segments: list[UpdatedTensor] = []
     for segment in interval.segments:

@@ -1,9 +1,9 @@
-"""Updates with the user's optimizer itself, if each rank has the full state.
+"""Runs the update with the user's optimizer itself, if each rank has the full state.
 
 A copy of an optimizer does not share its attributes, an optimizer that it wraps, or state that
-belongs to no parameter. If nothing is sharded, no copy is needed. The engine then puts the reduced
-gradients into the user's parameters, and the user's optimizer updates these. Its state stays in the
-optimizer itself, for its own methods and for user code.
+belongs to no parameter. If nothing is sharded, no copy is needed. The engine then assigns the
+reduced gradients to the parameters' `grad`, and the user's optimizer updates the parameters. Its
+state stays in the optimizer itself, for its own methods and for user code.
 
     parameter.data ◀─ master (if there is one)
     parameter.grad ◀─ reduced gradient        ─▶  optimizer.step()  ─▶  parameter.data restored
@@ -22,7 +22,7 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
-    """The user's own optimizer. `intervals` contain every parameter that it trains."""
+    """The user's own optimizer. `intervals` covers every parameter that it trains."""
 
     def _make_optimizer(self) -> optim.Optimizer:
         return self._groups[0].optimizer
@@ -50,13 +50,12 @@ class UsersOptimizer(InnerOptimizer):
         self._clear(parts)
 
     def step_often(self, evaluate: Callable[[], float]) -> None:
-        """Run a step of an optimizer that may call `evaluate` several times."""
         for parts in self._parts(self):
             self._call(evaluate)
             self._clear(parts)
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Call `step`, which may call public methods of the user's optimizer."""
+        """Call `step`, and mark that the user's optimizer may call its own public methods."""
         self.is_users_stepping = True
         try:
             super()._call(*closure)
@@ -65,7 +64,7 @@ class UsersOptimizer(InnerOptimizer):
 
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
-        """Context manager inside which parameters hold their masters, if they have one."""
+        """Context manager inside which parameters that have a master hold its values."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
         # Save the tensors themselves, not copies: the update writes to masters, which are later
         # rounded into these tensors.

@@ -6,6 +6,7 @@ sharded_parameters.py    sharded parameters; sharded_bucket.py: one bucket of th
 residency.py             decides when to gather each unit; unshard.py, bucket_gathers.py: how
 parameters_at_rest.py    makes any use of a sharded parameter's values raise between gathers
 saved_references.py      references that autograd saves in place of gathered parameters
-read_only.py             rejects writes into gathered parameters; lost_writes.py detects others
+read_only.py             rejects writes into gathered parameters
+lost_writes.py           detects writes that read_only.py cannot reject
 torch_calls.py           classifies torch functions: metadata only, or writing
 """

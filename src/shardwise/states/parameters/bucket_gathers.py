@@ -1,6 +1,6 @@
 """Gathers full buckets from the ranks' intervals for as long as a unit needs them.
 
-If ranks share memory, every full bucket is already there. Otherwise a bucket is gathered into a
+If ranks share memory, every full bucket is already in it. Otherwise a bucket is gathered into a
 borrowed buffer, so that forward and backward passes allocate no memory. User code may still hold a
 view of a buffer, for example if a unit returned its own weight or a hook stored a view. Such a
 buffer is never borrowed again, so its content stays valid for the user.
@@ -55,7 +55,7 @@ class WholeBucket:
 
 
 def whole_bucket(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
-    """Create the views of `bucket`, whose values are in `flat`."""
+    """Create the views for `bucket`, whose values are in `flat`."""
     with outside_of_inference():
         views = bucket.views(flat)
     return WholeBucket(flat, views, [view.data_ptr() for view in views])
@@ -65,7 +65,7 @@ def whole_bucket(bucket: ShardedBucket, flat: Tensor) -> WholeBucket:
 class Gather:
     """A pending gather of buckets.
 
-    A bucket on a disk is first loaded into its buffer; `send` then starts its collective.
+    Intervals on a disk are loaded first. `send` then starts the bucket's collective.
     """
 
     buffers: list[_Buffer]
@@ -94,14 +94,14 @@ def finished_gather(wholes: list[WholeBucket]) -> Gather:
 
 
 class BucketGathers(ABC):
-    """Gathers the buckets of a unit."""
+    """Base class of the ways to gather a unit's buckets."""
 
     collective: bool
     """True if all ranks must gather the same buckets in the same order."""
 
     @abstractmethod
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start gathering `buckets`."""
+        """Start gathering `buckets`, the buckets of one unit."""
 
     @abstractmethod
     def give_back(self, gather: Gather) -> None:
@@ -113,7 +113,7 @@ class BucketGathers(ABC):
 
 
 class SharedMemoryGathers(BucketGathers):
-    """Uses buckets in memory that the ranks share. Nothing is sent."""
+    """Provides buckets in memory that the ranks share. Nothing is sent."""
 
     collective = False
 
@@ -121,7 +121,7 @@ class SharedMemoryGathers(BucketGathers):
         self._wholes: dict[ShardedBucket, WholeBucket] = {}
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Return the buckets in shared memory; there is nothing to gather."""
+        """Return a completed gather of the buckets in shared memory."""
         for bucket in buckets:
             if bucket not in self._wholes:
                 assert bucket.common is not None
@@ -132,7 +132,7 @@ class SharedMemoryGathers(BucketGathers):
         """No-op: the shared memory is permanent."""
 
     def close(self) -> None:
-        """No-op: there are no threads or buffers."""
+        """No-op: nothing needs to be released."""
 
 
 @dataclass(eq=False)
@@ -150,7 +150,7 @@ class _Buffer:
     """The last gather. Other ranks may still be reading this buffer for it."""
 
     def is_seen(self) -> bool:
-        """Return whether other code holds a tensor in this memory."""
+        """Return whether other code holds a tensor in this buffer's memory."""
         # If the buffer is part of a larger allocation, the reference count includes references to
         # the other parts. It proves nothing about this buffer, which is therefore reused.
         if self.flat.untyped_storage().nbytes() > self.flat.numel() * self.flat.element_size():
@@ -160,7 +160,7 @@ class _Buffer:
 
 
 class AllGathers(BucketGathers):
-    """Gathers buckets across their groups, each into a borrowed buffer."""
+    """Gathers each bucket across its group, into a borrowed buffer."""
 
     collective = True
 
@@ -173,7 +173,7 @@ class AllGathers(BucketGathers):
         self._reader: ThreadPoolExecutor | None = None
 
     def start(self, buckets: Sequence[ShardedBucket]) -> Gather:
-        """Start an all-gather of each bucket. Buckets on a disk are read first."""
+        """Start an all-gather of each bucket. Intervals on a disk are read first."""
         buffers = [self._borrow(bucket) for bucket in buckets]
         for bucket, buffer in zip(buckets, buffers, strict=True):
             if bucket not in buffer.wholes:
@@ -209,7 +209,7 @@ class AllGathers(BucketGathers):
         wholes: Sequence[WholeBucket],
         send: Callable[[int], Handle],
     ) -> list[Handle]:
-        """Load intervals that are in memory, and start their gathers.
+        """Load this rank's intervals, which are in memory, and start the gathers.
 
         Intervals in host memory are copied to the accelerator while it computes.
         """
@@ -246,7 +246,7 @@ class AllGathers(BucketGathers):
             self._spare[(flat.numel(), flat.dtype, flat.device, buffer.axis)].append(buffer)
 
     def close(self) -> None:
-        """Stop the thread that reads from a disk."""
+        """Stop the thread that reads from the disk."""
         if self._reader is not None:
             self._reader.shutdown()
 
@@ -257,7 +257,7 @@ def _load(
     copy_stream: CopyStream | None,
     scope: AbstractContextManager[None],
 ) -> Handle:
-    """Load an interval from a disk, with the copies to an accelerator in `scope`.
+    """Load this rank's interval of `bucket` from a disk. Copies to an accelerator run in `scope`.
 
     Returns a handle for the copies. Waiting for it blocks the current stream, not the host.
     """
@@ -268,7 +268,7 @@ def _load(
 
 
 def _hold(copy_stream: CopyStream | None, flat: Tensor) -> None:
-    """Keep the allocator from reusing the memory of `flat` before the copies into it complete.
+    """Prevent reuse of the memory of `flat` before the copies into it have completed.
 
     Needed because a gather may be discarded without waiting for it.
     """
@@ -283,7 +283,7 @@ def _pending_copies(copy_stream: CopyStream) -> Handle:
 
 @contextmanager
 def outside_of_inference() -> Iterator[None]:
-    """Context manager that creates normal tensors, even inside torch.inference_mode.
+    """Context manager inside which new tensors are normal, even in torch.inference_mode.
 
     Tensors that outlive a pass must not be inference tensors, which autograd rejects.
     """

@@ -1,14 +1,14 @@
 """Detects writes into gathered parameters, which would be lost when the parameters are resharded.
 
-A write by an operation on the parameter increments its version. A write through `.data` changes
-only the values. The sum of each parameter's bits is therefore compared before and after some
-gathers:
+A torch operation that writes to the parameter increments its version. A write through `.data`
+changes only the values. The sum of each parameter's bits is therefore compared before and after
+some gathers:
 
     gathers 1 ... FIRST        all, because most code that writes does so from the start
     later gathers              one in INTERVAL, so that a step costs little more
 
-On an accelerator, the host waits for the results of the first gathers only. Later results are
-copied to the host asynchronously, and a later gather checks them.
+On an accelerator, the host waits only for the first gathers' results. Later results are copied to
+the host asynchronously, and a later gather checks them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INTERVAL = 31
 
 
 class _PendingResult(NamedTuple):
-    """For each slot, whether the parameter was written. On the host once `event` completes."""
+    """For each slot, whether its parameter was written. Valid once `event` has completed."""
 
     bucket: ShardedBucket
     differ: Tensor
@@ -37,7 +37,10 @@ class _PendingResult(NamedTuple):
 
 
 class LostWrites:
-    """Compares bits around some gathers. Calls `report` with the index of a written parameter."""
+    """Compares parameters' bits before and after some gathers.
+
+    Calls `report` with the index of each parameter that was written.
+    """
 
     def __init__(self, report: Callable[[int], None]) -> None:
         self._report = report
@@ -46,7 +49,7 @@ class LostWrites:
         self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Sum the bits of `bucket`, just gathered into `flat`, if this gather will be compared."""
+        """Sum the bits of `bucket`, just gathered into `flat`, if this gather is to be checked."""
         while self._pending and self._pending[0].event.query():
             self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
@@ -54,7 +57,7 @@ class LostWrites:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Compare the bits of `bucket`, which is about to be resharded, with those at `begin`."""
+        """Compare the bits of `bucket`, which will be resharded next, with the sums at `begin`."""
         before = self._before.pop(bucket, None)
         if before is None:
             return
@@ -65,7 +68,7 @@ class LostWrites:
             self._pending.append(_PendingResult(bucket, *start_to_host(differ)))
 
     def finish(self) -> None:
-        """Wait for all pending results, because there may be no later gather to check them."""
+        """Wait for all pending results and report them, because no later gather may do so."""
         while self._pending:
             if not self._pending[0].event.query():
                 self._pending[0].event.synchronize()
@@ -81,12 +84,12 @@ class LostWrites:
                 self._report(slot.parameter)
 
     def forget(self) -> None:
-        """Discard the sums so far, after a permitted write by the optimizer or a writing block."""
+        """Discard the sums so far, because the optimizer or user code was allowed to write."""
         self._before.clear()
 
 
 def _sums(bucket: ShardedBucket, flat: Tensor) -> Tensor:
-    """For each slot, return the sum of the parameter's bits as integers, modulo 2^64."""
+    """Return the sum of the bits of each slot's parameter, as integers modulo 2^64."""
     sums = [total(flat[slot.start : slot.end]) for slot in bucket.layout.slots]
     return torch.stack(sums) if sums else torch.zeros(0)
 
@@ -103,14 +106,14 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def integers(tensor: Tensor) -> Tensor:
-    """View `tensor` as integers. A complex number gives two, in an additional last dim."""
+    """View `tensor` as integers. A complex number becomes two, in an additional last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, modulo 2^64. Fast, but misses reordering."""
+    """Return the sum of the bits as integers, modulo 2^64. Fast, but does not detect reordering."""
     bits = integers(tensor)
     # Sum in chunks on the CPU, because torch first copies the summands to 64-bit integers, which
     # take twice the memory.
@@ -120,9 +123,9 @@ def total(tensor: Tensor) -> Tensor:
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, each times a hash of its position, modulo 2^64.
+    """Return the sum of the bits as integers, each multiplied by a hash of its position.
 
-    Unlike `total`, it changes when elements are swapped or signs are flipped.
+    The sum is modulo 2^64. Unlike `total`, it changes if elements are swapped or signs are flipped.
     """
     sums = []
     flat, start = integers(tensor).reshape(-1), 0

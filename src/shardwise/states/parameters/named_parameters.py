@@ -18,8 +18,8 @@ class NamedParameter:
 
     `places` lists each module and attribute name that registers the parameter. `shape`, `strides`,
     `dtype` and `device` are recorded at construction, because the parameter's data may be swapped
-    later. If the parameter belongs to a layer that is split across ranks, `shard` describes its
-    part of the full tensor.
+    later. If the parameter belongs to a layer that is split across ranks, `shard` describes this
+    rank's part of the full tensor.
     """
 
     name: str
@@ -37,7 +37,7 @@ class NamedParameter:
 
     @property
     def whole_shape(self) -> torch.Size:
-        """Shape of the full tensor, if the parameter is only a part of it."""
+        """Shape of the full tensor, of which this rank may hold only a part."""
         return self.shape if self.shard is None else torch.Size(self.shard.shape)
 
     @property
@@ -47,7 +47,7 @@ class NamedParameter:
 
     @property
     def can_rest(self) -> bool:
-        """True if the parameter can be sharded: its placeholder is NaN, so its dtype needs one."""
+        """True if the parameter can be sharded: its dtype has a NaN, used as a placeholder."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     @property
@@ -57,20 +57,20 @@ class NamedParameter:
         return like.is_contiguous()
 
     def view(self, flat: Tensor, start: int) -> Tensor:
-        """Return a view of `flat` from element `start` on, in the parameter's layout."""
+        """Return a view of `flat` in the parameter's layout, starting at element `start`."""
         return flat.as_strided(self.shape, self.strides, flat.storage_offset() + start)
 
     def flat(self, value: Tensor) -> Tensor | None:
         """Return `value` as a 1-D tensor in memory order, without a copy.
 
-        Returns None if its strides differ from the parameter's.
+        Returns None if the strides of `value` differ from the parameter's.
         """
         if value.stride() != self.strides:
             return None
         return value.detach().as_strided((value.numel(),), (1,))
 
     def flattened(self, value: Tensor) -> Tensor:
-        """Copy `value`, of the parameter's shape, to a 1-D tensor in the order of its memory."""
+        """Return a 1-D copy of `value`, with the elements in the parameter's memory order."""
         flat = value.new_empty(value.numel())
         self.view(flat, 0).copy_(value)
         return flat
@@ -79,8 +79,8 @@ class NamedParameter:
 def locate(models: Iterable[nn.Module], names: Sequence[str]) -> list[NamedParameter]:
     """Return every parameter of `models` once, in registration order, with all of its places.
 
-    Each name starts with its model's entry in `names`, which is empty for a single model. The
-    prefix that torch.compile adds is removed.
+    Each parameter's name starts with its model's entry in `names`, which is empty for a single
+    model. The prefix that torch.compile adds is removed.
     """
     found: dict[nn.Parameter, NamedParameter] = {}
     for model, prefix in zip(models, names, strict=True):

@@ -1,6 +1,6 @@
 """Defines the base class of parameters in buckets, and replicated parameters.
 
-Replicated parameters are views of flat buffers; each rank has its own copy of these. For sharded
+Replicated parameters are views of flat buffers, of which each rank has its own copy. For sharded
 parameters, see `sharded_parameters.py`.
 """
 
@@ -25,7 +25,7 @@ from shardwise.timeline import recorder
 class Parameters(ABC):
     """Base class of the trainable parameters, which are packed into buckets.
 
-    The parameter objects remain the user's; only the memory of their values changes.
+    The parameter objects are still the user's. Only the memory of their values changes.
     """
 
     def __init__(self, named: Sequence[NamedParameter], buckets: Sequence[Bucket]) -> None:
@@ -39,7 +39,7 @@ class Parameters(ABC):
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
-        """The buckets of frozen parameters, if frozen parameters are in buckets."""
+        """The buckets of frozen parameters. Empty if frozen parameters are not in buckets."""
         return ()
 
     def kind(self, index: int) -> tuple[torch.dtype, torch.device]:
@@ -60,19 +60,19 @@ class Parameters(ABC):
 
     @abstractmethod
     def publish(self, index: int) -> Handle:
-        """Start sending the elements of bucket `index` that this rank has updated to all ranks."""
+        """Start sending this rank's updated elements of bucket `index` to all other ranks."""
 
     def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
-        """Begin the update of a step: no rank reads parameters until they are published."""
+        """Begin a step's update: no rank reads parameters until they are published."""
 
     def meet(self) -> None:  # noqa: B027 (private memory needs no wait)
-        """Wait until no rank reads the old values. Called before new values are stored."""
+        """Wait until no rank reads the old values. Call before storing new ones."""
 
     def forget_writes(self) -> None:  # noqa: B027 (only sharded parameters report lost writes)
-        """Do not report the writes into temporary copies that were found so far."""
+        """Discard lost writes that were found so far, so that `check` does not report them."""
 
     def settle(self) -> None:
-        """Finish an update after all buckets are published. Collective."""
+        """Finish an update, after all buckets were published. Collective."""
         # User code may use a single autocast block for several steps. Its cache would keep casts of
         # the old values.
         torch.clear_autocast_cache()
@@ -82,12 +82,12 @@ class Parameters(ABC):
         self.remember()
 
     def remember(self) -> None:
-        """Record the current versions, for `written` to compare with."""
+        """Record the parameters' current versions, which `written` compares with."""
         self.changes += 1
         self._versions = [named.parameter._version for named in self.named]
 
     def written(self) -> set[int]:
-        """Return the parameters that user code has written to since `remember`."""
+        """Return the indices of parameters that user code has written to since `remember`."""
         pairs = zip(self.named, self._versions, strict=True)
         return {
             i for i, (named, version) in enumerate(pairs) if named.parameter._version != version
@@ -95,7 +95,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
+        """Raise BrokenView if user code replaced a parameter or wrote values that will be lost."""
 
     @abstractmethod
     def check_places(self) -> None:
@@ -103,7 +103,7 @@ class Parameters(ABC):
 
     @abstractmethod
     def release(self) -> None:
-        """Move each parameter back into separate memory, so that another layout can take it over.
+        """Move each parameter back to separate memory, so that another layout can use it.
 
         Collective.
         """
@@ -127,7 +127,7 @@ class Parameters(ABC):
 
 
 class ReplicatedParameters(Parameters):
-    """Replicated parameters: each is permanently a view of its bucket's flat buffer.
+    """Replicated parameters, which are permanent views of their buckets' flat buffers.
 
     If `published` is true, every step sends updated elements to the other ranks of `groups`.
     """
@@ -206,7 +206,6 @@ class ReplicatedParameters(Parameters):
                 check_place(named, address)
 
     def release(self) -> None:
-        """Move each parameter back into separate memory, so that another layout can own it."""
         for named in self.named:
             named.parameter.data = named.parameter.detach().clone(
                 memory_format=torch.preserve_format
@@ -225,7 +224,7 @@ class ParameterPlaces:
         self._places = [(*place, each.parameter) for each in named for place in each.places]
 
     def are_kept(self, addresses: Sequence[int]) -> bool:
-        """Return whether `check_place` would accept all parameters."""
+        """Return whether `check_place` would accept all parameters at `addresses`."""
         return (
             [parameter.data_ptr() for parameter in self._parameters] == addresses
             and [parameter.dtype for parameter in self._parameters] == self._dtypes

@@ -1,16 +1,16 @@
 """Makes any read or write of a sharded parameter's values raise at the user's line.
 
-A parameter is *at rest* while this rank stores only a part of it. It keeps its shape, dtype,
-device, gradient and hooks, but has no values: a NaN or a stale value would spread silently. Code
-can access values on two levels, and both are guarded:
+A parameter is *at rest* while this rank stores only a part of it. It still has its shape, dtype,
+device, gradient and hooks, but no values: a NaN or a stale value would spread silently. Code can
+access values on two levels, and both are guarded:
 
     Python      the parameter gets a subclass of its class, whose `__torch_function__` sees every
                 call; `p.data` and `p.detach()` are tensors without memory that raise, too
     dispatcher  the tensor gets an additional dispatch key, whose only kernel raises; this catches
                 tensors that autograd has saved, torch.func and torch.tensor(p)
 
-A gathered parameter has its own class and keys again, so the guard costs nothing while it is in
-use.
+A gathered parameter has its own class and keys again, so the guard has no cost while the parameter
+is in use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 
 
 class SwappingData:
-    """Context manager that allows swapping parameters' data, to unshard or reshard them."""
+    """Context manager inside which a parameter's data can be swapped, to unshard or reshard it."""
 
     # Equivalent to torch._C._ExcludeDispatchKeyGuard in half the time. Every pass enters it twice
     # per bucket.
@@ -69,7 +69,7 @@ _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 
 @dataclass(frozen=True, eq=False)
 class AtRest:
-    """The placeholder of a parameter at rest: its data and class."""
+    """The data and class that a parameter has at rest: its placeholder."""
 
     name: str
     """The parameter's name in messages."""
@@ -83,7 +83,7 @@ class AtRest:
     """The parameter's class at rest."""
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Attach this placeholder to `parameter`. Copying or pickling it raises until `unmark`."""
+        """Attach this placeholder to `parameter`, which then cannot be copied or pickled."""
         values = (self, self._refuse_copy, self._refuse_copy)
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
@@ -96,7 +96,7 @@ _MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
 
 
 def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
-    """Return the placeholder for `parameter`, with the shape, NaNs and address of `like`."""
+    """Return the placeholder for `parameter`, with the shape, NaN values and address of `like`."""
     own = type(parameter)
     form = AtRest(name, _unusable(like), like, own, _resting(own))
     _known[like.data_ptr()] = form
@@ -137,7 +137,7 @@ def _unusable(like: Tensor) -> Tensor:
 
 @cache
 def _register_fallback() -> Any:
-    """Make every operation on a tensor with the key raise. Runs once per process."""
+    """Make every operation on a tensor with the dispatch key raise. Runs once per process."""
 
     def refuse(func: Any, *args: Any, **kwargs: Any) -> Any:
         raise _refusal(func, args, kwargs)
@@ -149,7 +149,7 @@ def _register_fallback() -> Any:
 
 
 def unmark(parameter: nn.Parameter) -> None:
-    """Undo `AtRest.mark`, so that `parameter` can be copied."""
+    """Undo `AtRest.mark`, so that `parameter` can be copied again."""
     for name in _MARKS:
         parameter.__dict__.pop(name, None)
 
@@ -164,19 +164,19 @@ def sharded_copy(name: str) -> UsageError:
 
 
 def name_of(parameter: nn.Parameter) -> str:
-    """Return a sharded parameter's name in messages."""
+    """Return the name of a sharded parameter, for messages."""
     form: AtRest = parameter.__dict__[_MARK]
     return form.name
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether `module` has a sharded parameter, whether at rest or currently gathered."""
+    """Return whether `module` has a sharded parameter, at rest or gathered."""
     return any(_MARK in p.__dict__ for p in module.parameters())
 
 
 @cache
 def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the class that parameters of class `own` have at rest."""
+    """Return the class that a parameter of class `own` has at rest."""
     members = {
         "__torch_function__": classmethod(_touched),
         "__module__": __name__,
@@ -249,19 +249,20 @@ def _touched(
 
 
 def _in_trial(kind: Any) -> bool:
-    """Return whether a pipeline is testing a loss without values, with parameters of class `kind`.
+    """Return whether a pipeline is testing a loss with parameters of class `kind`.
 
-    Every rank must finish such a test, and then all ranks reject the loss in the same way.
+    Such a test computes no values. Every rank must finish it, so that all of them then reject the
+    loss in the same way.
     """
     trial = getattr(getattr(kind, "covers", kind), "in_trial", None)
     return trial is not None and trial()
 
 
 def own_torch_function(types: Any) -> Callable[..., Any]:
-    """Return the function that runs operations on parameters of `types` while they are gathered.
+    """Return the `__torch_function__` that parameters of `types` have while they are gathered.
 
-    This is the `__torch_function__` of the parameters' own class. For parameters of layers that
-    several workers share, parallel/tensor/parameter_uses.py defines one.
+    Usually this is torch's own. If a layer's parameters are split across workers,
+    parallel/tensor/parameter_uses.py defines it.
     """
     for kind in types:
         own = getattr(kind, "covers", kind)
@@ -275,19 +276,19 @@ _STRAIGHTLY: Callable[..., Any] = torch._C._disabled_torch_function_impl
 
 
 def form_of(func: Any, types: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation that needs only metadata. A split parameter reports its full size."""
+    """Run an operation that needs only metadata. A split parameter reports its full shape."""
     ask = own_torch_function(types) if func in SIZES else _STRAIGHTLY
     return ask(func, types, args, kwargs)
 
 
 def _plain(value: Any) -> Any:
-    """Return a usable tensor with the same metadata if `value` is at rest, else `value` itself."""
+    """If `value` is at rest, return a usable tensor with the same metadata, else `value` itself."""
     form = _found(value)
     return value if form is None else form.like
 
 
 def _found(value: Any) -> AtRest | None:
-    """Return the placeholder if `value` is a parameter at rest or derived from one, else None."""
+    """Return the placeholder of a parameter at rest, or of a tensor derived from one, else None."""
     if isinstance(value, ValueAtRest):
         return value.form
     # Checking the class is not sufficient: a tensor that autograd has saved is no subclass, but has
@@ -305,7 +306,7 @@ def _form(value: Any) -> AtRest:
 
 
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return a parameter at rest if a cast or move would not change it; otherwise raise."""
+    """Return a parameter at rest itself if a cast or move would not change it. Otherwise raise."""
     value, *rest = args
     like = _form(value).like
     # torch returns its argument itself from a cast without effect, so try the cast on an empty
@@ -321,10 +322,10 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that gives parameters at rest among the arguments their original class.
+    """Context manager inside which arguments that are parameters at rest have their original class.
 
-    torch.autograd.grad differentiates with respect to them without reading their values. With their
-    original class, torch does not call `__torch_function__` for them again.
+    torch.autograd.grad differentiates with respect to them without reading their values. Because of
+    their original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in lifted:
@@ -354,7 +355,7 @@ def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
 
 
 def used_outside(parameter: nn.Parameter) -> ParameterAccess:
-    """Return the error for a line that uses `parameter` outside any forward pass."""
+    """Return the error for code that uses `parameter` outside any forward pass."""
     return _read_error(name_of(parameter), "outside of its module")
 
 

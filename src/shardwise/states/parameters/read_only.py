@@ -1,11 +1,11 @@
 """Makes parameters read-only while they stay gathered between a forward pass and its backward pass.
 
-The values that a unit keeps between the two passes are a temporary copy. Reading them is correct,
-in a loss as well. A write would not reach any shard, so it raises at the user's line.
+Between the two passes, a gathered unit's parameters are a temporary copy. They can be read safely,
+including in a loss. A write would not reach any shard, so it raises at the user's line.
 
 During that time a parameter, and every view of it, has a subclass of its class, whose
-`__torch_function__` sees every call. It passes reads on to the parameter's own class: with tensor
-or pipeline parallelism, all ranks take part in a read (parallel/tensor/parameter_uses.py).
+`__torch_function__` sees every call. It forwards reads to the parameter's own class, because with
+tensor or pipeline parallelism all ranks take part in a read (parallel/tensor/parameter_uses.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _ReadOnly:
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation; raise if it writes into a read-only parameter or a view of one."""
+        """Run an operation. Raise if it writes to a read-only parameter or to a view of one."""
         kwargs = kwargs or {}
         if func in FORMAL:
             return form_of(func, types, args, kwargs)
@@ -63,7 +63,7 @@ class _View(_ReadOnly, Tensor):
 
 @cache
 def read_only(own: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Return the read-only subclass of `own`, a parameter class."""
+    """Return the read-only subclass of the parameter class `own`."""
     metaclass: Any = type(own)
     bases, members = (_ReadOnly, own), {"__module__": __name__, "covers": own}
     subclass: type[nn.Parameter] = metaclass(f"{own.__name__}ReadOnly", bases, members)
@@ -75,14 +75,14 @@ def _name(value: Any) -> str:
 
 
 class _Views:
-    """Detects when an operation returns a view of one of its read-only arguments."""
+    """Finds the results of an operation that are views of its read-only arguments."""
 
     def __init__(self, *arguments: Any) -> None:
         leaves = pytree.tree_leaves(arguments)
         self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
 
     def __call__(self, result: Tensor) -> Tensor:
-        """Return `result`, converted to a _View if it is a view of a read-only argument."""
+        """Return `result`, as a `_View` if it is a view of a read-only argument."""
         name = self._names.get(_memory(result))
         if name is None or isinstance(result, _ReadOnly):
             return result

@@ -1,9 +1,9 @@
 """Decides when to gather each unit of sharded parameters, and when to release it.
 
 The forward pass unshards a unit on entering one of its modules, and reshards it on leaving. The
-backward pass unshards it again when a gradient reaches the unit's outputs, or when an operation
-needs a saved tensor. Autograd saves references in place of parameters, so it does not keep their
-memory alive:
+backward pass unshards the unit again when a gradient reaches its outputs, or when an operation
+needs a saved tensor. Autograd saves references in place of parameters, so it does not keep the
+parameters' memory alive:
 
     forward    enter a ── unshard ── compute ── leave a ── reshard a
     backward   touch a ── unshard ── compute ── touch b ── reshard a
@@ -40,9 +40,9 @@ class Residency:
     Args:
         parameters: The sharded parameters.
         units: All units, in registration order.
-        groups: Used for gathers only.
-        order: The order in which collective gathers take turns.
-        inside: Returns the units inside a module, in order.
+        groups: The ranks that gather each bucket.
+        order: The order in which all ranks run collective gathers.
+        inside: Returns the indices of the units inside a module, in order.
     """
 
     def __init__(
@@ -90,20 +90,24 @@ class Residency:
 
     @property
     def is_collective(self) -> bool:
-        """True if gathers are collective, so that a forward pass needs every rank."""
+        """True if gathers are collective, so that every rank must run each forward pass."""
         return self._gathers.collective
 
     def pace(self, over: Callable[[int], None]) -> bool:
-        """Call `over` after a unit's last gather in each backward pass.
+        """Register `over`, to be called after a unit's last gather in each backward pass.
 
-        The call happens at the same point on all ranks. Returns whether gathers are collective.
+        Its argument is the unit's index. All ranks call it at the same point. Returns whether
+        gathers are collective.
         """
         self._over = over
         return self._gathers.collective
 
     @contextmanager
     def unpaced(self) -> Iterator[None]:
-        """Don't report the last gather of a unit inside the block, whose gradients are dropped."""
+        """Context manager inside which the function passed to `pace` is not called.
+
+        Used for passes whose gradients are discarded.
+        """
         over, self._over = self._over, None
         try:
             yield
@@ -113,7 +117,7 @@ class Residency:
     # -- forward --------------------------------------------------------------------------
 
     def enter(self, number: int, hook: int, module: nn.Module) -> None:
-        """Unshard unit `number`, because one of its modules begins its forward pass.
+        """Unshard unit `number`, because the forward pass of one of its modules begins.
 
         `hook` is the index of the module's hook.
         """
@@ -134,7 +138,10 @@ class Residency:
         self._need(number)
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Reshard unit `number` if possible, because a module's forward pass returned or failed."""
+        """Reshard unit `number` if possible, after one of its modules' forward passes.
+
+        `failed` states whether that forward pass raised.
+        """
         unit = self.units[number]
         if not unit.depth:
             return  # the forward pass failed before `enter`
@@ -160,11 +167,11 @@ class Residency:
 
     @property
     def is_awaited(self) -> bool:
-        """True if a recorded forward pass still waits for its backward pass."""
+        """True if a recorded forward pass has not had its backward pass yet."""
         return bool(self._tape)
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number` (None: all gathered units) until the next backward pass has completed.
+        """Keep unit `number` (None: all gathered units) until a backward pass has ended.
 
         Needed if autograd saves the parameters themselves, not references to them.
         """
@@ -173,7 +180,7 @@ class Residency:
     # -- backward -------------------------------------------------------------------------
 
     def open_backward(self) -> None:
-        """Begin a backward pass for the forward passes recorded since the last one."""
+        """Begin a backward pass through the forward passes recorded since the previous one."""
         self._end_dead_passes()
         self._backwards += 1
         # The kind consists of the forward passes and a counter: a second backward pass through the
@@ -182,7 +189,7 @@ class Residency:
         self._open(("backward", self._backwards, self.part, *self._tape))
 
     def close_backward(self, *, keep_graph: bool = False, failed: bool = False) -> None:
-        """End a backward pass, which may have failed.
+        """Finish a backward pass, which may have failed.
 
         If `keep_graph` is true, another backward pass through the same forward passes may follow.
         """
@@ -231,12 +238,12 @@ class Residency:
             self._order.reach(self._first + number)
 
     def _end_dead_passes(self) -> None:
-        """End failed backward passes that the engine did not start: nothing else reports them."""
+        """Finish failed backward passes that the engine did not start and nothing else reports."""
         self._order.end_dead_pass()
         self.end_dead_pass()
 
     def end_dead_pass(self) -> None:
-        """End a failed backward pass through these units."""
+        """Finish a backward pass through these units that has failed unnoticed, if any."""
         # -1 means that autograd executes no graph in this thread. A backward pass that is still
         # open here has therefore raised, and its callback never ran.
         if self._is_backward() and torch._C._current_graph_task_id() == -1:
@@ -252,14 +259,14 @@ class Residency:
 
     @property
     def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
-        """A function that returns the reference to save in place of a tensor.
+        """Function that returns the reference for autograd to save in place of a tensor.
 
         It returns None for a tensor outside the memory of gathered units.
         """
         return self._whole.reference_of
 
     def fetch(self, reference: BucketReference) -> Tensor:
-        """Return the tensor of `reference`, unsharding its unit if necessary.
+        """Return the tensor that `reference` stands for. Unshards its unit if necessary.
 
         Raises UsageError if the parameters have changed since the forward pass.
         """
@@ -277,9 +284,9 @@ class Residency:
     # -- between steps --------------------------------------------------------------------
 
     def settled(self) -> None:
-        """Discard recorded forward passes and gather permanent units, after parameters changed.
+        """Discard recorded forward passes and gather permanent units again.
 
-        Permanent units are the ones that are always gathered. Collective.
+        Call after the parameters have changed. Permanent units are always gathered. Collective.
         """
         self._forget_forwards()
         self._whole.renew()
@@ -290,9 +297,9 @@ class Residency:
     ) -> Iterator[dict[ShardedBucket, Tensor]]:
         """Context manager that gathers the units `numbers`, to read or (if `write`) to write them.
 
-        Collective. The units get separate memory for the block. Yields their full buckets, except
-        those that an enclosing block already holds and will release. A rank whose `here` is False
-        only takes part in the gathers.
+        Collective. Inside the block, the units are in separate memory. Yields their full buckets,
+        except those of units that an enclosing block has already gathered. A rank whose `here` is
+        False only participates in the gathers.
         """
         if self._pass is not None:
             raise UsageError(
@@ -319,9 +326,9 @@ class Residency:
             self._whole.allow_writes(False)
 
     def check_passes(self) -> None:
-        """Raise BrokenView if user code wrote into a parameter during a pass.
+        """Raise BrokenView if user code wrote to a parameter during a pass.
 
-        Such a write does not reach any shard. Waits for the pending checks of all passes so far.
+        Such a write would not reach any shard. Waits for the pending checks of all passes so far.
         """
         self._whole.finish_checks()
         if not self.in_block:  # an enclosing block stores its own writes on exit
@@ -329,24 +336,24 @@ class Residency:
 
     @property
     def in_block(self) -> bool:
-        """True if user code is inside a block that holds units gathered."""
+        """True if user code is inside a `whole` block."""
         return bool(self._own)
 
     def is_writable(self, numbers: Sequence[int]) -> bool:
-        """Return whether user code holds all units `numbers` gathered for writing."""
+        """Return whether blocks of user code have gathered all units `numbers` for writing."""
         return all(self._own.get(number, False) for number in numbers)
 
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
-        """Raise BrokenView if user code wrote to one of `shown`, which `whole` yielded for reading.
+        """Raise BrokenView if user code wrote to any of the read-only full buckets `shown`.
 
-        Collective.
+        `whole` has yielded these buckets. Collective.
         """
         self._parameters.check_unwritten(shown)
         if not any(self._own.values()):
             self._parameters.check()
 
     def resting(self) -> list[Tensor]:
-        """Return the parameters that are not gathered now."""
+        """Return the parameters that are not gathered."""
         return [t.parameter for unit in self.units if not unit.is_whole for t in unit.named]
 
     @contextmanager
@@ -367,12 +374,12 @@ class Residency:
             bring_back()
 
     def check(self) -> None:
-        """No-op: the gather order keeps ranks from gathering different units."""
+        """No-op: the gather order prevents ranks from gathering different units."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Set the recorded forward passes aside, so that passes from now on concern only this rank.
+        """Set the recorded forward passes aside, so that this rank can run passes on its own.
 
-        Returns a function that restores them.
+        Returns a function that restores the recorded passes.
         """
         recorded = list(self._tape), self._backwards
 
@@ -383,7 +390,7 @@ class Residency:
         return bring_back
 
     def reset(self) -> None:
-        """Discard the state that a failed forward or backward pass has left behind."""
+        """Discard the state that a failed forward or backward pass has left."""
         self._depth, self._pass = 0, None
         self._order.drop(self)
         for unit in self.units:
@@ -392,7 +399,7 @@ class Residency:
         self._whole.reshard_unneeded()
 
     def reshard_in_child(self) -> None:
-        """Reshard gathered units in a forked child, which does not have the gather buffers."""
+        """Reshard gathered units in a forked process, which has no gather buffers."""
         # Units held by a block of user code are in ordinary memory, which the fork has copied.
         for number, unit in enumerate(self.units):
             for bucket in unit.buckets if unit.is_whole and number not in self._own else ():
@@ -414,21 +421,21 @@ class Residency:
             self._order.open(self, (self._first, kind), descending=self._is_backward())
 
     def _finish_turns(self, expected: Sequence[int], *, failed: bool) -> None:
-        """Take part in the gathers that other ranks still need in this pass."""
+        """Participate in the gathers that other ranks still need in this pass."""
         if self._gathers.collective:
             numbers = [self._first + number for number in expected]
             self._order.close(self, numbers, failed=failed)
 
     def mode(self) -> None:
-        """No-op: all passes of a kind gather in the same way."""
+        """No-op: passes of the same kind always gather in the same way."""
 
     def is_past(self, number: int) -> None:
-        """Report that no rank gathers unit `number` again in this backward pass."""
+        """Call the function passed to `pace`: unit `number` had its last gather in this pass."""
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Gather unit `number` with all ranks. Keep it gathered if this rank `wanted` it."""
+        """Gather unit `number` with all ranks. Keep it gathered only if this rank `wanted` it."""
         unit = self.units[number]
         # A lasting unit stays gathered from its first turn in a backward pass on: it has no second
         # turn.
@@ -438,5 +445,5 @@ class Residency:
             self._whole.take_part(number)
 
     def start_ahead(self, number: int) -> None:
-        """Start gathering unit `number`, which has the next turn."""
+        """Start gathering unit `number`, the next one in the gather order."""
         self._whole.start_ahead(number)

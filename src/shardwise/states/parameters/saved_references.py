@@ -2,8 +2,8 @@
 
 A gathered bucket must not stay in memory from the forward to the backward pass. For a tensor in
 such a bucket, autograd therefore saves its position (a `BucketReference`), and the backward pass
-gathers the bucket again. The same applies to the 16-bit cast that autocast creates of a trained
-parameter: the backward pass repeats the cast.
+gathers the bucket again. A reference can also stand for a parameter's 16-bit cast, which autocast
+creates. The backward pass then repeats the cast.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class BucketReference(SavedReference):
     """A reference to a tensor in bucket `index` of unit `unit`, or to a cast of that tensor.
 
     `form` is the tensor's geometry in the bucket. `cast` is the saved tensor's geometry in the
-    memory of the cast, or None if it is not a cast. The reference is valid for one `generation` of
-    parameter values.
+    cast's memory, or None if the saved tensor is not a cast. The reference is valid until the
+    parameters change, which increments `generation`.
     """
 
     __slots__ = ("cast", "form", "generation", "index", "unit")
@@ -39,7 +39,7 @@ class BucketReference(SavedReference):
         self.cast: Form | None = None
 
     def of(self, view: Tensor) -> Tensor:
-        """Return the saved tensor, given the bucket's view of `form`."""
+        """Return the saved tensor. `view` is the bucket's view with the geometry `form`."""
         if self.cast is None:
             return view
         with torch.no_grad():
@@ -47,7 +47,7 @@ class BucketReference(SavedReference):
 
 
 def view_in_form(flat: Tensor, form: Form) -> Tensor:
-    """Return the view of `flat`, a full bucket, that has the geometry `form`."""
+    """Return a view of the full bucket `flat` with the geometry `form`."""
     offset, shape, stride, dtype = form
     flat = flat if flat.dtype == dtype else flat.view(dtype)
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
@@ -59,8 +59,8 @@ class CastCache:
     Otherwise autocast keeps all casts until the forward pass ends. If the cache is cleared between
     two uses of the same weight, the weight is cast twice. Its gradients are then summed in fp32
     instead of 16 bits, and the result is no longer bit-identical to placements that do not shard
-    parameters. The first forward pass shows whether a weight is used again; if so, the cache is
-    never cleared.
+    parameters. The first forward pass shows whether a weight is used more than once. If so, the
+    cache is never cleared.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class CastCache:
             self._is_used_again = True
 
     def leave_unit(self, number: int) -> None:
-        """Clear the cache if that is safe, because the forward pass has left unit `number`."""
+        """Clear the cache if that is safe. Call when the forward pass has left unit `number`."""
         if not torch._C._is_any_autocast_enabled():
             return
         self._left += 1
@@ -96,7 +96,7 @@ class CastCache:
             torch.clear_autocast_cache()
 
     def end(self) -> None:
-        """Count the forward pass if autocast and autograd were enabled in it."""
+        """Finish a forward pass. Count it if autocast and autograd were enabled."""
         self._forwards += bool(self._left and torch.is_grad_enabled())
 
 
@@ -105,7 +105,7 @@ _Range = tuple[int, int, int, int]
 
 
 class BucketAddresses:
-    """Finds the gathered bucket that contains a tensor's memory, by address."""
+    """Finds the gathered bucket that contains a tensor, by the tensor's address."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -122,7 +122,6 @@ class BucketAddresses:
             insort(self._firsts, first)
 
     def remove(self, flat: Tensor) -> None:
-        """Unregister `flat`."""
         if flat.numel():
             place = bisect(self._firsts, flat.data_ptr()) - 1
             del self._ranges[place], self._firsts[place]
@@ -140,7 +139,7 @@ class BucketAddresses:
         return self._cast(tensor) if found is None and tensor.dtype in NARROW else found
 
     def _cast(self, tensor: Tensor) -> BucketReference | None:
-        """Return a reference to `tensor` if it is (a view of) a parameter's 16-bit cast."""
+        """Return a reference to `tensor` if it is a parameter's 16-bit cast, or a view of one."""
         cast = tensor if tensor._base is None else tensor._base
         if cast.dtype != tensor.dtype:  # a view of the bits as a different dtype
             return None
@@ -166,7 +165,7 @@ class BucketAddresses:
 
 
 def cast_parameter(cast: Tensor) -> Tensor | None:
-    """Return the parameter that was cast to create `cast`, or None.
+    """Return the parameter from which `cast` was created, or None.
 
     Autograd's graph records the cast. `parameter.to(cast.dtype)` gives the same values, shape and
     strides again.

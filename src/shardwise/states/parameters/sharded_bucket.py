@@ -15,7 +15,7 @@ from shardwise.states.storage.storage import Storage
 
 @dataclass(frozen=True, eq=False)
 class ShardedBucket:
-    """A bucket of sharded parameters on this rank."""
+    """A bucket of sharded parameters, of which this rank stores one interval."""
 
     layout: Bucket
     named: tuple[NamedParameter, ...]
@@ -34,24 +34,27 @@ class ShardedBucket:
 
     @cached_property
     def kind(self) -> tuple[int, torch.dtype, torch.device]:
-        """Length, dtype and device of the full bucket."""
+        """Length in elements, dtype and device of the full bucket."""
         return self.layout.numel, self.named[0].dtype, self.named[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """For each slot, return the view of `flat`, a full bucket, in its parameter's layout."""
+        """Return, for each slot, the view of the full bucket `flat` in its parameter's layout."""
         pairs = zip(self.named, self.layout.slots, strict=True)
         return [named.view(flat, slot.start) for named, slot in pairs]
 
     def store(self, flat: Tensor) -> None:
-        """Store this rank's interval of `flat`, the flat buffer of the full bucket."""
+        """Store this rank's interval of the full bucket `flat`."""
         self.storage.store(flat[self.own[0] : self.own[1]])
 
     def load(self, flat: Tensor) -> None:
-        """Copy this rank's interval to its offset in `flat`, the flat buffer of the full bucket."""
+        """Copy this rank's interval to its place in the full bucket `flat`."""
         self.storage.load(flat[self.own[0] : self.own[1]])
 
     def written(self, flat: Tensor) -> list[int]:
-        """Return the parameters whose values in `flat` differ from this rank's stored values."""
+        """Return the indices of parameters whose values in `flat` differ from the stored ones.
+
+        Compares only this rank's interval.
+        """
         stored = torch.zeros_like(flat)
         self.load(stored)
         # Compare bytes, so that a NaN equals itself.

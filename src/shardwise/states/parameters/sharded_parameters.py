@@ -1,6 +1,6 @@
-"""Sharded parameters: a rank stores its own interval of every bucket and nothing else.
+"""Sharded parameters: each rank stores its own interval of every bucket and nothing else.
 
-While it is not gathered, a parameter has its shape but no values: `parameters_at_rest.py` makes
+While a parameter is not gathered, it has its shape but no values, and `parameters_at_rest.py` makes
 reads and writes raise. `residency.py` gathers the values when a forward or backward pass needs
 them.
 """
@@ -37,9 +37,8 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class ShardedParameters(Parameters):
     """Sharded parameters, trained and frozen. Each rank stores its own interval of every bucket.
 
-    `sharded_buckets` lists the buckets of trained parameters in order, then the frozen ones. A
-    bucket is initialised with the values that `value_of` returns, each in its parameter's shape and
-    dtype.
+    `sharded_buckets` lists the buckets of trained parameters in order, then the frozen ones.
+    `value_of` returns a parameter's initial value, in the parameter's shape.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def _form_at_rest(self, number: int) -> AtRest:
-        """Return the placeholder for parameter `number` while it is not gathered.
+        """Return the placeholder of parameter `number` while it is not gathered.
 
-        It is a single NaN, expanded to the parameter's shape.
+        Its data is a single NaN, expanded to the parameter's shape.
         """
         # One tensor holds the NaNs of all parameters with the same dtype and device, so that
         # `check` tests them in one call. Each parameter has a different address, because tools
@@ -173,7 +172,7 @@ class ShardedParameters(Parameters):
         ]
 
     def unshard(self, bucket: ShardedBucket, views: Sequence[Tensor], addresses: list[int]) -> None:
-        """Set the parameters' values: `views` holds the values of each slot, at `addresses`."""
+        """Set the parameters' data to `views`, one per slot, which start at `addresses`."""
         resting = self._at_rest[bucket]
         # User code cannot replace the data of a parameter at rest, because that raises. Check only
         # if some parameter is not at rest.
@@ -215,7 +214,7 @@ class ShardedParameters(Parameters):
             unmark(parameter)
 
     def _note_replaced(self, bucket: ShardedBucket) -> None:
-        """Remember a parameter whose memory user code replaced. `check` reports it."""
+        """Record a parameter whose memory user code has replaced, for `check` to report."""
         now, then = list(map(Tensor.data_ptr, bucket.parameters)), self._addresses[bucket]
         if now != then:
             trios = zip(bucket.named, now, then, strict=True)
@@ -227,7 +226,7 @@ class ShardedParameters(Parameters):
         return Handle()
 
     def settle(self) -> None:
-        """Finish an update of all buckets: wait until all ranks may read shared memory."""
+        """Finish an update of all buckets. Wait until every rank may read shared memory."""
         with unguarded():
             super().settle()
         self.meet()
@@ -242,11 +241,10 @@ class ShardedParameters(Parameters):
             self._group.barrier()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call `changed` whenever parameters have changed, once they may be used again."""
+        """Register a function to call after parameters have changed, once they are usable."""
         self._watchers.append(changed)
 
     def check(self) -> None:
-        """Raise BrokenView if user code replaced a parameter or wrote values that are lost."""
         self.check_places()
         written = self._replaced
         for nans in self._nans.values():
@@ -263,9 +261,9 @@ class ShardedParameters(Parameters):
             raise self.lost_write_error(written)
 
     def note_written(self, number: int) -> None:
-        """Remember that user code wrote into a gathered copy of parameter `number`.
+        """Record that user code wrote to a gathered copy of parameter `number`.
 
-        `check` reports it.
+        `check` reports the write.
         """
         self._replaced = self._all[number]
 
@@ -284,7 +282,7 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def lost_write_error(self, named: NamedParameter) -> BrokenView:
-        """Return the error for a write into a temporary copy of a parameter on this rank."""
+        """Discard the record of lost writes, and return the error for one to `named`."""
         self.forget_writes()
         return BrokenView(
             f"{named.alias} was written while sharded: the write changed a temporary copy and is "
@@ -317,7 +315,7 @@ class ShardedParameters(Parameters):
                         check_place(named, address)
 
     def release(self) -> None:
-        """Give each parameter its full value in separate memory again. Collective."""
+        """Move each parameter's full value back to separate memory. Collective."""
         for bucket in self.sharded_buckets:
             flat = self.gathered(bucket)
             assert flat is not None
@@ -351,7 +349,6 @@ class ShardedParameters(Parameters):
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
-        """The buckets of frozen parameters."""
         return self.sharded_buckets[len(self.buckets) :]
 
 

@@ -1,6 +1,6 @@
-"""Classifies torch functions: which need only a tensor's metadata, and which write.
+"""Classifies torch functions: those that need only a tensor's metadata, and those that write.
 
-Functions are the objects that `__torch_function__` receives.
+A function is the object that `__torch_function__` receives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def operation_name(func: Any) -> str:
 
 
 def written_arguments(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that the operation named `what` writes to: the first one, and `out`."""
+    """Return the arguments that operation `what` writes to: the first one, `out`, both or none."""
     # torch's convention: `add_` and `__iadd__` (+=) write to their first argument.
     in_place = what.endswith("_") and not what.endswith("__")
     operator = what.startswith("__i") and what[3:-2] in _OPERATORS
@@ -38,7 +38,7 @@ _OPERATORS = frozenset(
 
 
 def functions(names: str, *of: Any) -> Iterator[Any]:
-    """Yield the functions `names` of the objects `of` that exist in this version of torch."""
+    """Yield the functions `names` of the objects `of`, if this version of torch has them."""
     return (getattr(each, name) for each in of for name in names.split() if hasattr(each, name))
 
 
@@ -47,7 +47,7 @@ _READ = frozenset(["T", "H", "mT", "mH", "real", "imag", "data"])
 
 
 def _attributes() -> Iterator[Any]:
-    """Yield the getters, setters and deleters of attributes that reveal no values."""
+    """Yield the getters, setters and deleters of tensor attributes that reveal no values."""
     for name in set(dir(Tensor)) - _READ:
         attribute = getattr(Tensor, name)
         if type(attribute).__name__ == "getset_descriptor":

@@ -1,7 +1,7 @@
 """Unshards and reshards units of sharded parameters, using FSDP2's terms.
 
 A *unit* is a part of the model whose parameters are gathered together. Unsharding a unit makes its
-parameters views of gathered buckets. Resharding it removes their values again:
+parameters views of gathered buckets. Resharding removes the parameters' values again:
 
     gather ─▶ unshard   parameters become views; register their addresses, sum their bits
               reshard   undo both in reverse order; return the buffers last
@@ -51,7 +51,7 @@ class Unit:
 
     @property
     def is_whole(self) -> bool:
-        """True if the unit's parameters have their values now."""
+        """True if the unit is gathered, so that its parameters have their values."""
         return self.gather is not None
 
     @property
@@ -61,7 +61,7 @@ class Unit:
 
 
 class WholeUnits:
-    """Unshards and reshards `units`, whose buckets are gathered by `gathers`."""
+    """Unshards and reshards `units`, using `gathers` to gather their buckets."""
 
     def __init__(
         self, parameters: ShardedParameters, units: Sequence[Unit], gathers: BucketGathers
@@ -78,7 +78,7 @@ class WholeUnits:
     # -- gathers --------------------------------------------------------------------------
 
     def start_ahead(self, number: int) -> None:
-        """Start gathering unit `number`, which has the next turn."""
+        """Start gathering unit `number` ahead of its turn."""
         if number not in self._ahead:
             self._ahead[number] = self._gathers.start(self._units[number].buckets)
 
@@ -87,7 +87,7 @@ class WholeUnits:
         return ahead if ahead is not None else self._gathers.start(self._units[number].buckets)
 
     def take_part(self, number: int) -> None:
-        """Take part in the gather of unit `number` for other ranks, without unsharding it."""
+        """Participate in gathering unit `number`, which other ranks need, without unsharding it."""
         gather = self._started(number)
         gather.wait()
         self._gathers.give_back(gather)
@@ -114,23 +114,26 @@ class WholeUnits:
             self._reshard(unit)
 
     def reshard_unneeded(self, *, keep_lasting: bool = False) -> None:
-        """Reshard all units that are not needed, except lasting ones if `keep_lasting` is true."""
+        """Reshard all units that need not stay gathered.
+
+        If `keep_lasting` is true, lasting units stay gathered.
+        """
         for unit in list(self._whole):
             if not (keep_lasting and unit.lasting):
                 self.reshard_if_unneeded(unit)
 
     def keep(self, number: int | None) -> None:
-        """Keep unit `number` (None: all gathered units) until `end_keeping`."""
+        """Keep unit `number` gathered until `end_keeping`. None means all gathered units."""
         for unit in list(self._whole) if number is None else [self._units[number]]:
             unit.kept = True
 
     def end_keeping(self) -> None:
-        """Allow kept units to be resharded again."""
+        """Allow units to be resharded again after `keep`."""
         for unit in self._units:
             unit.kept = False
 
     def allow_writes(self, allowed: bool) -> None:
-        """Allow or forbid writes into gathered units that are not in a running forward pass.
+        """Allow or forbid writes to gathered units, except those in a running forward pass.
 
         Between passes a gathered unit is a temporary copy, so a write would not reach any shard.
         """
@@ -157,7 +160,7 @@ class WholeUnits:
     def make_own(self, number: int, *, here: bool) -> dict[ShardedBucket, Tensor]:
         """Gather unit `number` into separate memory and unshard it. Return its full buckets.
 
-        Collective. A rank whose `here` is False only takes part, and returns no buckets.
+        Collective. A rank whose `here` is False only participates, and returns no buckets.
         """
         unit = self._units[number]
         # A unit that is always gathered is in a gather buffer or in shared memory. The caller may
@@ -174,7 +177,7 @@ class WholeUnits:
         return own
 
     def end_own(self, number: int, *, here: bool) -> None:
-        """Undo `make_own`."""
+        """Undo `make_own`, and gather the unit again if it is always gathered."""
         unit = self._units[number]
         if here:
             unit.depth -= 1
@@ -189,15 +192,15 @@ class WholeUnits:
         self._writes.finish()
 
     def forget_writes(self) -> None:
-        """Discard the bit sums so far, after the optimizer or user code wrote parameters."""
+        """Discard the bit sums so far, because the optimizer or user code was allowed to write."""
         self._writes.forget()
 
     # -- between steps --------------------------------------------------------------------
 
     def renew(self) -> None:
-        """Reshard all units after parameters have changed, and gather the permanent ones again.
+        """Reshard all units after parameters have changed. Gather permanent units again.
 
-        Permanent units are the ones whose `always` is True. Collective.
+        Permanent units are those whose `always` is True. Collective.
         """
         self._addresses.generation += 1
         self._writes.forget()
@@ -218,7 +221,7 @@ class WholeUnits:
 
     @property
     def reference_of(self) -> Callable[[Tensor], BucketReference | None]:
-        """A function that returns the reference to save in place of a tensor.
+        """Function that returns the reference for autograd to save in place of a tensor.
 
         It returns None for a tensor outside the memory of gathered units.
         """
@@ -228,14 +231,14 @@ class WholeUnits:
 
     @property
     def casts(self) -> CastCache:
-        """Clears autocast's cache of cast weights during a forward pass."""
+        """The object that clears autocast's cache during forward passes."""
         return self._addresses.casts
 
     def is_current(self, reference: BucketReference) -> bool:
-        """Return whether parameters are unchanged since `reference` was created."""
+        """Return whether the parameters are unchanged since `reference` was created."""
         return reference.generation == self._addresses.generation
 
     def tensor_at(self, reference: BucketReference) -> Tensor:
-        """Return the tensor of `reference`, whose unit must be gathered."""
+        """Return the tensor that `reference` stands for. Its unit must be gathered."""
         whole = self._units[reference.unit].wholes[reference.index]
         return reference.of(whole.in_form(reference.form))

@@ -1,11 +1,11 @@
-"""Storage in host memory for states that an accelerator uses.
+"""Stores a state in host memory if an accelerator uses it.
 
     gradients     device ── copied down in parallel with backward ──▶ host
     update        on the CPU, bucket by bucket, each once its gradient is on the host
     parameters    host ── copied up while the next bucket is updated ──▶ device
 
-The rest of the engine does not need to know about copies: `take` waits for pending ones, and every
-method that copies orders its copy after them.
+Callers do not need to know about copies: `take` waits for pending ones, and every method that
+starts a copy orders it after them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.tiers.copy_stream import CopyStream
 
 
 class HostStorage(Storage):
-    """Storage in `tensor`, pinned host memory. Its spans are used on the CPU.
+    """Storage in pinned host memory, `tensor`. Its spans are used on the CPU.
 
     `moving` holds the events of pending copies, shared by all storages in the same memory.
     """
@@ -47,7 +47,7 @@ class HostStorage(Storage):
         self._moving: list[Any] = [] if moving is None else moving
 
     def read_ahead(self, index: int) -> None:
-        """No-op: the data is in memory, or in a pending copy."""
+        """No-op: the data is already in memory, or is being copied there."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
         """Wait until no copy reads or writes the span, and return it."""
@@ -59,7 +59,7 @@ class HostStorage(Storage):
         """No-op: the data stays in memory."""
 
     def take_on(self, index: int, device: torch.device) -> Tensor:
-        """Return a copy of the span on `device`, or the memory itself for the CPU."""
+        """Return span `index` on `device`: a copy or, on the CPU, the memory itself."""
         if device != self.copy_stream.device:
             return super().take_on(index, device)
         self._wait_here()
@@ -88,7 +88,7 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy the acquired span `value` to the device on the current stream."""
+        """Copy `value`, as returned by `take`, to device tensor `into` on the current stream."""
         del index
         if into.dtype != value.dtype and into.device != value.device:
             self.copy_stream.send_narrowed(value, into)  # cast on the host, to copy fewer bytes
@@ -97,7 +97,11 @@ class HostStorage(Storage):
         self._moves(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor, Handle]:
-        """Add `part` on its device and square the sum, then start copying the sum to the host."""
+        """Add `part` to the stored values, on the accelerator. Start copying the sum to the host.
+
+        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result, and a
+        handle whose `reusable` returns once `part` may be overwritten.
+        """
         total = part
         # Add on the device: the host is slower, and would have to wait for `part`.
         if not fresh:
@@ -111,11 +115,10 @@ class HostStorage(Storage):
         return squared_sum(total), Handle(partial(self.copy_stream.await_, left))
 
     def cut(self, spans: Sequence[Span]) -> HostStorage:
-        """Return storage in the same memory that is accessed in the pieces `spans`."""
+        """Return storage in the same memory, with the spans `spans`."""
         return HostStorage(self.memory, self.copy_stream, spans, self._moving)
 
     def widened(self) -> HostStorage:
-        """Return storage of the same length in fp32, with arbitrary content."""
         return HostStorage(self.copy_stream.memory(self.numel, torch.float32), self.copy_stream)
 
     @property
@@ -124,7 +127,7 @@ class HostStorage(Storage):
         return self.nbytes
 
     def _moves(self, event: Any) -> None:
-        """Add a pending copy that completes with `event`, and drop copies that have completed."""
+        """Add a pending copy, which completes with `event`, and remove completed ones."""
         self._moving[:] = [other for other in self._moving if not other.query()]
         self._moving.append(event)
 

@@ -1,4 +1,4 @@
-"""Stores optimizer state in 8 bits per element, in blocks with a scale each.
+"""Stores optimizer state in 8 bits per element, in blocks with one scale each.
 
 Dettmers et al. (8-bit Optimizers via Block-wise Quantization, 2022) describe the method. Each block
 of 256 elements is divided by its largest magnitude, the scale. Each quotient is rounded to the
@@ -9,13 +9,14 @@ nearest of 256 values, the *dynamic map*, whose spacing grows with the magnitude
 
 Two details differ from the paper, so that states survive many updates and checkpoints:
 
-- The map of signed values is symmetric. Rounding rounded values therefore changes nothing, and a
-  checkpoint, which stores fp32, restores the same codes.
+- The map of signed values is symmetric. Rounding rounded values again therefore changes nothing,
+  and a checkpoint, which stores fp32, restores the same codes.
 - A positive value of an unsigned state is never rounded to 0. The update divides by the root of
-  such a state, so a 0 would make a step of any size.
+  such a state, so with a 0 the step could be arbitrarily large.
 
-Parameters start at multiples of the block (the grain of the layout). So the blocks of a parameter
-are the same in each placement and at each number of ranks, and none contains a second parameter.
+Parameters start at multiples of the block (the grain of the layout). A parameter's blocks are
+therefore the same in each placement and for each number of ranks, and no block contains elements of
+two parameters.
 """
 
 from __future__ import annotations
@@ -51,18 +52,21 @@ An accelerator rounds 8 times as many, because each call costs more there.
 
 
 def nbytes_of(numel: int, itemsize: int) -> int:
-    """Return the size in bytes of `numel` elements, with scales of `itemsize` bytes."""
+    """Return the size in bytes of `numel` quantised elements and their scales.
+
+    `itemsize` is the size of a scale in bytes.
+    """
     return numel + -(-numel // BLOCK) * itemsize
 
 
 class QuantisedStorage(Storage):
-    """Storage in memory, in 8 bits. A span has the full precision only while it is in use.
+    """Storage in memory, in 8 bits. A span is in full precision only while it is in use.
 
     Args:
         numel: Number of elements, a multiple of BLOCK.
         dtype: Dtype of the values and scales.
         device: Device of the memory.
-        spans: The pieces to use one at a time, each a multiple of BLOCK.
+        spans: The pieces to use one at a time. Their lengths are multiples of BLOCK.
         signed: False if no value is ever negative.
     """
 
@@ -86,7 +90,7 @@ class QuantisedStorage(Storage):
         """No-op: the codes are already in memory."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return the values of span `index`. If `fresh` is true, they are 0."""
+        """Return the values of span `index`, or zeros if `fresh` is true."""
         if index not in self._in_use:
             first, end = self.spans[index]
             if fresh:
@@ -113,7 +117,7 @@ class QuantisedStorage(Storage):
             self._round(value[low:high], first + low, first + high)
 
     def _round(self, value: Tensor, first: int, end: int) -> None:
-        """Store `value` as elements [first, end)."""
+        """Round `value` to codes, and store them as elements [first, end)."""
         blocks, scales = value.view(-1, BLOCK), self._scales_of(first, end)
         torch.amax(blocks.abs(), 1, out=scales)
         # A block of zeros has the scale 0. Divide it by 1.
@@ -141,9 +145,9 @@ class QuantisedStorage(Storage):
 
 
 def dynamic_map(*, signed: bool) -> list[float]:
-    """Return the values of the codes in ascending order: 255 if `signed`, else 256.
+    """Return the values of the codes in ascending order: 255 values if `signed`, else 256.
 
-    Each of seven decades below 1 has twice as many values as the one below it.
+    Each of the seven decades below 1 has twice as many values as the next lower one.
     """
     positive = []
     for decade in range(7):
@@ -160,7 +164,7 @@ def dynamic_map(*, signed: bool) -> list[float]:
 
 
 class _Rounding(NamedTuple):
-    """Tables to find the code of an fp32 quotient."""
+    """Tables that map an fp32 quotient to its code."""
 
     lowest: Tensor
     """Upper 16 bits of a quotient -> the smallest code of quotients with these bits: (65536,)."""

@@ -1,4 +1,4 @@
-"""Computes sums of squares of a state, in fp64 or exactly, for the global gradient norm."""
+"""Computes a state's sum of squares, in fp64 or exactly, for the global gradient norm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HALF = 27
 
 
 class Squared(Protocol):
-    """Storage interface required to compute sums of squares."""
+    """The attributes and methods of a storage that sums of squares require."""
 
     @property
     def memory(self) -> Tensor | None:
@@ -51,11 +51,11 @@ class Squared(Protocol):
         """Device of a span while it is in use."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield pairs (first element, span). Each span is valid until the next."""
+        """Yield pairs (first element, span). A span is valid until the next one is requested."""
 
 
 def square_span(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
-    """Sum the squares of the elements `own` of `storage`. Return an fp64 scalar.
+    """Return the sum of squares of the elements `own` of `storage`, as an fp64 scalar.
 
     Squares are computed in fp64 if `wide` is true, or if the storage is not entirely in the
     device's memory.
@@ -76,8 +76,8 @@ def squared_sum(values: Tensor) -> Tensor:
     """Return the sum of squares of a flat tensor, as an fp64 scalar on its device.
 
     Within short chunks, squares are added in the tensor's precision (at least fp32), which is
-    accurate enough. The sums of chunks are added in fp64. On an accelerator this takes a fixed
-    number of kernels and no copy to the host.
+    accurate enough. The chunks' sums are added in fp64. On an accelerator this takes a fixed number
+    of kernels and no copy to the host.
     """
     values = as_real(values)
     if not values.numel():
@@ -104,16 +104,17 @@ def as_real(values: Tensor) -> Tensor:
 def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
     """Sum the squares of the elements `own` of `storage` exactly.
 
-    Returns int64 bins of shape (2 x bins + 1,): two per exponent, and a last one that counts grains
-    that are not finite. Such rows can be added across buckets and ranks. If `wide` is true, squares
-    are fp64, for fp32 numbers whose squares overflow.
+    Returns int64 bins of shape (2 x bins + 1,): two bins per exponent, and a last one that counts
+    the grains (groups of 64 elements) that are not finite. Such rows can be added across buckets
+    and ranks. If `wide` is true, squares are computed in fp64, for fp32 numbers whose squares
+    overflow.
 
         s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
 
     The result depends only on the elements, not on the boundaries of buckets and intervals: no
     interval splits a grain, and each grain's number is an integer multiple of a power of two.
-    Integers can be added exactly in any order, so numbers are summed separately for each exponent,
-    and rounded once in `exact_total`.
+    Integers can be added exactly in any order. Numbers are therefore summed separately for each
+    exponent, and rounded once, in `exact_total`.
     """
     # A rank with an accelerator reads storage in host memory on the host.
     device = torch.device("cpu") if storage.copy_stream is not None else storage.device
@@ -146,7 +147,7 @@ def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
 
 
 def exact_total(rows: Sequence[Sequence[float]]) -> float:
-    """Return the total of all ranks' exact rows, rounded once; NaN if any square is not finite."""
+    """Return the total of all ranks' exact rows, rounded once. NaN if any square is not finite."""
     whole = 0  # a Python integer of any length, so nothing is rounded before the division
     for row in rows:
         if row[-1]:

@@ -1,6 +1,6 @@
 """Stores a bucket's interval between steps, in memory or on a disk.
 
-For storage in host memory of states that an accelerator uses, see `host_storage.py`.
+If an accelerator uses a state in host memory, `host_storage.py` stores it.
 
 Storage is used span by span. In memory there is a single span, the full interval. On a disk the
 interval is split into several spans, and only a few of them are in memory at a time:
@@ -32,7 +32,7 @@ compared with any model."""
 
 
 class Storage(ABC):
-    """Stores a bucket's interval. `spans` are relative to the interval's start."""
+    """Stores a bucket's interval. `spans` are relative to the start of the interval."""
 
     spans: Sequence[Span]
     numel: int
@@ -50,9 +50,10 @@ class Storage(ABC):
 
     @abstractmethod
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return span `index`, shape (elements of the span,), to read and modify until `put`.
+        """Return span `index`, of shape (elements of the span,), to read and modify until `put`.
 
-        If `fresh` is true its content is arbitrary: the caller overwrites it, so nothing is read.
+        If `fresh` is true, the caller will overwrite the span: nothing is read, and the content is
+        arbitrary.
         """
 
     @abstractmethod
@@ -62,10 +63,10 @@ class Storage(ABC):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Number of bytes that occupy memory between steps."""
+        """Size in bytes of the memory that the storage occupies between steps."""
 
     def read_spans(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield pairs (first element, span). Each span is valid until the next."""
+        """Yield pairs (first element, span). A span is valid until the next one is requested."""
         for index, (first, _) in enumerate(self.spans):
             yield first, self.take(index)
             self.put(index, changed=False)
@@ -89,15 +90,19 @@ class Storage(ABC):
             self.put(index, changed=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, the acquired span `index`, to `into`, a span of another storage."""
+        """Copy `value` to `into`, a span of another storage.
+
+        `value` is span `index` of this storage, as returned by `take`.
+        """
         del index
         into.copy_(value)
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part`, shape (numel of the interval,), to the stored values.
+        """Add `part`, of shape (numel of the interval,), to the stored values.
 
-        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None in
-        memory), and a handle whose `reusable` returns once `part` may be overwritten.
+        If `fresh` is true, `part` replaces them. Returns the sum of squares of the result (None if
+        the storage does not compute it), and a handle whose `reusable` returns once `part` may be
+        overwritten.
         """
         # Square the values now, because reading the disk again for the gradient norm would cost
         # more.
@@ -115,7 +120,7 @@ class Storage(ABC):
         return torch.stack(squares).sum() if squares else None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> Storage:
-        """Return a view of this storage that is accessed in the pieces `spans`."""
+        """Return a view of this storage with the spans `spans`."""
         assert list(self.spans) == list(spans), "all spans on a disk are cut in the same way"
         return self
 
@@ -126,7 +131,7 @@ class Storage(ABC):
     def loaded(self, device: torch.device | None = None) -> Tensor:
         """Return the full interval, on `device` if given.
 
-        The result is the stored tensor itself if that is in the right memory, else a copy.
+        The result may be the stored tensor itself, if that is on the right device.
         """
         value = torch.empty(self.numel, dtype=self.dtype, device=device or self.device)
         self.load(value)
@@ -135,7 +140,7 @@ class Storage(ABC):
     def is_apart(self, other: Tensor) -> bool:
         """Return whether copies between this storage and `other` are asynchronous.
 
-        They are if `other` is on the accelerator and this storage is not.
+        They are asynchronous if `other` is on the accelerator and this storage is not.
         """
         return self.copy_stream is not None and other.device == self.copy_stream.device
 
@@ -157,7 +162,7 @@ class MemoryStorage(Storage):
         """No-op: the data is already in memory."""
 
     def take(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return a view of the span."""
+        """Return a view of span `index`."""
         del fresh
         first, end = self.spans[index]
         return self.tensor[first:end]
@@ -166,7 +171,7 @@ class MemoryStorage(Storage):
         """No-op: the data stays in memory."""
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part` in one call. Returns no sum of squares."""
+        """Add `part` in one call. Return None for the sum of squares, which is computed later."""
         # In memory the norm can be computed later, and costs nothing if it is skipped.
         if fresh:
             self.tensor.copy_(part)
@@ -175,7 +180,7 @@ class MemoryStorage(Storage):
         return None, Handle()
 
     def cut(self, spans: Sequence[Span]) -> MemoryStorage:
-        """Return storage in the same memory that is accessed in the pieces `spans`."""
+        """Return storage in the same memory, with the spans `spans`."""
         return MemoryStorage(self.tensor, spans)
 
     def widened(self) -> MemoryStorage:
@@ -193,7 +198,7 @@ class MemoryStorage(Storage):
 
 
 class DiskStorage(Storage):
-    """Storage on a disk. Its spans are the records of a store, from record `first` on.
+    """Storage on a disk. Its spans are consecutive records of `store`, starting with `first`.
 
     With a copy stream, the store's buffers are pinned memory, and copies between them and the
     accelerator are asynchronous. The host waits only for disk reads. The disk's threads wait for
@@ -216,7 +221,6 @@ class DiskStorage(Storage):
         self._leases: dict[int, BufferLease] = {}
 
     def read_ahead(self, index: int) -> None:
-        """Start reading span `index`."""
         if index not in self._leases:
             self._leases[index] = self._store.read(self._first + index)
 
@@ -246,7 +250,7 @@ class DiskStorage(Storage):
         return value
 
     def load(self, into: Tensor) -> None:
-        """Copy each span of the interval to the device, on the current stream, once it is read."""
+        """Copy the interval to `into` on the current stream, each span once it has been read."""
         # Copies within host memory are not asynchronous.
         if not self.is_apart(into):
             super().load(into)
@@ -258,7 +262,7 @@ class DiskStorage(Storage):
                 into[first:end].copy_(memory, non_blocking=True)
 
     def store(self, value: Tensor) -> None:
-        """Copy the interval to the host on the current stream. Write each span after its copy."""
+        """Copy `value` to the host on the current stream, and write it to the disk."""
         if not self.is_apart(value):
             super().store(value)
             return
@@ -267,9 +271,10 @@ class DiskStorage(Storage):
                 memory.copy_(value[first:end], non_blocking=True)
 
     def send(self, index: int, value: Tensor, into: Tensor) -> None:
-        """Copy `value`, the acquired span `index`, to `into`, a span of another storage.
+        """Copy `value` to `into`, a span of another storage.
 
-        If `into` is on the accelerator, the copy runs on the current stream.
+        `value` is span `index` of this storage, as returned by `take`. If `into` is on the
+        accelerator, the copy runs on the current stream.
         """
         if self.copy_stream is None or not self.is_apart(into):
             into.copy_(value)
@@ -280,7 +285,7 @@ class DiskStorage(Storage):
             self._leases[index].add_copy(self.copy_stream.here())
 
     def add(self, part: Tensor, *, fresh: bool) -> tuple[Tensor | None, Handle]:
-        """Add `part` on the accelerator and square the sum, then store the sum on the disk."""
+        """Add `part` on its device, and start writing the sum to the disk. See `Storage.add`."""
         if not self.is_apart(part):
             return super().add(part, fresh=fresh)
         squares, read = [], Handle()
@@ -295,7 +300,7 @@ class DiskStorage(Storage):
         return torch.stack(squares).sum() if squares else None, read
 
     def _add(self, index: int, part: Tensor, *, fresh: bool) -> tuple[Tensor, Any]:
-        """Return the sum of `part` and span `index`, and the event of the copy into its buffer."""
+        """Add `part` to span `index`. Return the sum, and the event of its copy to the host."""
         copy_stream = self.copy_stream
         assert copy_stream is not None
         memory, lease = self._taken(index, fresh=fresh), self._leases[index]
@@ -312,7 +317,7 @@ class DiskStorage(Storage):
         return total, left
 
     def _taken(self, index: int, *, fresh: bool = False) -> Tensor:
-        """Return span `index` once its bytes have been read. Copies may still be pending."""
+        """Return span `index` once it has been read from the disk. Copies may still be pending."""
         if index not in self._leases:
             start = self._store.blank if fresh else self._store.read
             self._leases[index] = start(self._first + index)
@@ -320,7 +325,7 @@ class DiskStorage(Storage):
 
     @contextmanager
     def _copying(self, index: int, *, fresh: bool = False, changed: bool) -> Iterator[Tensor]:
-        """Context manager for a copy on the current stream from or to span `index`."""
+        """Context manager for a copy to or from span `index` on the current stream."""
         assert self.copy_stream is not None
         memory = self._taken(index, fresh=fresh)
         # An earlier copy may have run on a different stream, so order this copy after it.
@@ -337,17 +342,17 @@ class DiskStorage(Storage):
 
 
 def spans_of(numel: int) -> list[Span]:
-    """Split `numel` elements into spans for a disk."""
+    """Split `numel` elements into the spans used on a disk."""
     return [(first, min(first + SPAN, numel)) for first in range(0, numel, SPAN)]
 
 
 def record_bytes(numels: Sequence[int], itemsize: int) -> list[int]:
-    """Return the sizes in bytes of a store's records for intervals of `numels` elements."""
+    """Return the sizes in bytes of the records that store intervals of `numels` elements."""
     return [(end - first) * itemsize for numel in numels for first, end in spans_of(numel)]
 
 
 def in_spans(storage: Storage, spans: Sequence[Span]) -> Storage:
-    """Return a view of `storage` that loads and stores one of `spans` at a time."""
+    """Return a view of `storage` with the spans `spans`, or `storage` if it already has them."""
     return storage if list(storage.spans) == list(spans) else storage.cut(spans)
 
 
@@ -357,7 +362,10 @@ def on_disk(
     dtypes: Sequence[torch.dtype],
     copy_streams: Sequence[CopyStream | None],
 ) -> list[DiskStorage]:
-    """Return the storages of the intervals that `store` was created for, in order."""
+    """Return one storage in `store` per interval, in order.
+
+    `store` must have been created with the records of these intervals (`record_bytes`).
+    """
     storages, first = [], 0
     for numel, dtype, copy_stream in zip(numels, dtypes, copy_streams, strict=True):
         storages.append(DiskStorage(store, first, numel, dtype, copy_stream))

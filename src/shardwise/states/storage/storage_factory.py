@@ -19,7 +19,7 @@ TensorKind = tuple[torch.dtype, torch.device]
 
 
 class StorageFactory:
-    """Creates storage for one state of one rank on `tier`.
+    """Creates the storage of one state of one rank on `tier`.
 
     On a rank that computes on the CPU, the tier `cpu` is the device's own memory.
     """
@@ -37,11 +37,11 @@ class StorageFactory:
 
     @property
     def on_disk(self) -> bool:
-        """True if the tier is a disk, so that the state takes no memory between steps."""
+        """True if the tier is a disk, so that the state occupies no memory between steps."""
         return self.tier.kind == "nvme"
 
     def is_apart(self, device: torch.device) -> bool:
-        """Return whether this tier's memory is separate from the memory of `device`."""
+        """Return whether this tier's memory is separate from that of `device`."""
         return not self.is_device and device.type != "cpu"
 
     def copy_stream(self, device: torch.device) -> CopyStream | None:
@@ -57,8 +57,8 @@ class StorageFactory:
     ) -> list[Storage]:
         """Create storage with arbitrary content for intervals of `lengths` elements.
 
-        `width` is the number of intervals in use at a time. Raises TierError if a disk has no space
-        for them.
+        `width` is the number of intervals used at the same time. Raises TierError if the disk has
+        too little space.
         """
         if not self.on_disk:
             return self._in_memory(lengths, kinds)
@@ -107,10 +107,7 @@ class StorageFactory:
                 yield HostStorage(memory, copy_stream)
 
     def close(self) -> None:
-        """Free all disk space, even if closing a store fails.
-
-        Raises the first error.
-        """
+        """Free all disk space, even if closing a store fails. Then raise the first error."""
         failures = []
         # Pop first, so that a second `close` after an error does not try the same store again.
         while self._stores:
