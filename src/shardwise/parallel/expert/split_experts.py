@@ -54,7 +54,7 @@ def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
-    """Map each module's name to why its experts cannot be split, or to None if a trial succeeded."""
+    """Map each module's name to why its experts cannot be split, or None if a trial succeeded."""
     by_form: dict[object, str | None] = {}
     reasons = {}
     for name, module in fused.items():
@@ -258,7 +258,7 @@ class ExpertParallelModels:
     def whole_states(
         self, optimizer: optim.Optimizer, held: Mapping[Any, dict[str, Any]]
     ) -> dict[Any, dict[str, Any]]:
-        """Return this rank's optimizer state `held`, plus that of other ranks' experts. Collective."""
+        """Return this rank's optimizer state `held`, extended to all experts. Collective."""
         groups = optimizer.param_groups
         order = [p for group in groups for p in group["params"] if p in self.shards]
         # A rank without elements of a parameter has no state for it, so all ranks learn from its

@@ -122,7 +122,7 @@ class TiedWeights:
             )
 
     def receive_gradients(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Receive the gradients of weights that stage `stage` owns, from all ranks that use them."""
+        """Receive the gradients of stage `stage`'s weights from all other ranks that use them."""
         gradients = []
         for parameter in self.owned_by(stage):
             # Use the meta device, because only shape and dtype are needed.

@@ -1,4 +1,4 @@
-"""Rejects user hooks on modules between split layers, in the first forward pass that calls one.
+"""Rejects user hooks on modules between split layers, in the first forward pass that runs one.
 
 Such a hook would see only part of the features, and mistake it for the full tensor.
 """
@@ -32,7 +32,7 @@ _WORDS = {
 
 
 class HookGuard:
-    """Checks modules whose forward pass starts or ends while a region is open.
+    """Rejects user hooks on modules whose forward pass starts or ends while a region is open.
 
     `name_of` returns a module's name for messages.
     """
@@ -61,9 +61,9 @@ class HookGuard:
         ]
 
     def close(self) -> None:
-        """Stop checking.
+        """Stop checking modules.
 
-        Called at the end of a region, where all ranks have the same tensors again.
+        Called at the end of a region, after which all ranks have the same tensors again.
         """
         while self._handles:
             self._handles.pop().remove()
@@ -118,9 +118,9 @@ def silent_hook(*_: Any) -> None:
 
 @contextmanager
 def silence_hooks(module: nn.Module) -> Iterator[None]:
-    """Context manager that silences the user's hooks on `module` and its submodules.
+    """Context manager that disables the user's hooks on `module` and its submodules.
 
-    Copies made inside the block have the silenced hooks.
+    Copies made inside the block also have disabled hooks.
     """
     hooks_by_module = [
         (inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL
