@@ -1,4 +1,4 @@
-"""Controls a replica's random numbers: identical on all ranks outside of regions, different inside."""
+"""Controls a replica's random numbers: the same on all ranks outside regions, different inside."""
 
 from __future__ import annotations
 

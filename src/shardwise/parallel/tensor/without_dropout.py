@@ -31,7 +31,7 @@ _FILLS: dict[Any, float] = {
 
 
 class SharedRandomness(Exception):
-    """Raised if each rank would draw its own copy of a number that the unsplit module draws once."""
+    """Raised if each rank would draw its own copy of a number that the unsplit module shares."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
