@@ -293,7 +293,7 @@ class StatisticsExchanges:
         """Do nothing: an exchange holds no memory between turns."""
 
     def end_dead_pass(self) -> None:
-        """Do nothing: exchanges open no pass."""
+        """Do nothing: exchanges do not start passes."""
 
     def check(self) -> None:
         """Check all exchanges since the previous `check`.

@@ -35,7 +35,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """A storage before an operation. If `content` is None, the operation does not read it."""
+    """A storage before an operation. If `content` is None, its previous data are not needed."""
 
     content: Content | None
     size: int  # bytes
@@ -332,7 +332,7 @@ def new_storage(size: int, device: torch.device) -> UntypedStorage:
 
 
 def give_back(size: int) -> None:
-    """Report that `size` bytes of tensors are, or soon will be, free. Occasionally trim the heap."""
+    """Report that `size` bytes of tensors are or soon will be free. Occasionally trim the heap."""
     global _freed
     _freed += size
     if _freed >= _TRIMMED:

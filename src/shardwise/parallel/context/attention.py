@@ -113,7 +113,7 @@ class ContextRun:
             _REPLACEMENT.entered.remove(self)
 
     def lengths_now(self, *, training: bool) -> list[int]:
-        """Return each rank's part length in the current batch, or [] if the batch is not split."""
+        """Return the lengths of the ranks' parts, or [] if the current batch is not split."""
         batch = self._current_batch.batch_of_forward(training=training)
         if batch is None or not batch.sequence:
             return []
@@ -203,7 +203,7 @@ class ContextRun:
             )
 
     def check_outside(self, query: Tensor) -> None:
-        """Raise ModelError if `query` is a part of the sequences. Called outside of the model."""
+        """Raise ModelError if `query`, from outside the model, has a part's length."""
         lengths = self.lengths_now(training=torch.is_grad_enabled())
         if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
             raise self._error(
@@ -302,7 +302,7 @@ _REPLACEMENT = _Replacement()
 
 
 class DropsUnweighted(torch.autograd.Function):
-    """The identity. Its gradient is 0, not a possible NaN (0 / 0), if the loss has weight 0."""
+    """The identity. If the loss has weight 0, its gradient is 0 rather than NaN (0 / 0)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, run: ContextRun) -> Tensor:

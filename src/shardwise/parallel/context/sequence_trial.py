@@ -168,7 +168,7 @@ class SequenceTrial:
         return self._compare(expected, actual, place, has_labels=bool(weights))
 
     def _agree(self, place: str, problem: str | None) -> None:
-        """Raise _StoppedError on all ranks if any has a problem or is at another place. Collective.
+        """Raise _StoppedError on all ranks if any has a problem or a different `place`. Collective.
 
         Without this, an error on one rank would leave the others waiting for its tokens.
         """

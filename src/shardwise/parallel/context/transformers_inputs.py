@@ -31,7 +31,7 @@ IGNORED = -100
 
 
 class TransformersInputs:
-    """Completes a model's keyword arguments, if it is a Transformers model.
+    """Adds the arguments that a model needs to run on parts, if it is a Transformers model.
 
     Args:
         model: The model, which may be wrapped in an adapter such as PEFT's.
@@ -52,7 +52,9 @@ class TransformersInputs:
         self._layers: set[str] = set(getattr(config, "layer_types", None) or ())
 
     def complete(self, inputs: Inputs, lengths: Sequence[int], group: Collectives) -> Inputs:
-        """Return a forward pass's inputs, completed for parts. Collective for Transformers models.
+        """Add the arguments that a forward pass on parts needs. Return all arguments.
+
+        Collective for Transformers models.
 
         Args:
             inputs: The positional and keyword arguments, with this rank's parts.

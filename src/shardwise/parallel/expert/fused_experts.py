@@ -118,7 +118,7 @@ def _one_by_one(
 
 
 def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any) -> list[Tensor]:
-    """Call `run` on copies of the tensors. Return its output and the gradients of the copies."""
+    """Call `run` on copies of the other arguments. Return its output and the copies' gradients."""
     fresh = {key: value.clone().requires_grad_() for key, value in weights.items()}
     inputs = [rows.clone().requires_grad_(), gates.clone().requires_grad_(), *fresh.values()]
     with torch.enable_grad():

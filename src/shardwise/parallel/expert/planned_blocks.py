@@ -144,7 +144,7 @@ def _layer_of(name: str, module: nn.Module, options: Mapping[str, Any]) -> MoE:
 
 
 def _attributes_of(module: nn.Module) -> list[dict[str, int]]:
-    """Return the `id` of each attribute, one dict for each of `module` and its submodules."""
+    """Return the ids of the attributes of `module` and of each of its submodules."""
     return [{key: id(value) for key, value in vars(m).items()} for m in module.modules()]
 
 

@@ -329,7 +329,7 @@ def _joined_state(shard: Shard, parts: Mapping[int, Mapping[str, Any]]) -> dict[
 
 
 def _placed(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return `state` with its tensors on the parameter's device. Scalars (step counts) stay put."""
+    """Return `state` with its tensors on the parameter's device, except scalars (step counts)."""
     return {
         key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
         for key, value in state.items()

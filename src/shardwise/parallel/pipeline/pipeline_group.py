@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current run, and close its channels, on which late messages may still arrive."""
+        """Drop the current StageRun, and close its channels, on which late messages may arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -124,15 +124,15 @@ class PipelineGroup(Stages):
         self.channels.wait_all()
 
     def renew_run(self) -> None:
-        """Start a new run if a backward pass has consumed the current one."""
+        """Start a new StageRun if a backward pass has consumed the current one."""
         if self.run.is_over:
             self.run = StageRun(self.stages)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context manager for a forward pass of the model, which starts a new run.
+        """Context manager for a forward pass of the model, which starts a new StageRun.
 
-        It starts no run if a schedule or an enclosing forward pass has already started one.
+        If a schedule or an enclosing forward pass has already started one, it is used instead.
         """
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()

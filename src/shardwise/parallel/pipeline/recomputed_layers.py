@@ -24,7 +24,7 @@ from shardwise.model.recomputation import RecomputedForward
 def in_checkpoint() -> bool:
     """Return whether a checkpoint would handle tensors that autograd saves now.
 
-    The checkpoint's saved-tensor hooks may be the innermost ones, or lie below others.
+    This is the case if a checkpoint's saved-tensor hooks are active, even below other hooks.
     """
     # Saved-tensor hooks form a stack. Our own hooks store the hooks below them in `outer`.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -104,7 +104,7 @@ LookAtLoss = Callable[[Tensor, int], None]
 
 
 class CollectGradients(Protocol):
-    """Interface of a function whose context manager collects gradients into buckets.
+    """Interface: returns a context manager that collects gradients into buckets.
 
     `among` selects the buckets, by default all. If `usual` is False, the backward pass is ignored
     when learning which gradients to expect.

@@ -159,7 +159,7 @@ def _simulated(
 
 
 def _needed(action: Action, stages: int, end_times: Mapping[Action, float]) -> float | None:
-    """Return when the inputs of `action` are ready, or None if `end_times` does not tell yet."""
+    """Return when the inputs of `action` are ready, or None if `end_times` lacks one of them."""
     stage = action.stage
 
     def end_of(other: int, *kinds: ActionKind) -> float | None:

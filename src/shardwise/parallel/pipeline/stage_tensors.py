@@ -67,7 +67,7 @@ class StageExchange(Protocol):
 
     @property
     def run(self) -> StageRun:
-        """The current run."""
+        """The current StageRun."""
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
         """Send a value from `source`, a stage on this rank, to the rank of stage `target`."""
@@ -265,10 +265,10 @@ def run_operation(
 
 
 def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, ...]:
-    """Return the runs that an operation on `leaves` depends on.
+    """Return the StageRuns that an operation on `leaves` depends on.
 
-    These are the runs of its stage tensors, or the current run if there are none. Raises UsageError
-    for a tensor from another micro-batch, or inside an autograd function.
+    If `leaves` has no stage tensors, this is the current StageRun. Raises UsageError for a tensor
+    from another micro-batch, or inside an autograd function.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     if recomputed_layers.in_autograd_function() and any(

@@ -1,4 +1,4 @@
-"""Maps stages to ranks, and tracks the current run."""
+"""Maps stages to ranks, and tracks the current StageRun."""
 
 from __future__ import annotations
 

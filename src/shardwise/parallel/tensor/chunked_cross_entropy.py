@@ -59,7 +59,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(head(hidden), target)` without ever holding all scores.
 
-    The result and the gradients equal those of the two separate calls up to rounding. It needs
+    The result and the gradients equal those of the two separate calls up to rounding. The call needs
     memory for the scores of `chunk` tokens, and for one gradient of the head's weight. 16-bit
     scores are converted to fp32 before the softmax, and gradients of a 16-bit weight are summed
     over chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the scores
@@ -206,7 +206,7 @@ def _run_chunks(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the loss, and already computes its gradients in the forward pass."""
+    """Computes both the loss and its gradients in the forward pass."""
 
     @staticmethod
     def forward(

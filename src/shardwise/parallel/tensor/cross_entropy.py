@@ -128,7 +128,7 @@ def combine_classes(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes each token's loss. The first of this rank's classes is `first`."""
+    """Computes each token's loss. `first` is the first of this rank's classes."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:

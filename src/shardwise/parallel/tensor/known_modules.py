@@ -112,7 +112,7 @@ class SplitTrials:
         return True
 
     def reasons_unsplit(self) -> dict[str, str]:
-        """Map the names of unsplit modules to the reasons, where these are worth reporting."""
+        """Map unsplit modules' names to the reasons, omitting reasons not worth reporting."""
         split_names = {name for (name, _), result in self.results.items() if result}
         return {
             name: result.why

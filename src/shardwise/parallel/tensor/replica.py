@@ -124,7 +124,7 @@ class Replica:
         return part
 
     def region_input(self, value: Tensor) -> RegionInput:
-        """Prepare `value` as the input of layers that differ between ranks, without a region."""
+        """Prepare `value` as input of layers that differ between ranks, without a region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
@@ -163,7 +163,7 @@ class Replica:
         )
 
     def _reduce(self, value: Tensor, sequence_parallel: bool) -> Tensor:
-        """Return the sum of `value` over the ranks: this rank's tokens if `sequence_parallel`."""
+        """Sum `value` over the ranks. If `sequence_parallel`, return only this rank's tokens."""
         parts = token_sharding(value, self.group) if sequence_parallel else None
         if parts is None:
             return reduce_from_region(value, self.group)
@@ -172,7 +172,7 @@ class Replica:
         )
 
     def end_forward(self, *, failed: bool) -> None:
-        """Drop the inputs shared in the forward pass. If it failed, close its region."""
+        """Drop the inputs that the forward pass shared. If `failed`, close the open region."""
         self._inputs.clear()
         self._close_hooks()
         if failed:

@@ -1,4 +1,4 @@
-"""Controls a replica's random numbers: the same on all ranks outside regions, different inside."""
+"""Controls a replica's random numbers: equal on all ranks except inside tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
-    """Seeds each rank differently inside a region, and restores the ranks' common state afterwards.
+    """Seeds each rank differently inside tensor-parallel regions, and equally outside of them.
 
     At the start of a region, all ranks draw the same random number. Each rank derives its seed from
-    this number and its rank. At the end of the region, all ranks restore the common generator
+    this number and its rank. At the end of the region, all ranks restore their common generator
     state. Dropout therefore uses the same mask on all ranks for a replicated tensor, and different
     masks for the parts of a split tensor.
 
@@ -68,7 +68,7 @@ class ReplicaRandomness:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager that runs its block inside the open region, or else inside a new one."""
+        """Context manager that uses the open region, or else opens one for its block."""
         if self.in_region:
             yield
             return

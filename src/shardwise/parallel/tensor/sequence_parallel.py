@@ -3,15 +3,15 @@
 The output of a split layer is a sum over the ranks. If each rank keeps only some of its tokens,
 norms, dropout and residuals are computed once instead of on every rank, and much less is saved for
 the backward pass (Korthikanti et al., 2022). Tokens are assumed to be the second-to-last dimension.
-If that dimension means something else, results do not change, because each index is computed
-separately.
+If that dimension means something else, results do not change, because token-wise operations treat
+each index separately.
 
     full ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
-A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. Any other
-operation receives the gathered tensor, so the result does not depend on the operation's kind.
-Writes to the gathered tensor, or to a view of it, are transferred to the parts when the parts are
-next read.
+A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. All other
+operations receive the gathered tensor, so every forward pass computes the same result as without
+the split. Writes to the gathered tensor, or to a view of it, are transferred to the parts when the
+parts are next read.
 """
 
 from __future__ import annotations

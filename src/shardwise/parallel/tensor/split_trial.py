@@ -1,6 +1,6 @@
-"""Tests whether a module gives the same result when it is split, before it is split for good.
+"""Tests whether a module gives the same result when it is split, before permanently splitting it.
 
-The parts of all ranks run on the CPU of this process, in one thread each. They run in evaluation
+The parts of all ranks run in this process on the CPU, in one thread each. They run in evaluation
 and in training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of
 inputs and of all parameters, must match the unsplit module's. The gradients matter because an
 unsplit parameter between split layers would receive only part of its gradient. A split is rejected
@@ -38,7 +38,7 @@ LIMIT = 60.0
 
 
 class _ThreadGroup(Solo):
-    """A group of threads in this process. It has the only collective that regions use."""
+    """A group of threads in this process, which offers only the collective that regions need."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _ThreadGroup(Solo):
 
 
 class _NoRandomness(ReplicaRandomness):
-    """Tracks regions without seeding, because a trial uses no random numbers."""
+    """Tracks tensor-parallel regions without seeding, because a trial uses no random numbers."""
 
     def enter_region(self) -> None:
         self._common_state = (
@@ -73,7 +73,10 @@ class _NoRandomness(ReplicaRandomness):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Whether a split module gives the same result; if not, why, where that is worth reporting."""
+    """The result of a trial: whether a split module computes the same as the unsplit one.
+
+    `why` is None if it does, or if the reason is not worth reporting.
+    """
 
     accepted: bool
     why: str | None = None

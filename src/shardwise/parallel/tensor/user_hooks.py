@@ -32,9 +32,10 @@ _WORDS = {
 
 
 class HookGuard:
-    """Rejects user hooks on modules whose forward pass starts or ends while a region is open.
+    """Rejects user hooks on modules that start or end their forward pass in an open region.
 
-    `name_of` returns a module's name for messages.
+    A region is where ranks have different parts of a tensor. `name_of` returns a module's name for
+    messages.
     """
 
     def __init__(self, name_of: Callable[[nn.Module], str] | None = None) -> None:

@@ -31,7 +31,7 @@ _FILLS: dict[Any, float] = {
 
 
 class SharedRandomness(Exception):
-    """Raised if each rank would draw its own copy of a number that the unsplit module shares."""
+    """Raised if every rank would draw its own number where the unsplit module draws just one."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
