@@ -1,11 +1,12 @@
 """Offloads tensors that autograd saves, and prefetches them for the backward pass.
 
-`pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move memory, not
-tensors: views of the same storage (query, key and value) are moved once. The backward pass needs
-saved tensors in reverse order. When it requests a piece, the pieces saved before it are prefetched.
+`pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move ranges of
+memory (pieces), so views of the same storage (query, key and value) are moved only once. The
+backward pass needs saved tensors in reverse order. When it requests a piece, the pieces saved
+before it are prefetched.
 
-A piece holds a tensor's value at the time it was saved. If the tensor is changed in place before
-that value has been copied, `unpack` raises an error, as torch does.
+A piece holds the values at the time of saving. If the tensor is changed in place before they have
+been copied, `unpack` raises an error, as torch does.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class _Piece:
         self.is_back = self.was_used = self.was_changed = False
 
     def settle(self) -> None:
-        """Release the source after its value has been copied.
+        """Wait until the data have been copied out, and release the source memory.
 
-        Call this only from the thread that runs the forward or backward pass. In a different
-        thread, a concurrent in-place change would go unnoticed.
+        Call this only from the thread that runs the forward or backward pass. From another
+        thread, it would not detect a concurrent in-place change.
         """
         if self.source is None:
             return
@@ -149,7 +150,7 @@ class SavedTensors:
         return _MovedTensor(piece, tensor)
 
     def _key(self, tensor: Tensor) -> _Key | None:
-        """Return the memory range to move for `tensor`, or None if it stays in place."""
+        """Return the key of the memory range to move for `tensor`, or None if it stays in place."""
         # A subclass may store its data elsewhere, and only memory of `device_type` can be
         # offloaded.
         if type(tensor) not in _PLAIN or tensor.device.type != self._device_type:
@@ -184,7 +185,7 @@ class SavedTensors:
         return piece
 
     def _let_go(self, limit: int) -> None:
-        """Free the memory of finished copies. Wait while more than `limit` bytes are pending."""
+        """Free the memory of completed copies. Wait while over `limit` bytes are pending."""
         while self._leaving:
             piece = self._leaving[0][0]()
             too_many = self._leaving_bytes > limit
@@ -197,7 +198,7 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """Count freed memory, and occasionally return it to the system, which takes time."""
+        """Count freed memory. Occasionally return it to the system, which takes time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0
@@ -210,7 +211,7 @@ class SavedTensors:
     # -- backward -------------------------------------------------------------------------
 
     def unpack(self, held: Kept | _MovedTensor) -> Tensor:
-        """Return the tensor of `held`. Raises UsageError if it was changed in place."""
+        """Return the tensor that `held` replaced. Raises UsageError if it was changed in place."""
         if isinstance(held, Kept):
             return held.value()
         # The backward pass may start while the last pieces are still being copied, so limit their
@@ -239,7 +240,7 @@ class SavedTensors:
         self._back[piece.number] = ref(piece)
 
     def _read_ahead(self, current: _Piece) -> None:
-        """Prefetch pieces saved before `current`, up to the limit, and drop used pieces."""
+        """Prefetch pieces saved before `current`, up to AHEAD bytes, and drop used pieces."""
         # Search by index, because the backward pass unpacks in roughly the reverse order of saving.
         # Fetch at least one piece, however large, so that the device never waits for a complete
         # fetch.
@@ -256,7 +257,7 @@ class SavedTensors:
             waiting = True
 
     def _make_room(self, current: _Piece) -> int:
-        """Drop the oldest used pieces until half of AHEAD is free. Return the remaining bytes."""
+        """Drop the oldest used pieces until half of AHEAD is free. Return the bytes in use."""
         total = sum(piece.nbytes for piece in self._pieces_back())
         for piece in self._pieces_back():
             if total <= AHEAD // 2:
@@ -270,7 +271,7 @@ class SavedTensors:
         return total
 
     def _pieces_back(self) -> list[_Piece]:
-        """Return the pieces that are back or being fetched, oldest first. Remove freed ones."""
+        """Return the pieces that are fetched or being fetched, oldest first. Drop freed pieces."""
         alive = [(number, reference()) for number, reference in self._back.items()]
         for number, piece in alive:
             if piece is None:

@@ -1,8 +1,8 @@
 """Keeps, recomputes or offloads activations, the tensors saved for the backward pass.
 
-Recomputation works per unit (units.py). A model without units is treated as a single unit. Offload
-moves the tensors that autograd saves in a model's forward pass. With recomputation, these are the
-inputs of the units.
+Recomputation works per unit (units.py). A model without units is treated as a single unit.
+Offloading moves the tensors that autograd saves in a model's forward pass. With recomputation,
+these are the inputs of the units.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Model hooks that offload what autograd saves in the forward pass. Their copies do nothing."""
+    """Model hooks that offload what autograd saves in the forward pass. Copied hooks do nothing."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models
@@ -102,7 +102,7 @@ class OffloadScope:
         ]
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Start offloading, before a forward pass."""
+        """Start offloading. Runs before a forward pass."""
         del model, args
         hooks = None
         if self._saved is not None and torch.is_grad_enabled():
@@ -112,7 +112,7 @@ class OffloadScope:
         self._open.append(hooks)
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Stop offloading after a forward pass, even if it raised."""
+        """Stop offloading. Runs after a forward pass, even if it raised."""
         del model, args
         if (hooks := self._open.pop()) is not None and self._saved is not None:
             hooks.__exit__()

@@ -1,17 +1,17 @@
 """Exchanges BatchNorm statistics between ranks, each in its turn of the gather order.
 
-When ranks gather units together, a rank waiting for statistics could wait for ranks that wait for
-it in a gather. An exchange therefore takes a turn in the gather order, as a unit does. A rank that
-skips the BatchNorm takes part with zeros. Two mistakes would then give wrong statistics silently,
-so all ranks reject them: a rank reaches a BatchNorm after the others have passed it, or a rank runs
-the backward pass of a different forward pass.
+Ranks may also wait for each other to gather units. If they exchanged statistics at any time, a rank
+could wait for statistics from ranks that wait for it in a gather. An exchange therefore takes a
+turn in the gather order, as a unit does. A rank that skips the BatchNorm participates with zeros.
+Two mistakes would then silently give wrong statistics, so all ranks reject them: a rank reaches a
+BatchNorm after the others have passed it, or runs the backward pass of a different forward pass.
 
-    row of a rank    | its values, or zeros | present | number of the call | uses in this pass |
+    a rank's row    | its values, or zeros | present | number of the call | uses in this pass |
 
-On the CPU, all ranks check at once. On an accelerator the host would have to wait in every
-exchange, so the check runs during the step, when the host waits anyway. This is before parameters
-are updated, although running statistics have already changed. Only a rank that skips an exchange
-must check at once, to find out whether it belonged to a forward pass.
+On the CPU, all ranks check this immediately. On an accelerator, the host would have to wait in
+every exchange, so the check runs at a point of the step where the host waits anyway. This is before
+parameters are updated, although running statistics have already changed. Only a rank that skips an
+exchange must check immediately, to find out whether the exchange was part of a forward pass.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ FORWARD = 0
 
 
 class StatisticsRows(Protocol):
-    """Gathers the statistics of a BatchNorm from all ranks."""
+    """Interface for gathering a BatchNorm's statistics from all ranks."""
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of all ranks, shape (ranks, k), and the number of this forward pass.
+        """Return all ranks' rows, shape (ranks, k), and the number of this forward pass.
 
         Args:
             row: This rank's row, (k,).
         """
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Return all ranks' rows, shape (ranks, k), for `call` during a backward pass.
+        """Return all ranks' rows, shape (ranks, k), for call number `call` of a backward pass.
 
         Every rank must pass the same `call`.
         """
 
 
 class Skippable(Protocol):
-    """A BatchNorm whose forward pass some ranks may skip."""
+    """Interface of a BatchNorm whose forward pass some ranks may skip."""
 
     num_features: int
     training: bool
 
     def update_from_others(self, rows: Tensor) -> None:
-        """Update the running statistics from the `rows` of a forward pass that this rank skips."""
+        """Update the running statistics with `rows`, from a forward pass that this rank skips."""
 
 
 class _ExpectedUse(NamedTuple):
-    """The exchange that this rank expects.
+    """The exchange in which this rank expects all ranks to be.
 
     Args:
-        call: Its call number.
+        call: The number of the call.
         before: For a forward pass, the number of earlier uses in this pass.
-        is_repeated: True if a call that may happen only once has happened before.
+        is_repeated: True if the call has already happened, and may happen only once.
     """
 
     call: int
@@ -87,7 +87,7 @@ class _UncheckedExchange(NamedTuple):
         name: Name of the BatchNorm.
         use: The expected use.
         rows: Flags of all ranks, (ranks, 3), on the host once `event` completes.
-        event: Marks completion of the copy.
+        event: Marks the completion of the copy to the host.
     """
 
     name: str
@@ -97,7 +97,7 @@ class _UncheckedExchange(NamedTuple):
 
     @property
     def was_expected(self) -> bool:
-        """True if the exchange was as expected. Valid only once the event has completed."""
+        """True if all ranks were in the expected exchange. Valid only after `event` completes."""
         return self.use.matches(self.rows.tolist())
 
 
@@ -119,13 +119,13 @@ class StatisticsExchange:
         self._done: set[int] = set()
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of all ranks in this forward pass, and the number of the forward pass."""
+        """Return all ranks' rows, and the number of this forward pass."""
         rows = self.turns.exchange(self._number, row, FORWARD)
         self._forwards += not self.turns.are_used
         return rows, self._forwards
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Return all ranks' rows for `call` in the backward pass of a forward pass."""
+        """Return all ranks' rows for call number `call` of a backward pass."""
         return self.turns.exchange(self._number, row, call)
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
@@ -184,7 +184,7 @@ class StatisticsExchange:
         return torch.cat([row, rest, to_device(here, row.device)])
 
     def _count_use(self, call: int) -> _ExpectedUse:
-        """Count one more exchange in `call`. Return the exchange that all ranks should be in."""
+        """Count an exchange for `call`. Return the exchange in which all ranks should be."""
         use = _ExpectedUse(call, self._uses, call in self._done)
         if call == FORWARD:
             self._forwards += 1
@@ -203,7 +203,7 @@ def _order_error(name: str) -> OrderError:
 
 
 class StatisticsExchanges:
-    """Assigns each of several BatchNorms a turn in a gather order."""
+    """Assigns each BatchNorm in `modules` a turn in the gather order."""
 
     def __init__(self, order: GatherOrder, modules: Mapping[str, Skippable]) -> None:
         self.order = order
@@ -222,11 +222,11 @@ class StatisticsExchanges:
 
     @property
     def are_used(self) -> bool:
-        """True if turns are in use. Otherwise all ranks reach the exchanges in the same order."""
+        """True if turns are in use. If not, all ranks exchange in the same order anyway."""
         return self.order.is_open
 
     def exchange(self, number: int, row: Tensor, call: int) -> Tensor:
-        """Return the rows of all ranks. The rows of ranks that skip this exchange are zero."""
+        """Return all ranks' rows. They are zero for ranks that skip this exchange."""
         if not self.are_used:
             return self._without_turns(number, row)
         # `reach` calls `run_entry`, which reads `_pending` and stores the result in `_rows`.
@@ -237,10 +237,10 @@ class StatisticsExchanges:
         return rows
 
     def _without_turns(self, number: int, row: Tensor) -> Tensor:
-        """Return the rows of all ranks, which reach the exchange without turns.
+        """Return all ranks' rows. Used if ranks reach the exchange without turns.
 
         On the CPU, raises OrderError on all ranks if one of them has reached a different BatchNorm.
-        On an accelerator the host would have to wait for that check.
+        On an accelerator this is not checked, because the host would have to wait.
         """
         if row.device.type != "cpu":
             return self.order.group.gather_rows(row)
@@ -254,7 +254,7 @@ class StatisticsExchanges:
     def check_later(self, unchecked: _UncheckedExchange) -> None:
         """Queue an exchange for `check`, and check exchanges whose flags have arrived.
 
-        Without these early checks, forward passes without a step would accumulate flags.
+        Without these early checks, forward passes that no step follows would accumulate flags.
         """
         self._unchecked.append(unchecked)
         while self._unchecked[0].event.query():
@@ -268,7 +268,7 @@ class StatisticsExchanges:
             self.refuse_later(unchecked.name)
 
     def refuse_later(self, name: str) -> None:
-        """Make `check` raise for an exchange of the BatchNorm `name`."""
+        """Make the next `check` raise OrderError for the BatchNorm `name`."""
         self._refused = self._refused or name
 
     def leave(self) -> None:
@@ -278,7 +278,7 @@ class StatisticsExchanges:
     # -- as a member of the order ---------------------------------------------------------
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Exchange rows. If this rank `wanted` them, store them for `exchange`."""
+        """Exchange rows. If `wanted`, this rank runs the BatchNorm: store them for `exchange`."""
         if not wanted:
             self.each[number].meet(None, FORWARD)
             return
@@ -287,16 +287,16 @@ class StatisticsExchanges:
         self._rows = self.each[number].meet(row, call)
 
     def start_ahead(self, number: int) -> None:
-        """No-op: the row does not exist before the forward pass reaches this module."""
+        """Do nothing: the row does not exist before the forward pass reaches the BatchNorm."""
 
     def is_past(self, number: int) -> None:
-        """No-op: an exchange holds no memory between entries."""
+        """Do nothing: an exchange holds no memory between turns."""
 
     def end_dead_pass(self) -> None:
-        """No-op: exchanges open no pass."""
+        """Do nothing: exchanges do not start passes."""
 
     def check(self) -> None:
-        """Check all exchanges since the last call.
+        """Check all exchanges since the previous `check`.
 
         Raises OrderError on all ranks if ranks made different calls in an exchange.
         """
@@ -309,7 +309,7 @@ class StatisticsExchanges:
             raise _order_error(name)
 
     def mode(self) -> tuple[bool, ...]:
-        """For each module, return whether it exchanges statistics. It does so in training mode."""
+        """Return for each module whether it exchanges statistics (it does in training mode)."""
         return tuple(module.training for module in self._modules)
 
     def set_aside(self) -> Callable[[], None]:

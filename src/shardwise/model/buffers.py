@@ -1,7 +1,7 @@
 """Keeps buffers, and values in frozen parameters, identical on all ranks.
 
-Buffers are not trained, but a forward pass may change them (running statistics). At the start all
-ranks adopt rank 0's buffers. After that, buffers that a forward pass changes are averaged across
+Buffers are not trained, but a forward pass may change them (running statistics). At the start, all
+ranks adopt rank 0's buffers. After that, the buffers that forward passes change are averaged across
 the ranks in each step, so that after `step()` all ranks hold the same model. The mean is weighted
 by the number of rows in each rank's forward passes. Loss weights cannot be used, because they are
 unknown during a forward pass.
@@ -10,12 +10,12 @@ Changing buffers are detected in two ways:
 
     version counters   in every step. torch counts writes, except through `.data` and `.numpy()`.
     a checksum         in the first steps, and then in one of EVERY. It covers everything that is
-                       not averaged yet, and frozen parameters. If it differs, all ranks search for
-                       the tensor.
+                       not averaged yet, and frozen parameters. If it differs between ranks, they
+                       search for the tensor that differs.
 
-From then on, the changing values are part of the step's single small collective. Tensors whose
-shape or dtype differs between ranks (caches) are left unchanged. A message lists the persistent
-ones.
+Once detected, the changing values are part of the step's single small collective. Tensors whose
+shape or dtype differs between ranks (caches) are left unchanged. If checkpoints contain such a
+tensor, a message names it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ EVERY = 32
 
 
 def write(into: Tensor, value: Tensor) -> None:
-    """Write `value`, of the same shape, into a tensor that torch's copy_ may reject.
+    """Copy `value` to `into`, which has the same shape but which torch's copy_ may reject.
 
-    copy_ rejects tensors with repeated memory (an expanded buffer) or created in inference mode.
+    copy_ rejects tensors whose elements overlap in memory (an expanded buffer), and tensors that
+    were created in inference mode.
     """
     for dim, (size, stride) in enumerate(zip(into.shape, into.stride(), strict=True)):
         # All elements of this dim share memory, so writing one of them writes all.
@@ -82,7 +83,7 @@ _Form = tuple[tuple[int, ...], str] | None
 
 @dataclass(frozen=True)
 class _AveragedTensor:
-    """A tensor that is averaged, with its shape and dtype when averaging started."""
+    """A tensor that is averaged, with its shape and dtype at the time when averaging started."""
 
     index: int
     shape: torch.Size
@@ -90,7 +91,7 @@ class _AveragedTensor:
 
     @property
     def numel(self) -> int:
-        """Number of real values."""
+        """Number of real values. A complex element has two."""
         return self.shape.numel() * (2 if self.dtype.is_complex else 1)
 
     def fits(self, tensor: Tensor | None) -> bool:
@@ -100,14 +101,14 @@ class _AveragedTensor:
 
 @dataclass
 class _Window:
-    """Tracks the batch rows that contributed to changes since the last step.
+    """The batch rows processed since the last step.
 
-    The rows are grouped into runs of backward passes with equal shares.
+    Consecutive backward passes for which this rank has the same share of the rows form a run.
 
     Args:
         open: For each backward pass of the current run, this rank's rows and all ranks' rows (0 if
             unknown).
-        ended: Earlier runs, each with the values at its end.
+        ended: Earlier runs, each with copies of the tensors at its end.
     """
 
     open: list[tuple[int, int]] = field(default_factory=list)
@@ -134,9 +135,10 @@ class Buffers:
         models: Models whose buffers are kept identical.
         group: Ranks that hold the same buffers.
         left_out: Modules that synchronise their buffers themselves.
-        alone: True if there is nothing to average with (default: True if `group` has one rank).
-        compares: Returns whether every rank holds the full value of a frozen parameter, so that it
-            is compared.
+        alone: True if there are no other ranks to average with. Default: whether `group` has only
+            one rank.
+        compares: Returns whether every rank holds a frozen parameter in full, so that its values
+            can be compared.
         say: Prints a message for the user, once.
     """
 
@@ -203,12 +205,12 @@ class Buffers:
                     self._steps = 0  # compare checksums again in the next steps
 
     def _is_frozen(self, module: nn.Module, key: str) -> bool:
-        """Return whether a module attribute is a frozen parameter that ranks compare."""
+        """Return whether attribute `key` of `module` is a frozen parameter that ranks compare."""
         parameter = module._parameters.get(key)
         return parameter is not None and not parameter.requires_grad and self._compares(parameter)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Keep only the buffers that have a new index, under that index."""
+        """Drop buffers without a new index. `numbers` maps old indices to new ones."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
         followed = [averaged for averaged in self._averaged if averaged.index in numbers]
@@ -220,13 +222,13 @@ class Buffers:
         self._window = _Window()
 
     def _watch(self, index: int) -> None:
-        """Start watching a new buffer from its current value."""
+        """Start detecting changes of a new buffer."""
         module, key = self._places[index]
         if key in module._buffers:
             self._seen[index] = self._mark(index)
 
     def remember(self) -> None:
-        """Make the current values the reference for detecting changes."""
+        """Use the current values as the reference for detecting changes."""
         self._seen = {index: self._mark(index) for index in self._seen}
 
     # -- which tensors change ---------------------------------------------------------------
@@ -234,8 +236,8 @@ class Buffers:
     def news(self) -> list[int]:
         """Return the indices of buffers that the ranks must still agree on.
 
-        These are buffers that are not averaged yet and whose module has changed, buffers that used
-        to be None, and averaged buffers whose shape or dtype has changed.
+        These are: buffers that are not averaged yet and whose module has changed, buffers that were
+        None before, and averaged buffers whose shape or dtype has changed.
 
         A change counts for the whole module, because torch's batch_norm increments the version of
         its counter but not the versions of its running statistics.
@@ -258,7 +260,7 @@ class Buffers:
     def checksum(self) -> float | Tensor:
         """Return a checksum of all tensors that are not averaged, to compare between ranks.
 
-        Returns 0.0 in steps that do not compare. On an accelerator the checksum stays on the
+        Returns 0.0 in steps that do not compare. On an accelerator, the checksum stays on the
         device.
         """
         if self.alone or not self._compares_now:
@@ -271,7 +273,7 @@ class Buffers:
         return self._steps < FIRST or self._steps % EVERY == 0
 
     def _not_averaged(self) -> list[tuple[int, Tensor]]:
-        """Return index and tensor of everything that is not averaged and can be compared."""
+        """Return the index and tensor of everything comparable that is not averaged."""
         known = {averaged.index for averaged in self._averaged} | self._unequal
         held = [(i, self._tensor(i)) for i in range(len(self._places)) if i not in known]
         return [(i, t) for i, t in held if t is not None and fingerprints.can_be_taken(t)]
@@ -279,8 +281,8 @@ class Buffers:
     def agree(self, *, differ: bool) -> None:
         """Start averaging the tensors that any rank lists in its `news`. Collective.
 
-        If `differ` is true (checksums differ), this includes all tensors whose values differ
-        between ranks. A buffer that used to be None is averaged only if its values differ, because
+        If `differ` is true (the checksums differ), also average all tensors whose values differ
+        between ranks. A buffer that was None before is averaged only if its values differ, because
         most such buffers are caches that all ranks compute identically.
         """
         # Exchange the news, then the tensors' shapes and dtypes. Only steps with news pay for this,
@@ -317,7 +319,7 @@ class Buffers:
         self._averaged.sort(key=lambda followed: followed.index)
 
     def _average_from_now(self, index: int, *, noticed: bool) -> None:
-        """Average a tensor from now on. `noticed` is True if torch has counted the write."""
+        """Start averaging a tensor. `noticed` is True if torch has counted the write."""
         tensor = self._tensor(index)
         assert tensor is not None
         self._averaged.append(_AveragedTensor(index, tensor.shape, tensor.dtype))
@@ -331,7 +333,7 @@ class Buffers:
             )
 
     def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
-        """Tell the user about a tensor that cannot be averaged, if checkpoints contain it."""
+        """Tell the user that a tensor cannot be averaged, if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
@@ -362,7 +364,7 @@ class Buffers:
         return self._flat({})
 
     def _flat(self, before: Mapping[int, Tensor]) -> Tensor:
-        """Return the same vector as `values`, with values from `before` where available.
+        """Return the same vector as `values`, but with the tensors in `before` where available.
 
         A tensor whose shape or dtype has changed contributes zeros. The ranks agree on it before
         they use the vector.
@@ -383,24 +385,25 @@ class Buffers:
         return _concatenate(parts, **where) if parts else torch.zeros(0, **where)
 
     def form(self) -> list[list[Any]]:
-        """Return which buffers are averaged, with their shapes and dtypes."""
+        """Return the indices, shapes and dtypes of the averaged buffers."""
         return [
             [averaged.index, tuple(averaged.shape), str(averaged.dtype)]
             for averaged in self._averaged
         ]
 
     def shares(self, *, counts: bool = True) -> list[float]:
-        """Return this rank's number of rows, the factor in `weighted`.
+        """Return this rank's number of rows, by which `weighted` multiplies its values.
 
-        The sum over all ranks is the divisor. `counts` is True on only one rank per replica,
-        because all ranks of a replica have the same rows.
+        Its sum over all ranks is the divisor of the mean. `counts` is True on only one rank per
+        replica, because all ranks of a replica have the same rows.
         """
         return self._window.shares()[:1] if counts and self._window.shares() else [0.0]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
         """Return this rank's contribution to the mean, multiplied by its number of rows.
 
-        The change in a run of backward passes is weighted by this rank's rows in the run:
+        In each run of backward passes, the change of the values is weighted by this rank's share of
+        the rows:
 
             sum over runs j of  share_j x (values at the end of j - values at the start of j)
 
@@ -431,7 +434,7 @@ class Buffers:
             self.take(rows.sum(0) / self.rows)
 
     def take(self, means: Tensor) -> None:
-        """Write `means`, a vector laid out as `values`, to the averaged tensors."""
+        """Write `means`, a vector laid out like `values`, to the averaged tensors."""
         held = [self._tensor(averaged.index) for averaged in self._averaged]
         tensors = [tensor.detach() for tensor in held if tensor is not None]
         assert len(tensors) == len(self._averaged)
@@ -473,26 +476,26 @@ class Buffers:
         )
 
     def stepped(self) -> None:
-        """Start the next step."""
+        """Finish a step: start counting rows and detecting changes for the next one."""
         # Call this after the mean was written, so that `remember` marks the averaged values.
         self._window = _Window()
         self._steps += 1
         self.remember()
 
     def abandon(self) -> None:
-        """Discard the rows of an abandoned step."""
+        """Discard the row counts of an abandoned step."""
         # Keep the values: all ranks abandon a step together, and the next mean makes them identical
         # again.
         self._window = _Window()
 
     def agreed(self) -> tuple[list[_AveragedTensor], set[int], int]:
-        """Return what ranks have agreed on in earlier steps, for `go_back`."""
+        """Return a copy of what the ranks have agreed on so far, for `go_back`."""
         return list(self._averaged), set(self._unequal), self._steps
 
     def go_back(self, agreed: tuple[list[_AveragedTensor], set[int], int]) -> None:
-        """Return to what ranks had agreed on, after the values of that time were written back.
+        """Undo agreements made since `agreed` was called. Call this after restoring the values.
 
-        A step was interrupted: some ranks may have agreed on more in it, and others not.
+        A step was interrupted, so some ranks may have made further agreements and others not.
         """
         averaged, unequal, self._steps = agreed
         self._averaged, self._unequal = list(averaged), set(unequal)
@@ -502,9 +505,9 @@ class Buffers:
     # -- batches ----------------------------------------------------------------------------
 
     def before_batch(self, batch: Batch) -> None:
-        """Start a new run if this rank's share of the rows changes with the next batch.
+        """Start a new run if this rank's share of the rows changes with `batch`.
 
-        The current values are copied, because they belong to the previous share.
+        Copies the current values first, because they belong to the previous share.
         """
         window = self._window
         if self.alone or not window.open or not batch.whole:
@@ -520,7 +523,7 @@ class Buffers:
             window.open = []
 
     def after_backward(self, batch: Batch | None, own_rows: int | None = None) -> None:
-        """Count the rows of a finished backward pass, from its `batch` or else from `own_rows`.
+        """Count the rows of a completed backward pass, from its `batch` or else from `own_rows`.
 
         If both are None, all backward passes count equally.
         """
@@ -557,7 +560,6 @@ class Buffers:
 
 
 def _tensor_at(module: nn.Module, key: str) -> Tensor | None:
-    """Return the buffer or parameter `key` of a module."""
     return module._buffers.get(key) if key in module._buffers else module._parameters.get(key)
 
 
@@ -568,7 +570,7 @@ def _in_words(form: _Form) -> str:
 def _group_by_kind(
     tensors: Sequence[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
-    """Group the indices of tensors that a single kernel can handle.
+    """Group the indices of tensors that a single kernel can process.
 
     The keys are device, dtype and inference mode.
     """

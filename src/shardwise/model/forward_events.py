@@ -18,9 +18,9 @@ FORWARD = "forward"
 
 
 class ForwardEvents:
-    """Hooks on `models` and their blocks (`patterns` as in `find_units`) during a recording.
+    """Hooks that record forward passes of `models` and their repeated blocks.
 
-    Compiled models are skipped.
+    `patterns` selects the blocks as in `find_units`. Compiled models are skipped.
     """
 
     def __init__(self, models: Sequence[nn.Module], patterns: Sequence[str] | None) -> None:
@@ -65,19 +65,19 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _ForwardHooks:
-    """Hooks on a module. A copy of the module records, too, until the recording ends."""
+    """Hooks on a module. A copy of the module records as well, until the recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._open: list[int] = []  # start times of the running forward passes
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Record the start time before a forward pass."""
+        """Record the start time. Runs before a forward pass."""
         del module, args
         self._open.append(time.monotonic_ns())
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Record the event after a forward pass, even if it failed."""
+        """Record the event. Runs after a forward pass, even if it failed."""
         del module, args, output
         recording = recorder.active
         # None if attached inside this forward pass

@@ -1,7 +1,7 @@
 """The fp16 loss scale: halved if a gradient overflows, doubled after a number of good steps.
 
-All ranks learn about an overflow from the step's exchange (engine/exchange.py). engine/step.py then
-skips the step on all ranks.
+All ranks detect an overflow in the step's exchange (engine/exchange.py). engine/step.py then skips
+the step on all ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 class LossScale:
     """A dynamic loss scale (Micikevicius et al., "Mixed precision training", 2018).
 
-    It is halved if a gradient overflows, and doubled after `interval` steps without overflow. If a
-    GradScaler is passed, it provides the scale and the constants, and is kept up to date.
+    It is halved if a gradient overflows, and doubled after 2000 steps without overflow. If a
+    GradScaler is passed, it provides the initial scale and these constants, and its own scale is
+    kept up to date.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler | None, *, active: bool) -> None:
@@ -35,7 +36,7 @@ class LossScale:
 
         Args:
             overflow: Whether a gradient overflowed. Must be the same on all ranks.
-            scale: Scale of the step's gradients, if they are older than this step.
+            scale: The scale of the applied gradients, if they were computed in an earlier step.
         """
         # Gradients that are applied some steps late may overflow several times at a scale that has
         # been halved since. A single cause must halve the scale only once.
@@ -56,7 +57,7 @@ class LossScale:
         return {"scale": self.value, "good_steps": self._good_steps}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore `state`, if this run uses a loss scale."""
+        """Restore `state`. Does nothing if this run uses no loss scale."""
         if not self.active:
             return
         self.value, self._good_steps = float(state["scale"]), int(state["good_steps"])

@@ -1,8 +1,8 @@
-"""Keeps buffers independent of the number of ranks in the exact mode.
+"""Makes buffers independent of the number of ranks, in the exact mode.
 
-Every micro-shard starts from the same buffer values, and the weighted mean of the results becomes
-the start of the next step. Otherwise each micro-shard would update the running statistics left by
-the one before it on the same rank, and results would depend on the number of ranks.
+Every micro-shard starts from the same buffer values. The weighted mean of the resulting values is
+the start of the next step. Otherwise, each micro-shard would update the running statistics left by
+the preceding one on the same rank, and results would depend on the number of ranks.
 
     start ─┬─▶ forward of micro-shard 0 ─▶ b0 ─┐
            ├─▶ forward of micro-shard 1 ─▶ b1 ─┼─▶ mean by weight ─▶ start of the next step
@@ -61,7 +61,7 @@ class MicroShardBuffers(Buffers):
             self._start[index] = buffer.detach().clone()
 
     def remember(self) -> None:
-        """Make the current values the start of the next step's micro-shards."""
+        """Use the current values as the start of the next step's micro-shards."""
         for index in self._seen:
             buffer = self._tensor(index)
             if buffer is not None and (index not in self._start or self._has_changed(index)):
@@ -72,8 +72,8 @@ class MicroShardBuffers(Buffers):
     def _has_changed(self, index: int) -> bool:
         """Return whether a buffer has changed since `remember`.
 
-        Comparing bits finds writes that torch does not count. On an accelerator the host would wait
-        for the result, so this happens only in some steps.
+        A bitwise comparison finds writes that torch does not count. On an accelerator, the host
+        would wait for its result, so it runs only in some steps.
         """
         if self._mark(index) != self._seen[index] or any(f.index == index for f in self._averaged):
             return True
@@ -86,7 +86,7 @@ class MicroShardBuffers(Buffers):
     def before_batch(self, batch: Batch) -> None:
         """Before a step's first batch, adopt values that user code has written since the last step.
 
-        They become the start of all micro-shards.
+        All micro-shards start from these values.
         """
         del batch
         if not self._turns:
@@ -130,11 +130,14 @@ class MicroShardBuffers(Buffers):
         super()._average_from_now(index, noticed=noticed)
 
     def shares(self, *, counts: bool = True) -> list[float]:
-        """Return the number of rows in each of this rank's micro-shards."""
+        """Return the number of rows in each of this rank's micro-shards (0 unless `counts`)."""
         return [float(own_rows) if counts else 0.0 for own_rows, _ in self._window.open]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
-        """Return the averaged tensors of all turns, concatenated, each times its number of rows."""
+        """Return the averaged tensors of this rank's micro-shards, concatenated.
+
+        Each micro-shard's values are multiplied by its number of rows.
+        """
         shares = self.shares(counts=counts)
         # Use zeros for a stand-in, because 0 x its values would be NaN if they are infinite.
         present = [

@@ -1,6 +1,6 @@
 """Hides our hooks and replaced `forward` methods on a user's modules from copies and pickles.
 
-Copies and pickles of a module are plain and contain no object of ours, so a file written by
+Copies and pickles of a module are plain and contain none of our objects, so a file written by
 torch.save loads without Shardwise. The one exception is precision: deepcopy keeps its hooks, so
 that a copy in this process computes in the same precision.
 """
@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 class _PlainState:
-    """The `__getstate__` of a module that has our hooks or attributes. pickle and deepcopy call it.
+    """The `__getstate__` of a module with our hooks or attributes. pickle and deepcopy call it.
 
     Attributes:
         hooks: Ids of our hooks.
-        ours: Attributes that we have set: our value, and a list with the previous value, if any.
+        ours: Maps each attribute that we have set to our value and a list, which holds the previous
+            value if there was one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -54,7 +55,7 @@ class _PlainState:
         return plain
 
     def deepcopy(self, memo: dict[int, Any]) -> Any:
-        """Return a copy of the module that has the `kept` hooks."""
+        """Return a deep copy of the module that has the `kept` hooks."""
         self._copies = True
         try:
             # Do what copy.deepcopy does by default. Calling copy.deepcopy would recurse into this
@@ -76,7 +77,7 @@ _HOOK_DICTS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 class Hooked:
-    """Handle of a hook that we registered on a module. `remove` unregisters it."""
+    """Handle of one of our hooks on a module."""
 
     def __init__(self, module: nn.Module, handle: RemovableHandle, *, kept: bool) -> None:
         self._module = module
@@ -89,7 +90,6 @@ class Hooked:
             vars(module)[_DEEPCOPY] = state.deepcopy
 
     def remove(self) -> None:
-        """Remove the hook."""
         self._handle.remove()
         state = _state_of(self._module)
         state.hooks.discard(self._handle.id)
@@ -117,14 +117,14 @@ def attach(
 
 
 def replace(module: nn.Module, name: str, value: Any) -> None:
-    """Set attribute `name` of `module` to `value`, until `give_back`."""
+    """Set attribute `name` of `module` to `value`. `give_back` restores the previous value."""
     before = [vars(module)[name]] if name in vars(module) else []
     setattr(module, name, value)
     _state_of(module).ours[name] = (value, before)
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:
-    """Undo `replace` with `value`."""
+    """Undo `replace`, called with the same arguments. A value set by the user since then stays."""
     state = _state_of(module)
     replacement = state.ours.get(name, (None, []))
     if replacement[0] is value:

@@ -20,7 +20,7 @@ Named = Sequence[tuple[str, nn.Module]]
 
 
 def joined(*parts: str) -> str:
-    """Join the non-empty parts of a name, as in the plain model."""
+    """Join the non-empty `parts` of a module name with dots."""
     return ".".join(part for part in parts if part).replace("_orig_mod.", "")
 
 
@@ -29,7 +29,7 @@ class ForwardInputs:
 
     Args:
         models: The models, with their name prefixes.
-        current: Returns the batch that was handed out last.
+        current: Returns the most recently delivered batch.
         hooked: Returns whether a module may have hooks. Default: all may.
     """
 
@@ -80,13 +80,12 @@ class ForwardInputs:
         self._depth -= 1
 
     def taken(self) -> tuple[FeedTotals, list[int]]:
-        """Return the inputs and sample indices since the last call."""
+        """Return the inputs and sample indices recorded since the previous call."""
         fed, samples = self._fed, self._samples
         self._fed, self._samples = FeedTotals(), []
         return fed, samples
 
     def close(self) -> None:
-        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -96,8 +95,7 @@ def other_tensors(
 ) -> Iterator[Part]:
     """Yield the full buffers of `models`, and the tensors in plain attributes of their modules.
 
-    Non-persistent buffers are included. Tensors without a fingerprint, such as sparse ones, are
-    not.
+    Includes non-persistent buffers, but no tensors without a fingerprint, such as sparse ones.
 
     Args:
         models: The models, with their name prefixes.

@@ -19,7 +19,7 @@ from shardwise.tiers.spool import Spool
 
 
 class Offload(Protocol):
-    """An offloaded tensor: being copied out, stored, or being copied back.
+    """Interface of an offloaded tensor, which is being copied out, stored, or being copied back.
 
     Its memory is freed together with this object.
     """
@@ -28,20 +28,20 @@ class Offload(Protocol):
         """Wait until the source may be freed. Raises TierError if the copy failed."""
 
     def settled(self) -> bool:
-        """Return whether `settle` would return at once."""
+        """Return whether `settle` would return immediately."""
 
     def fetch(self) -> None:
-        """Start copying the bytes back. Call only after `settle`."""
+        """Start copying the bytes back. Call this only after `settle`."""
 
     def arrived(self) -> Tensor:
-        """Wait for `fetch`. Return the bytes (1-D, uint8) on their original device."""
+        """Wait for `fetch` to complete. Return the bytes (1-D, uint8) on their original device."""
 
     def drop(self) -> None:
-        """Free the memory of `fetch`, which may then be called again."""
+        """Free the memory of the fetched copy. `fetch` may be called again."""
 
 
 class OffloadTarget(Protocol):
-    """Destination of offloaded tensors."""
+    """Interface of a destination for offloaded tensors."""
 
     def send(self, data: Tensor) -> Offload:
         """Start offloading `data` (1-D, uint8), which must not change before `settle` returns."""

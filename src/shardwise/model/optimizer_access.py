@@ -19,7 +19,7 @@ Reach = Callable[[], None]
 
 
 def held(optimizer: optim.Optimizer) -> MutableMapping[Any, Any]:
-    """Return the state in `optimizer` itself, such as the state of frozen parameters."""
+    """Return the state that `optimizer` itself holds, such as that of frozen parameters."""
     state: Any = optimizer.state
     return state.resting if isinstance(state, StateOfEngine) else state
 
@@ -27,8 +27,8 @@ def held(optimizer: optim.Optimizer) -> MutableMapping[Any, Any]:
 class StateOfEngine(defaultdict[Any, Any]):
     """Replaces an optimizer's `state` while the engine owns the state.
 
-    Each use calls `reach`, if it is set. Otherwise this is a plain mapping. `resting` is the state
-    that the engine does not own.
+    If `reach` is set, each use calls it first. Otherwise this is a plain mapping. `resting` is the
+    state that the engine does not own.
     """
 
     def __init__(self, resting: MutableMapping[Any, Any]) -> None:
@@ -37,13 +37,13 @@ class StateOfEngine(defaultdict[Any, Any]):
         self.reach: Reach | None = None
 
     def show(self, content: MutableMapping[Any, Any]) -> None:
-        """Expose the entries of `content` from now on."""
+        """Replace the entries with those of `content`, and stop calling `reach`."""
         self.reach = None
         super().clear()
         super().update(content)
 
     def hide(self, reach: Reach) -> None:
-        """Drop all entries, and call `reach` at the next use."""
+        """Drop all entries, and call `reach` at each use from now on."""
         super().clear()
         self.reach = reach
 
@@ -52,7 +52,7 @@ class StateOfEngine(defaultdict[Any, Any]):
             self.reach()
 
     def __reduce__(self) -> Any:
-        """Pickle and copy as a plain mapping."""
+        """Pickle and copy this object as a plain mapping."""
         self._use()
         return defaultdict, (dict, dict(self.items()))
 
@@ -77,7 +77,7 @@ for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
 
 
 class WatchedGroup(dict[str, Any]):
-    """A parameter group during a method call. Any use of its "params" calls `reach`."""
+    """Replaces a parameter group during a method call. Any use of its "params" calls `reach`."""
 
     def __init__(self, group: dict[str, Any], reach: Reach) -> None:
         super().__init__(group)
@@ -85,7 +85,7 @@ class WatchedGroup(dict[str, Any]):
         self.reach = reach
 
     def restore_group(self) -> dict[str, Any]:
-        """Return the original group, with the changes that the method has made."""
+        """Return the original group, with the method's changes applied."""
         self.group.clear()
         self.group.update(dict.items(self))
         return self.group

@@ -10,8 +10,8 @@
 The 16-bit presets return the model's outputs in fp32, so that losses are computed in fp32. With
 fp64, outputs, gradients and optimizer state are fp64, and every module casts its floating-point
 inputs to fp64. If a forward pass creates fp32 tensors or casts to fp32, the next module therefore
-continues in fp64, with the remaining precision. Tensors that a forward pass creates without a dtype
-are fp64, too.
+computes in fp64 again, although those values have only fp32 precision. Tensors that a forward pass
+creates without a dtype are fp64, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Preset:
 
     @property
     def widens(self) -> bool:
-        """True if every module of the model is cast to more than fp32."""
+        """True if every module of the model computes in a wider dtype than fp32."""
         return self.cast is torch.float64
 
 
@@ -83,7 +83,7 @@ class ForwardPrecision:
         ]
 
     def enter(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Enable autocast or cast floating-point inputs, before a forward pass."""
+        """Enable autocast, or cast floating-point inputs. Runs before a forward pass."""
         stack = ExitStack()
         if self._preset.autocast is not None:
             stack.enter_context(torch.autocast(self._device_type, self._preset.autocast))
@@ -107,7 +107,7 @@ class ForwardPrecision:
         return pytree.tree_map_only(Tensor, cast, (args, kwargs))
 
     def leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Disable autocast and return outputs in fp32, after a forward pass, even if it raised."""
+        """Disable autocast, and return outputs in fp32. Runs even if the forward pass raised."""
         del model, args
         self._open.pop().close()
         return pytree.tree_map_only(
@@ -126,12 +126,12 @@ _STAYS = nn.modules.batchnorm._NormBase
 
 
 def is_cast(places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> bool:
-    """Return whether a preset that casts to `dtype` casts the parameter registered at `places`."""
+    """Return whether a preset for `dtype` casts the parameter that is registered at `places`."""
     return dtype not in NARROW or not any(isinstance(module, _STAYS) for module, _ in places)
 
 
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast floating-point parameters and buffers to `dtype`. 16-bit dtypes exclude BatchNorm.
+    """Cast floating-point parameters and buffers to `dtype`, except BatchNorm's to 16 bits.
 
     Returns:
         The parameters' values before the cast, for the masters.
@@ -161,8 +161,8 @@ def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Para
 def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype) -> None:
     """Widen the optimizer state of `dtype` parameters to `dtype`.
 
-    Some optimizers, such as Adagrad, create their state before the cast. Only state with one value
-    per element is cast. Counts keep torch's dtype.
+    Some optimizers, such as Adagrad, create their state before the parameters are cast. Only state
+    with one value per element is cast. Step counts keep torch's dtype.
     """
     entries = (entry for optimizer in optimizers for entry in held(optimizer).items())
     for parameter, state in entries:
@@ -178,7 +178,7 @@ def widen_states(optimizers: Iterable[torch.optim.Optimizer], dtype: torch.dtype
 
 
 def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Cast 16-bit state of plain optimizers to fp32, for 16-bit parameters."""
+    """Cast the 16-bit state of plain optimizers to fp32, if their parameters are 16-bit."""
     for optimizer in optimizers:
         for parameter, state in held(optimizer).items():
             if isinstance(parameter, Tensor):
@@ -186,7 +186,7 @@ def widen_narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Cast fp32 state with one value per element to 16 bits, for 16-bit parameters."""
+    """Cast fp32 state of 16-bit parameters to 16 bits, if it has one value per element."""
     for optimizer in optimizers:
         for parameter, state in held(optimizer).items():
             if not isinstance(parameter, Tensor) or parameter.dtype not in NARROW:
@@ -197,7 +197,7 @@ def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def widen_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plain optimizer's state of `parameter`, as needed for a master.
+    """Return a parameter's state from a plain optimizer in the form that a master needs.
 
     Values in the parameter's 16-bit dtype become fp32.
     """

@@ -3,8 +3,8 @@
 The method is from Chen et al., "Training deep nets with sublinear memory cost" (2016).
 torch.utils.checkpoint reproduces dropout and autocast. This module adds the rest:
 
-- Buffers that a forward pass changes (BatchNorm's running statistics) are changed only once, and so
-  are attributes (unit_attributes.py).
+- Changes that a forward pass makes to buffers (BatchNorm's running statistics) and attributes
+  (unit_attributes.py) are made only once.
 - A recomputation reads the same buffers and attributes as the original forward pass.
 - Results of communication with other ranks are reused.
 """
@@ -30,13 +30,13 @@ from shardwise.model.buffers import version_of
 
 
 class RecomputedForward:
-    """Replacement for `unit.forward`. The unit's hooks stay outside it, so they fire once.
+    """Replacement for `unit.forward`. The unit's hooks are outside of it, so they run only once.
 
     Copies and pickles of the unit have their original `forward`.
     """
 
     def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Replace `forward`. If `compiled` is true, compile the original one."""
+        """Replace `unit.forward`. If `compiled` is true, compile the original `forward`."""
         self.unit = unit
         self._before: Callable[..., Any] | None = vars(unit).get("forward")
         plain: Callable[..., Any] = unit.forward
@@ -83,7 +83,7 @@ class RecomputedForward:
 
 
 class StandsForPart(Tensor):
-    """A tensor that represents a full tensor. This rank holds only the part `local`.
+    """A tensor that represents a full tensor, of which this rank holds only the part `local`.
 
     `local` carries this rank's autograd graph.
     """
@@ -94,7 +94,7 @@ class StandsForPart(Tensor):
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that builds such a tensor from a different part.
+        """Return a function that creates such a tensor from a different part.
 
         The function must not refer to this tensor's own part.
         """
@@ -104,7 +104,7 @@ class StandsForPart(Tensor):
 class _RecomputedCall:
     """A forward pass of a unit that can run again.
 
-    Tensors among the arguments, including tensors inside containers, are passed to torch's
+    Tensors among the arguments, including those inside containers, are passed to torch's
     checkpoint function, which saves them for the backward pass as an operation would. All other
     arguments are stored here.
     """
@@ -120,8 +120,8 @@ class _RecomputedCall:
     def tensors(self) -> list[Tensor]:
         """Return the distinct tensors among the arguments, and drop the references to them.
 
-        A tensor that is passed twice is a single object in the recomputation, too. Some forward
-        passes check identity and branch on it (attention: is the key also the value?).
+        If a tensor is passed twice, the recomputation also passes a single object twice. Some
+        forward passes branch on identity (attention: is the key also the value?).
         """
         found = {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, Tensor)}
         places = {tensor_id: place for place, tensor_id in enumerate(found)}
@@ -170,14 +170,14 @@ class _RecomputedCall:
 
 @dataclass(frozen=True)
 class _SavedForm:
-    """Placeholder for a tensor. `make` rebuilds it from the tensor saved at `place`."""
+    """Placeholder for a tensor argument. `make` rebuilds it from the tensor saved at `place`."""
 
     place: int
     make: Callable[[Tensor], Tensor]
 
 
 class UnitBuffers:
-    """Learns which buffers of a unit its forward pass changes.
+    """Learns which of a unit's buffers its forward pass changes.
 
     It learns this per module and mode, because torch's batch_norm increments the version of its
     counter but not the versions of its running statistics.
@@ -208,8 +208,8 @@ class UnitBuffers:
     ) -> list[tuple[nn.Module, str, Tensor]]:
         """Return the entries of `copies` that the forward pass has changed.
 
-        If a module has changed for the first time, there is no copy, and its current buffers are
-        returned.
+        If a module changes for the first time, there is no copy of its buffers, so their current
+        values are returned.
         """
         # Decide per module: the version of one buffer stands for all of them (see the class
         # docstring).
@@ -233,7 +233,7 @@ def _mark(buffer: Tensor | None) -> tuple[int, int]:
 
 @contextmanager
 def stand_ins(values: list[tuple[nn.Module, str, Tensor]]) -> Iterator[None]:
-    """Context manager that replaces buffers by copies of `values`, and restores them on exit."""
+    """Context manager that replaces buffers with copies of `values`, and restores them on exit."""
     held = [(module, key, module._buffers.get(key)) for module, key, _ in values]
     try:
         # Clone, because a graph may be recomputed several times (retain_graph).
@@ -249,10 +249,10 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Records results of a forward pass that its recomputation must reuse, in order.
+    """Records, in order, results of a forward pass that its recomputation must reuse.
 
-    Statistics from other ranks are such results, because the other ranks do not take part in a
-    recomputation. A recomputation runs in the thread of the backward pass.
+    Statistics from other ranks are such results, because the other ranks do not participate in a
+    recomputation. A recomputation runs in the backward pass's thread.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """BatchNorm synchronised across all ranks, with weighted counts, on CPU and accelerators.
 
-Each rank sends the count, the mean and the sum of squared deviations of its rows. They are combined
-in fp64 with the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch
-has a count of 0.
+Each rank sends its rows' count, mean and sum of squared deviations. These are combined in fp64 with
+the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch has a count of
+0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """Number of the backward pass's exchange. The next numbers are for second derivatives."""
+        """Call number of the backward pass's exchange. The next ones are for second derivatives."""
         return 4 * self.forward
 
 
@@ -108,7 +108,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums `row` (one number per channel) across ranks. Its gradient is summed the same way."""
+    """Sums `row` (one number per channel) over the ranks. Its gradient is summed likewise."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:
@@ -123,7 +123,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _differentiable_backward(ctx: Any, grad: Tensor) -> Any:
-    """Compute the result of `backward` with operations that autograd can differentiate again.
+    """Compute the result of `_Normalise.backward` so that autograd can differentiate it again.
 
     The normalisation is repeated, with statistics that autograd can trace back to `x`.
     """
@@ -189,7 +189,7 @@ def _like(value: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Base class of converted BatchNorm modules, whose parameters and buffers do not change.
+    """Base class of converted BatchNorm modules. They keep their parameters and buffers.
 
     Copies and pickles of the module have the plain class.
     """
@@ -199,7 +199,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     _feed: CurrentBatch
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise `x`, shape (N, C, ...): in training across all ranks, in eval mode as usual."""
+        """Normalise `x`, shape (N, C, ...). In training, use the statistics of all ranks."""
         # A FakeTensor has no values, and only the output shape is needed.
         if not self.training or isinstance(x, FakeTensor):
             return super().forward(x)
@@ -219,7 +219,7 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         )
 
     def update_from_others(self, rows: Tensor) -> None:
-        """Update the running statistics from the `rows` of a forward pass that this rank skips."""
+        """Update the running statistics with `rows`, from a forward pass that this rank skips."""
         if self.track_running_stats and self.running_mean is not None:
             self._update_running_statistics(*_combine_rows(rows.to(self.running_mean.device)))
 
@@ -254,8 +254,8 @@ def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     """Return the synchronised counterpart of the BatchNorm class `plain`, or None.
 
     Returns None if `plain` overrides `forward` and would bypass the synchronised one. A subclass
-    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm, whose `forward`
-    supports only CUDA, is replaced.
+    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm is replaced,
+    because its `forward` supports only CUDA.
     """
     if plain is nn.SyncBatchNorm:
         bases: tuple[type, ...] = (_SyncBatchNorm, plain)
@@ -282,9 +282,9 @@ _eager: Any = None
 
 
 def _run_eagerly() -> None:
-    """Exclude our `forward` from torch.compile.
+    """Exclude `_SyncBatchNorm.forward` from torch.compile.
 
-    Not a decorator, because it imports torch's compiler, which takes seconds.
+    A decorator would import torch's compiler, which takes seconds.
     """
     global _eager
     if _eager is None:
@@ -293,7 +293,7 @@ def _run_eagerly() -> None:
 
 
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
-    """Make every BatchNorm of `models` use the statistics of all ranks, and return their number.
+    """Make every BatchNorm of `models` use the statistics of all ranks. Return their number.
 
     `order` is the ranks' gather order, and `feed` provides the current batch. Subclasses are
     included, except those that normalise in their own `forward` (see `is_out_of_reach`).

@@ -1,9 +1,9 @@
 """Restores attributes that a forward pass changed, so that it can be recomputed.
 
 A forward pass may change attributes (a counter, a cache, a list) as well as buffers. A
-recomputation must read the same values as the original forward pass, and its own writes must not
-count a second time. The changed attributes therefore get their previous values while the forward
-pass runs again, and their current values afterwards.
+recomputation must read the same values as the original forward pass, and must not make the changes
+a second time. The changed attributes therefore have their previous values while the forward pass
+runs again, and their current values afterwards.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Values = list[tuple[nn.Module, str, Any]]
 class _Before:
     """A module's attributes before a forward pass.
 
-    Includes shallow copies of its containers and the versions of its tensors.
+    Includes shallow copies of its containers, and the versions of its tensors.
     """
 
     module: nn.Module

@@ -1,8 +1,8 @@
 """Hooks that report when forward and backward passes need a unit's parameters.
 
-A hooked module needs its unit while its forward pass runs. For the backward pass, a hook on the
-outputs reports when it reaches the unit. Where autograd would save a unit's parameters, it saves a
-reference to the unit's memory instead.
+A hooked module needs its unit while its forward pass runs. Hooks on its outputs report when the
+backward pass reaches the unit. Where autograd would save a unit's parameters, it saves references
+to the unit's memory instead.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def untraced(function: Any) -> Any:
 
 
 class SavedReference:
-    """Placeholder for a saved tensor."""
+    """Placeholder for a tensor that autograd saves."""
 
     __slots__ = ()
 
 
 class UnitManager(Protocol):
-    """Receives the reports of unit hooks. See states/parameters/residency.py."""
+    """Interface of the object that hooks report to. See states/parameters/residency.py."""
 
     @property
     def is_idle(self) -> bool:
@@ -59,14 +59,14 @@ class UnitManager(Protocol):
 
     @property
     def reference_of(self) -> Callable[[Tensor], SavedReference | None]:
-        """Function that returns the reference for a tensor in a unit's memory, else None."""
+        """Function that returns a reference for tensors in a unit's memory, and None for others."""
 
     def fetch(self, reference: Any) -> Tensor:
-        """Return the tensor of a reference, once its unit is available."""
+        """Return the tensor that `reference` stands for, once its unit is available."""
 
 
 class UnitHooks:
-    """Hooks of several models. They remain when units get a new layout; `manager` is replaced.
+    """Hooks on several models. When the units' layout changes, only `manager` is replaced.
 
     `before` is called before each forward pass that may be used for training.
     """
@@ -93,7 +93,6 @@ class UnitHooks:
                 self._handles[place] = hook.attach(place[0])
 
     def remove(self) -> None:
-        """Remove all hooks."""
         self.attach([])
         self.manager = None
 
@@ -114,7 +113,7 @@ class _OpenForward:
 
 
 class ModuleHook:
-    """Hooks on a module for one unit. In a copy of the model they do nothing."""
+    """Hooks on a module for one unit. In a copy of the model, they do nothing."""
 
     def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
         self._hooks = hooks
@@ -201,7 +200,7 @@ class ModuleHook:
 
 
 class _ReferenceHooks:
-    """Saves references in place of a unit's tensors. Other tensors go to the enclosing hooks."""
+    """Saves references instead of a unit's tensors. Other tensors go to the enclosing hooks."""
 
     def __init__(self, manager: UnitManager, outer: Any) -> None:
         self.manager = manager
@@ -245,8 +244,8 @@ def find_outer_unpack(unpack: Any) -> Any:
 def _without_references(error_message: str) -> Iterator[None]:
     """Replacement for torch.autograd.graph.disable_saved_tensors_hooks.
 
-    torch.func.grad and vjp reject active hooks, and ours are active inside a forward pass. Our
-    hooks are therefore removed inside the block, and units stay gathered instead.
+    torch.func.grad and vjp reject active hooks, and ours are active inside a forward pass. Inside
+    the block, our hooks are therefore removed, and units stay gathered.
     """
     taken: list[tuple[Any, Any]] = []
     # Only our own hooks on top of the stack can be removed. The user's hooks below them stay.
@@ -272,7 +271,7 @@ _disable_saved_tensors_hooks = torch.autograd.graph.disable_saved_tensors_hooks
 
 
 def _saving(manager: UnitManager) -> saved_tensors_hooks | None:
-    """Return hooks that save references, or None if hooks of the same `manager` are active."""
+    """Return hooks that save references, or None if hooks for the same `manager` are active."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     around = getattr(outer[0], "__self__", None) if outer is not None else None
     # This module is inside a hooked module, whose hooks already save its references.
@@ -287,9 +286,9 @@ def hooked_modules(
 ) -> list[tuple[nn.Module, int]]:
     """Return the modules of `model` whose forward passes need a unit, with the unit's index.
 
-    These are the modules in `units` (including the model itself), and every module with a parameter
-    that belongs to the model's remainder or to a different unit than its parent's. Each of these
-    modules can therefore be called separately.
+    These are the modules in `units` (including the model itself). They also include every module
+    that has a parameter in the model's remainder, or in a different unit than its parent. All of
+    them can therefore be called separately.
     """
     found: list[tuple[nn.Module, int]] = []
     seen: set[nn.Module] = set()

@@ -1,4 +1,4 @@
-"""Finds the repeated blocks of a model, which are compiled, sharded and recomputed separately."""
+"""Finds a model's repeated blocks, which are compiled, sharded and recomputed separately."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ def find_units(
     If `patterns` is None:
 
     - A child of an `nn.ModuleList`, `nn.ModuleDict` or `nn.Sequential` is a block if it has
-      parameters and a sibling of the same class. Blocks are not searched for nested blocks.
+      parameters, submodules and a sibling of the same class. Blocks are not searched for nested
+      blocks.
     - A child of any other module with such a sibling (an encoder next to a decoder) is a block only
       if it contains no blocks.
     - A model without repetition has no blocks.
 
     A container without a `forward` (`ModuleList`, `ModuleDict`) is never a block, because nothing
-    calls it. Inside another container, or if a pattern names it, its children replace it.
+    calls it. If such a container is inside another one or matches a pattern, its children are
+    considered instead.
 
     Args:
         model: The model to search.
@@ -83,7 +85,7 @@ def _find_blocks(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _callable_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield `module`, or the modules inside it that are called instead if it has no `forward`."""
+    """Yield `module`, or if it has no `forward`, the callable modules inside it."""
     if _has_forward(module):
         yield name, module
         return

@@ -1,4 +1,4 @@
-"""Converts a torch call into a taped operation: its inputs, its writes and its results."""
+"""Converts a torch call into an operation on the tape, with its inputs, writes and results."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class RecordedCall:
         return generators[0] if generators else default_generator(self.device())
 
     def device(self) -> torch.device:
-        """Return the results' device in a plain build, even if torch reports meta."""
+        """Return the device that the results would have in a plain build, instead of meta."""
         for leaf in self.leaves:
             if isinstance(leaf, torch.device) and leaf.type != "meta":
                 return leaf
@@ -128,7 +128,7 @@ class RecordedCall:
     def values_for_meta(self) -> bool:
         """Return whether the call copies known values to the meta device.
 
-        torch does so for indices.
+        torch does this with indices.
         """
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
@@ -138,7 +138,7 @@ class RecordedCall:
         )
 
     def can_be_recorded(self) -> bool:
-        """Return whether every tensor is plain memory with values."""
+        """Return whether every tensor is strided, not lazily conjugated, and has values."""
         return all(
             tensor.layout is torch.strided
             and not (tensor.is_conj() or tensor.is_neg())
@@ -158,7 +158,7 @@ class RecordedCall:
 
 
 class TapeEntry:
-    """Builds the operation of a call before it runs, and records its results afterwards."""
+    """Builds the tape's operation before a call runs, and records the results afterwards."""
 
     def __init__(self, call: RecordedCall) -> None:
         self._call = call
@@ -211,7 +211,7 @@ class TapeEntry:
         return TensorArgument(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
-        """Drop the previous content of memory that is fully overwritten and not otherwise read."""
+        """Drop the old content of memory that the call overwrites completely and does not read."""
         if self._call.function not in _OVERWRITES or not isinstance(arguments[0], TensorArgument):
             return
         target = arguments[0]

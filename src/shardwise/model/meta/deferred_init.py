@@ -3,16 +3,16 @@
     with sw.on_meta():
         model = Model()
 
-Inside the block each parameter moves to the meta device as soon as it is created. The operations
-that fill it are recorded on a tape; random operations are recorded with their generator's state.
-`materialise` replays the tape of a single parameter. The values, and the generators afterwards, are
-therefore bit-identical to a plain build with the same seed. (torchdistX's deferred initialisation
-uses the same method.)
+Inside the block, each parameter moves to the meta device as soon as it is created. The operations
+that fill it are recorded on a tape. For random operations, the tape also stores their generator's
+state. `materialise` replays the operations of a single parameter. The parameter's values, and the
+generators' states after the block, are therefore bit-identical to a plain build with the same seed.
+(torchdistX's deferred initialisation uses the same method.)
 
 Costs:
 
-- Time: a plain build, because random numbers must be drawn to advance the generators, plus the
-  replay of the operations that a parameter still needs.
+- Time: that of a plain build, because random numbers must be drawn to advance the generators, and
+  that of the replay.
 - Memory: one parameter at a time, all buffers, and 5 KB per random operation that a parameter still
   needs. Values that no torch operation inside the block has computed (NumPy arrays, loaded files)
   cannot be recomputed, so they stay in memory.
@@ -50,11 +50,11 @@ def on_meta() -> Iterator[None]:
     """Context manager that builds models whose parameters have no memory. Buffers are real.
 
     Shapes, dtypes, names, ties and the state of random generators are the same as in a plain build.
-    Inside the block a parameter reports the device that it would have in a plain build, and reading
-    its value computes it temporarily. Everything that changes a parameter (initialisation,
+    Inside the block, a parameter reports the device that it would have in a plain build, and
+    reading its value computes it temporarily. Everything that changes a parameter (initialisation,
     `.to(dtype)`, `load_state_dict`) must be inside the block, because later changes are not
-    recorded. If a tensor is computed from a parameter and stored as a plain attribute, it stays on
-    the meta device: register it as a buffer.
+    recorded. A tensor that is computed from a parameter and stored as a plain attribute stays on
+    the meta device. Register such a tensor as a buffer.
 
     Raises:
         ModelError: If an operation cannot be recorded, or a parameter was written between two
@@ -114,7 +114,7 @@ class _PlainAnswers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
-        """Return `value`: deferred if the tensor that receives it is deferred, otherwise real."""
+        """Return `value` as the new data of `taker`: deferred if `taker` is, otherwise real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:
@@ -130,7 +130,7 @@ class _PlainAnswers(TorchFunctionMode):
     ) -> Any:
         """Call a function that exports memory, for example to NumPy.
 
-        Writes to exported memory are not visible to the recorder.
+        The recorder cannot see writes to exported memory.
         """
         tensor = args[0]
         if record is not None:
@@ -153,7 +153,7 @@ _INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 
 
 def _index(index: Any) -> Any:
-    """Return an index with its lists and arrays converted to tensors."""
+    """Return `index` with its lists and arrays converted to tensors."""
     # torch would convert them inside the recorder, which would put them on the meta device.
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
@@ -162,7 +162,7 @@ def _index(index: Any) -> Any:
 
 @contextmanager
 def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
-    """Replace the data of every new nn.Parameter with its deferred twin. Yields the parameters."""
+    """Context manager that defers the data of every new nn.Parameter. Yields these parameters."""
     plain = nn.Parameter.__dict__["__new__"]
     parameters: list[weakref.ref[Any]] = []
 
@@ -185,7 +185,7 @@ def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
 
 
 def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-    """Hook that gives a new buffer real values and stops recording it."""
+    """Return real values for a newly registered `buffer`, and stop recording it. A hook."""
     del module, name
     recorder = _recorder()
     if recorder is None or buffer is None:
@@ -200,6 +200,6 @@ def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Te
 
 
 def _recorder() -> ConstructionRecorder | None:
-    """Return the recorder of the block that this thread is in, or None."""
+    """Return the recorder of this thread's current `on_meta` block, or None outside of blocks."""
     recorder: ConstructionRecorder | None = getattr(_active, "recorder", None)
     return recorder

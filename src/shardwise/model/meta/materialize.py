@@ -28,8 +28,8 @@ def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
         name: Name of the parameter for error messages.
 
     Raises:
-        ModelError: If the parameter was not built inside `on_meta` or was written after it, or if
-            its operations cannot be replayed.
+        ModelError: If the parameter was not built inside `on_meta`, if it was written to after that
+            block, or if its operations cannot be replayed.
     """
     record = deferred_record(parameter)
     if record is None:
@@ -47,14 +47,14 @@ def materialise(parameter: Tensor, name: str = "A parameter") -> Tensor:
 def materialise_by_reset(module: nn.Module) -> list[str]:
     """Fill the meta tensors that `module` itself owns by calling its `reset_parameters`.
 
-    For models that were built under `torch.device("meta")`, which have no recorded values. The call
-    draws from the current generators, so the values differ from those of a plain build.
+    Use this for models that were built under `torch.device("meta")`, which have no recorded values.
+    The call draws from the current generators, so the values differ from those of a plain build.
 
     Returns:
         The names of the parameters and buffers that were filled.
 
     Raises:
-        ModelError: If the module has no `reset_parameters`, or it leaves some tensors unset.
+        ModelError: If the module has no `reset_parameters`, or if that leaves some tensors unset.
     """
     held = {**module._parameters, **module._buffers}
     empty = {
@@ -86,7 +86,7 @@ def materialise_by_reset(module: nn.Module) -> list[str]:
 
 
 def make_real(tensor: Tensor, value: Tensor) -> None:
-    """Give the object `tensor` the memory of `value`, on any device.
+    """Assign the memory of `value`, on any device, to the object `tensor`.
 
     The object keeps its identity, class, attributes, hooks and requires_grad, so modules,
     optimizers and ties that refer to it stay valid. Its gradient is dropped, and backward passes
@@ -107,10 +107,10 @@ def make_real(tensor: Tensor, value: Tensor) -> None:
 
 
 def _is_unshared(tensor: Tensor) -> bool:
-    """Return whether no view and no usable graph holds `tensor`.
+    """Return whether no view and no usable graph refers to `tensor`.
 
-    If a graph holds it only through its gradient node, a hook makes backward passes through that
-    graph raise.
+    If a graph refers to it only through its gradient node, install a hook that makes backward
+    passes through that graph raise.
     """
     count: int = tensor._use_count()  # type: ignore[attr-defined]
     # The use count is that of the C++ tensor: 1 for the Python object, 1 more for its gradient

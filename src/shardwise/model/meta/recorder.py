@@ -35,7 +35,7 @@ _META = torch.device("meta")
 
 
 class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records every operation inside the block."""
+    """Dispatch mode that records every operation inside an `on_meta` block."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -50,7 +50,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context manager for the recorder's own operations, which are not recorded."""
+        """Context manager in which operations (the recorder's own) are not recorded."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -127,7 +127,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _for_real(self, call: RecordedCall) -> Any:
-        """Run a call with the values of deferred arguments, because its result is needed now."""
+        """Run a call on the real values of deferred arguments, because its result is needed now."""
         entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []

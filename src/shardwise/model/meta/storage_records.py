@@ -1,8 +1,8 @@
-"""Tracks the current content of each storage, in a record with the same lifetime as the storage.
+"""Tracks the current content of each storage, in a record that lives as long as the storage.
 
-A storage that was created inside the block has a record. Other storages are foreign, and values
-read from them are copied. A tensor is *deferred* if it is on the meta device and its storage has a
-record: a parameter, a view of one, or a tensor computed from one.
+A storage that was created inside an `on_meta` block has a record. The values read from any other
+storage are copied. A tensor is *deferred* if it is on the meta device and its storage has a record:
+a parameter, a view of one, or a tensor computed from one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StorageRecord:
         content: Current content according to the tape.
         device: Device of the storage in a plain build.
         present: Content of the real storage. If it differs from `content`, the storage is out of
-            date: it shares its record with a deferred tensor that was written.
+            date, because a deferred tensor with the same record was written.
         versions: Versions of the storage's parameters at the end of the block.
     """
 
@@ -35,7 +35,7 @@ class StorageRecord:
 
 
 def record_of(tensor: Tensor) -> StorageRecord | None:
-    """Return the record of the memory of `tensor`, or None."""
+    """Return the record of the tensor's storage, or None if it has none."""
     if tensor.layout is not torch.strided:
         return None
     found: StorageRecord | None = getattr(tensor.untyped_storage(), "_shardwise_record", None)
@@ -43,13 +43,13 @@ def record_of(tensor: Tensor) -> StorageRecord | None:
 
 
 def set_record(tensor: Tensor, record: StorageRecord | None) -> None:
-    """Attach `record` to the memory of `tensor`, for the memory's lifetime."""
+    """Attach `record` to the tensor's storage, for as long as the storage exists."""
     # torch returns the same Python object for a storage as long as it lives, so attributes persist.
     tensor.untyped_storage()._shardwise_record = record  # type: ignore[attr-defined]
 
 
 def keep_present(tensor: Tensor) -> None:
-    """Record a copy of a real tensor's memory, after a write that cannot be recorded."""
+    """Record a copy of a real tensor's storage, after a write that cannot be recorded."""
     record = record_of(tensor)
     if record is not None:
         storage = tensor.untyped_storage()
@@ -63,7 +63,7 @@ def deferred_record(tensor: object) -> StorageRecord | None:
 
 
 def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A parameter") -> None:
-    """Raise ModelError if `parameter` was written after the block that built it."""
+    """Raise ModelError if `parameter` was written after the block in which it was built."""
     if record.versions and parameter._version not in record.versions:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} was written after the block that built it, "

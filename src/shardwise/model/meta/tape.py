@@ -1,12 +1,12 @@
-"""Records operations on the memory of tensors on a tape. Any part of the tape can be replayed.
+"""Records operations on tensor memory on a tape. Any part of the tape can be replayed.
 
 A *content* is the data in a storage at a point in time. An *operation* computes contents from other
 contents. Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage.
 Views therefore need no separate record, and a write through one view is visible in all of them.
-Random operations store the state of their generator (5 KB), so each can be replayed without earlier
-draws.
+Random operations store the state of their generator (5 KB), so each can be replayed without the
+draws before it.
 
-The tape holds only contents that are still needed: fully overwritten contents are dropped.
+The tape holds only contents that are still needed. Completely overwritten contents are dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardwise.world.randomness import generator_of
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a storage after an operation: entry `slot` of its results."""
+    """The content of a storage after an operation: number `slot` of the operation's results."""
 
     operation: TapedOperation
     slot: int
@@ -35,7 +35,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """A storage before an operation. If `content` is None, its previous data does not matter."""
+    """A storage before an operation. If `content` is None, its previous data are not needed."""
 
     content: Content | None
     size: int  # bytes
@@ -62,11 +62,11 @@ class Layout:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def bytes(self) -> int:
-        """Return the size in bytes, counting each element once."""
+        """Return the size in bytes. Elements that overlap in memory are all counted."""
         return self.size.numel() * self.dtype.itemsize
 
     def fills(self, storage_bytes: int) -> bool:
-        """Return whether the tensor covers each byte of a storage of this size exactly once."""
+        """Return whether the tensor covers each of a storage's `storage_bytes` exactly once."""
         if self.bytes() != storage_bytes:
             return False
         expected = 1
@@ -80,7 +80,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class TensorArgument:
-    """A tensor argument of an operation: a view of the memory at index `memory`."""
+    """A tensor argument of an operation: a view of the operation's memory number `memory`."""
 
     memory: int
     layout: Layout
@@ -88,7 +88,7 @@ class TensorArgument:
 
 @dataclass(frozen=True)
 class RecordedDraws:
-    """State of an operation's generator before the operation runs."""
+    """The state of an operation's generator before the operation runs."""
 
     device: torch.device
     state: Tensor
@@ -96,7 +96,7 @@ class RecordedDraws:
 
 @dataclass(frozen=True)
 class AllocatedStorage:
-    """A storage that an operation allocates for the result at index `result`."""
+    """A storage that an operation allocates for result number `result`."""
 
     result: int
     layout: Layout
@@ -121,9 +121,9 @@ class TapedOperation:
         return iter({memory.content: None for memory in self.memories if memory.content})
 
     def written(self) -> list[int]:
-        """Return the memories that the operation writes.
+        """Return the indices of the memories that the operation writes.
 
-        They are its first slots; allocated storages follow.
+        Their contents are the operation's first slots. Allocated storages follow.
         """
         return [index for index, memory in enumerate(self.memories) if memory.written]
 
@@ -132,7 +132,7 @@ class TapedOperation:
     ) -> list[UntypedStorage]:
         """Replay the operation on `storages` (one per memory), and return the resulting contents.
 
-        Leaves every generator unchanged except `advance`, which moves on as if the operation had
+        Every generator stays unchanged except `advance`, which advances as if the operation had
         drawn from it.
         """
 
@@ -175,7 +175,10 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
-    """Return a recorded copy of `tensor`, whose values no operation on the tape computes."""
+    """Return a copy of `tensor` as a content, and its layout.
+
+    Used for values that no operation on the tape computes.
+    """
     copy = tensor.detach().clone()
     layout = Layout.of(copy)
     # `copy` is stored in the operation, and each replay clones it.
@@ -187,8 +190,8 @@ def copy_content(tensor: Tensor) -> tuple[Content, Layout]:
 def replay(content: Content) -> UntypedStorage:
     """Recompute `content` in new memory. Generators do not change.
 
-    Runs all operations that lead to the content. Peak memory is the size of all contents needed at
-    once. For the usual initialisations this is only the result.
+    Runs all operations that `content` depends on. Peak memory is the size of all contents needed at
+    once. For the usual initialisations, this is only the result.
     """
     order = _order([content])
     # The number of times each content is still needed, by operations and by the caller.
@@ -220,7 +223,6 @@ def perform(operation: TapedOperation, generator: torch.Generator) -> None:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of `device`."""
     if device.type != "meta":
         return generator_of(device)
     raise ModelError(
@@ -244,7 +246,7 @@ def _repeat(
 
 
 def _order(targets: Sequence[Content]) -> list[TapedOperation]:
-    """Return the operations that `targets` need, in dependency order."""
+    """Return the operations that `targets` depend on, in execution order."""
     # Use an explicit stack, because a chain of operations may exceed Python's recursion limit.
     done: dict[TapedOperation, None] = {}
     stack = [(target.operation, False) for target in targets]
@@ -263,7 +265,7 @@ def _order(targets: Sequence[Content]) -> list[TapedOperation]:
 def _storage_for(
     memory: RecordedMemory, held: dict[Content, UntypedStorage], uses: Counter[Content]
 ) -> UntypedStorage:
-    """Return the storage for `memory`: a copy if it will be written while others still need it."""
+    """Return the storage for `memory`, or a copy if it is written while still needed elsewhere."""
     if memory.content is None:
         return new_storage(memory.size, memory.device)
     storage = held[memory.content]
@@ -290,10 +292,10 @@ def _storage_of_result(tensor: Tensor, recorded: AllocatedStorage) -> UntypedSto
 def _recorded_environment(
     seed: RecordedDraws | None, dtype: torch.dtype, advance: torch.Generator | None
 ) -> Iterator[None]:
-    """Context manager that restores the default dtype and generator state of an operation.
+    """Context manager that restores an operation's default dtype and generator state.
 
     A replayed operation draws from the default generator, even if it was originally passed a
-    different one: from the same state, both produce the same numbers.
+    different one. From the same state, both produce the same numbers.
     """
     present = torch.get_default_dtype()
     generator = default_generator(seed.device) if seed else None
@@ -330,7 +332,7 @@ def new_storage(size: int, device: torch.device) -> UntypedStorage:
 
 
 def give_back(size: int) -> None:
-    """Report that `size` bytes of tensors are free or soon will be. Occasionally trims the heap."""
+    """Report that `size` bytes of tensors are or soon will be free. Occasionally trim the heap."""
     global _freed
     _freed += size
     if _freed >= _TRIMMED:

@@ -1,10 +1,10 @@
-"""Runs attention on whole sequences, while the model's forward pass sees parts of them.
+"""Computes attention over full sequences, while the model's forward pass sees only parts of them.
 
-`torch.nn.functional.scaled_dot_product_attention` is replaced while an engine with `--context`
-exists. The replacement acts inside the models of these engines, and in their forward passes that
-the backward pass recomputes. It passes other calls on, except over parts of sequences. Code that
-imported the function by name keeps the original. The trial (sequence_trial.py) finds and refuses
-it.
+While an engine with `--context` exists, `torch.nn.functional.scaled_dot_product_attention` is
+replaced. The replacement acts inside the engine's model, and when the backward pass recomputes the
+model's forward passes. Other calls go to torch's own function, except that attention over parts of
+sequences outside of the model raises an error. Code that imported the function by name still calls
+the original. The trial in sequence_trial.py detects and rejects such code.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class _Where(Enum):
 
 
 class ContextRun:
-    """Connects an engine's model with the ranks that have parts of the same sequences.
+    """Connects an engine's model to the ranks that hold parts of the same sequences.
 
     Args:
         group: The ranks of the context group, in the order of the parts.
-        current_batch: Knows the length of the current sequences.
+        current_batch: Provides the length of the current sequences.
         method: "auto", "ulysses" or "gathered".
     """
 
@@ -58,29 +58,32 @@ class ContextRun:
         self._method = method
 
     def install(self) -> None:
-        """Replace torch's attention function, if no other run has."""
+        """Replace torch's attention function, unless another run has already replaced it."""
         _REPLACEMENT.add(self)
 
     def uninstall(self) -> None:
-        """Restore torch's function, if no other run needs the replacement."""
+        """Restore torch's attention function, unless another run still needs the replacement."""
         _REPLACEMENT.remove(self)
 
     # -- forward passes -------------------------------------------------------------------
 
     @property
     def is_on_whole_sequences(self) -> bool:
-        """True in a trial's forward pass on whole sequences."""
+        """True during a trial's forward pass on full sequences."""
         return self._where is _Where.WHOLE
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
-        """Use plain attention inside the block."""
+        """Context manager in which the model runs on full sequences, with torch's own attention."""
         with self._being(_Where.WHOLE):
             yield
 
     @contextmanager
     def on_parts(self, lengths: list[int]) -> Iterator[None]:
-        """Exchange heads inside the block, for parts of these `lengths`."""
+        """Context manager in which attention exchanges tokens between ranks.
+
+        `lengths` holds the length of each rank's part.
+        """
         before, self.lengths = self.lengths, lengths
         try:
             with self._being(_Where.PARTS):
@@ -97,39 +100,38 @@ class ContextRun:
             self._where = before
 
     def enter(self, lengths: list[int]) -> None:
-        """Begin a forward pass of the model on parts of these `lengths`."""
+        """Begin a forward pass of the model. `lengths` holds the length of each rank's part."""
         self.lengths, self._where = lengths, _Where.PARTS
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
             self._awaited.add(tuple(lengths))
 
     def leave(self) -> None:
-        """End a forward pass of the model, also after an error."""
+        """End the model's forward pass. Also called after an error."""
         self._where = _Where.OUTSIDE
         if self in _REPLACEMENT.entered:
             _REPLACEMENT.entered.remove(self)
 
     def lengths_now(self, *, training: bool) -> list[int]:
-        """Return the length of each rank's part of the current batch, or [] if it is not cut."""
+        """Return the lengths of the ranks' parts, or [] if the current batch is not split."""
         batch = self._current_batch.batch_of_forward(training=training)
         if batch is None or not batch.sequence:
             return []
         return lengths_of(batch.sequence, self.group.size)
 
     def begin_backward(self, weight: float | Tensor) -> None:
-        """Begin a backward pass of a loss with this `weight`."""
+        """Begin the backward pass of a loss with weight `weight`."""
         self.weight = weight
         _REPLACEMENT.backward = self
 
     def end_backward(self) -> None:
-        """End a backward pass."""
         self._awaited.clear()
         _REPLACEMENT.backward = None
 
     # -- attention ------------------------------------------------------------------------
 
     def attend(self, call: AttentionCall, dropout: float) -> Tensor:
-        """Compute attention of this rank's tokens. Collective. Raises ModelError."""
+        """Compute attention for this rank's tokens. Collective. Raises ModelError."""
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()
@@ -148,7 +150,7 @@ class ContextRun:
         return "gathered" if call.query.size(1) % self.group.size else "ulysses"
 
     def _problem(self, call: AttentionCall, dropout: float) -> str | None:
-        """Return why this call cannot run on parts, in words, or None."""
+        """Return a message saying why `call` cannot run on parts, or None if it can."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         own, total = self.lengths[self.group.rank], sum(self.lengths)
         if any(each.ndim != 4 for each in (query, key, value)):
@@ -192,7 +194,7 @@ class ContextRun:
         return None
 
     def check_recomputed(self) -> None:
-        """Raise UsageError if it is unknown which forward pass the backward pass recomputes."""
+        """Raise UsageError if it is unclear which of several forward passes is recomputed."""
         if len(self._awaited) > 1:
             raise UsageError(
                 "Several forward passes of different lengths before one backward pass, which "
@@ -201,7 +203,7 @@ class ContextRun:
             )
 
     def check_outside(self, query: Tensor) -> None:
-        """Raise ModelError for attention over parts of sequences, but outside of the model."""
+        """Raise ModelError if `query`, from outside the model, has a part's length."""
         lengths = self.lengths_now(training=torch.is_grad_enabled())
         if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
             raise self._error(
@@ -214,7 +216,7 @@ class ContextRun:
 
 
 def _users_line() -> str:
-    """Return FILE:LINE of the innermost frame outside of torch and this module."""
+    """Return FILE:LINE of the innermost frame that is neither in torch nor in this module."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -225,7 +227,7 @@ def _users_line() -> str:
 
 
 class _Replacement:
-    """Replaces torch's attention function while a run exists, and finds the run of each call."""
+    """Replaces torch's attention function while any run exists, and finds the run for each call."""
 
     def __init__(self) -> None:
         self.runs: list[ContextRun] = []
@@ -300,7 +302,7 @@ _REPLACEMENT = _Replacement()
 
 
 class DropsUnweighted(torch.autograd.Function):
-    """The identity. Its gradient is 0 if the loss has weight 0, because it may be NaN (0 / 0)."""
+    """The identity. If the loss has weight 0, its gradient is 0 rather than NaN (0 / 0)."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, run: ContextRun) -> Tensor:

@@ -1,16 +1,16 @@
-"""Computes attention of parts of sequences, by one of two methods.
+"""Computes attention on parts of sequences, with one of two methods.
 
-    ulysses    each rank computes whole sequences for some heads: the bits of a single process
-    gathered   each rank computes some queries, with the keys and values of whole sequences (the
-               method of Llama 3, Meta 2024): equal to rounding, for any number of heads
+    ulysses    each rank computes full sequences for some heads: bit-identical to a single process
+    gathered   each rank computes its queries with the keys and values of full sequences (the
+               method of Llama 3, Meta 2024): equal up to rounding, for any number of heads
 
-A mask has the shape (rows, heads, queries, keys). Rows and heads may be 1. The model may get masks
-of keys from the batch, or masks of pairs:
+A mask has the shape (rows, heads, queries, keys). Rows and heads may be 1. The model may pass masks
+of keys or of query-key pairs, which it received in the batch:
 
     queries  keys
     1        own      this rank's keys
     own      total    this rank's queries, all keys
-    total    total    the whole mask
+    total    total    the full mask
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from shardwise.parallel.context.token_exchange import CausalShares, gather, to_h
 class AttentionCall:
     """A call of scaled_dot_product_attention with this rank's part of the sequences.
 
-    query, key, value   (rows, heads, own length, features); keys and values may have fewer heads
-    mask                up to 4 dimensions, see above, or None
+    query, key, value   (rows, heads, own length, features); key and value may have fewer heads
+    mask                up to 4 dimensions (see the module's docstring), or None
     plain               torch's function
     """
 
@@ -44,7 +44,7 @@ class AttentionCall:
     plain: Callable[..., Tensor]
 
     def with_heads(self) -> AttentionCall:
-        """Return a call with one head, of a call without a dimension of heads."""
+        """Return this call with a head dimension of size 1 added to its tensors."""
         query, key, value = (each.unsqueeze(1) for each in (self.query, self.key, self.value))
         mask = self.mask
         if mask is not None and mask.ndim == 3:
@@ -52,13 +52,13 @@ class AttentionCall:
         return replace(self, query=query, key=key, value=value, mask=mask)
 
     def with_wide_mask(self) -> AttentionCall:
-        """Return this call with 4 dimensions in its mask."""
+        """Return this call with its mask expanded to 4 dimensions."""
         if self.mask is None:
             return self
         return replace(self, mask=self.mask[(None,) * (4 - self.mask.ndim)])
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Run torch's function with the options of this call, which is not causal if masked."""
+        """Run torch's function with this call's options. With a mask, `is_causal` is ignored."""
         return self.plain(
             query,
             key,
@@ -71,13 +71,16 @@ class AttentionCall:
 
 
 def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, method: str) -> Tensor:
-    """Return (rows, heads, own length, features). Differentiable and collective.
+    """Compute attention for this rank's queries. Differentiable and collective.
 
     Args:
         call: The call on this rank.
         lengths: The length of each rank's part.
         group: The ranks, in the order of the parts.
         method: "ulysses" or "gathered".
+
+    Returns:
+        (rows, heads, own length, features).
     """
     if call.query.size(1) != call.key.size(1) == 1:
         heads = call.query.size(1)
@@ -99,7 +102,7 @@ def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Collectives) -
 
 
 def _mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
-    """Return the mask of whole sequences, for this rank's heads."""
+    """Return the full sequences' mask for this rank's heads."""
     own = lengths[group.rank]
     if mask.size(2) == own:
         if mask.size(1) > 1:
@@ -135,7 +138,7 @@ def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collective
 
 
 def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
-    """Return the mask of this rank's queries and all keys."""
+    """Return the mask for this rank's queries and all keys."""
     own, total = lengths[group.rank], sum(lengths)
     if mask.size(3) == own and mask.size(2) == 1:
         return gather(mask, 3, lengths, group)

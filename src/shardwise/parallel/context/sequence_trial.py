@@ -1,13 +1,13 @@
-"""Tests whether a model gives the same result on parts of sequences as on whole ones.
+"""Tests whether a model computes the same result on parts of sequences as on full sequences.
 
-All ranks of a context group run a copy of the model in fp64, on the first tokens of their parts:
+All ranks of a context group run a copy of the model in fp64, on the first tokens of a batch:
 
-    whole    every rank, on all parts joined, with plain attention
-    parts    each rank on its part, with exchanged heads
+    whole    every rank, on full sequences, with torch's own attention
+    parts    each rank on its part, with attention that exchanges tokens
 
-Outputs, and the gradients of all parameters, must match. Weights are random, so that initial values
-(norm weights of one, biases of zero) cannot hide an error. A model that computes positions from the
-length of its input, averages over the sequence or looks at neighbouring tokens differs.
+Outputs and the gradients of all parameters must match. Weights are random, so that initial values
+(norm weights of one, biases of zero) cannot hide an error. The results differ if a model computes
+positions from the length of its input, averages over the sequence or looks at neighbouring tokens.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class SequenceTrial:
     Args:
         model: The model, before the engine changes it. Buffers are copied, parameters are not.
         run: The engine's context run.
-        inputs: Adds inputs for parts.
+        inputs: Adds the inputs that the model needs to run on parts.
         device: The device to run on.
 
     Attributes:
-        skeleton: A copy of the model, whose parameters have shapes only.
+        skeleton: A copy of the model whose parameters have shapes but no storage.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class SequenceTrial:
     def check(self, model: nn.Module, given: Inputs, completed: Inputs) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.
 
-        Does nothing for inputs of a form that has passed.
+        Does nothing if inputs of the same form have already passed.
 
         Args:
-            model: The engine's model, whose training flags are copied.
+            model: The engine's model. The trial copies its training flags.
             given: The inputs of the forward pass, with parts of sequences.
-            completed: The same, with what was added for parts (transformers_inputs.py).
+            completed: `given`, with the inputs that were added for parts (transformers_inputs.py).
         """
         leaves, nest = pytree.tree_flatten(given)
         forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
@@ -109,7 +109,7 @@ class SequenceTrial:
     def _difference(
         self, model: nn.Module, leaves: list[Any], nest: Any, *, masked: bool
     ) -> str | None:
-        """Return how the results differ, in words, or None. Collective.
+        """Return a message saying how the results differ, or None. Collective.
 
         If `masked` is true, the trial's sequences have padding or several documents.
         """
@@ -168,9 +168,9 @@ class SequenceTrial:
         return self._compare(expected, actual, place, has_labels=bool(weights))
 
     def _agree(self, place: str, problem: str | None) -> None:
-        """Raise _StoppedError on all ranks if one has a problem, or is at another place.
+        """Raise _StoppedError on all ranks if any has a problem or a different `place`. Collective.
 
-        Collective. An error on one rank would otherwise leave the others waiting for its tokens.
+        Without this, an error on one rank would leave the others waiting for its tokens.
         """
         states = self._run.group.gather_plain([place, problem])
         problems = [each for _, each in states if each is not None]
@@ -180,7 +180,7 @@ class SequenceTrial:
             raise _StoppedError("its forward calls attention more often on some workers.")
 
     def _try(self, model: nn.Module, inputs: Inputs, weight: float) -> _Results:
-        """Run a copy of the model. `weight` is that of a loss among its outputs."""
+        """Run a copy of the model. Losses among its outputs are multiplied by `weight`."""
         clone = self._filled(model)
         results = _Results()
         for name, module in clone.named_modules():
@@ -218,7 +218,7 @@ class SequenceTrial:
         return results
 
     def _filled(self, model: nn.Module) -> nn.Module:
-        """Return a copy of the model with random fp64 parameters, the same on all ranks."""
+        """Return a copy of the model with random fp64 parameters, identical on all ranks."""
         clone = copy.deepcopy(self.skeleton)
         draw = torch.Generator().manual_seed(0)
         known: dict[nn.Parameter, nn.Parameter] = {}
@@ -248,7 +248,7 @@ class SequenceTrial:
     def _compare(
         self, expected: _Results, actual: _Results, place: _Place, *, has_labels: bool
     ) -> str | None:
-        """Return how the results of this rank's part differ, in words, or None. Collective."""
+        """Return a message saying how this rank's results differ, or None. Collective."""
         if expected.losses and not has_labels:
             return (
                 "its forward returns a loss, which would be a mean over this worker's tokens, and "
@@ -306,7 +306,7 @@ _ADVICE = (
 
 @dataclass
 class _Results:
-    """Outputs, the gradients of parameters by name, and the outputs of modules in their order."""
+    """The results of one run: outputs, gradients by parameter name, and each module's outputs."""
 
     problem: str | None = None
     """Why there are none, in words."""
@@ -318,7 +318,7 @@ class _Results:
     modules: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
 
     def recorder(self, name: str, module: nn.Module) -> Any:
-        """Return a forward hook that records the outputs of `module`."""
+        """Return a forward hook that records the outputs of `module` under `name`."""
 
         def record(_: nn.Module, __: Any, output: Any) -> None:
             found = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
@@ -329,7 +329,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of this rank's tokens in the sequences of a trial."""
+    """The position of this rank's tokens in a trial's sequences."""
 
     total: int
     first: int
@@ -337,7 +337,7 @@ class _Place:
     rows: int
 
     def agrees(self, whole: Tensor, part: Tensor) -> bool:
-        """Return whether `part` is this rank's part of `whole`, or equal to it."""
+        """Return whether `part` is close to `whole`, or to this rank's part of it."""
         expected = self._part_of(whole, part)
         return expected is not None and _are_close(expected, part)
 
@@ -362,7 +362,7 @@ class _Place:
 
 
 class _StoppedError(Exception):
-    """A trial that all ranks stop, because one of them has a problem."""
+    """Stops a trial on all ranks, because one of them has a problem."""
 
 
 def _is_loss(output: Tensor) -> bool:
@@ -370,21 +370,24 @@ def _is_loss(output: Tensor) -> bool:
 
 
 def _short(leaf: Tensor, dim: int, total: int, full: int) -> Tensor:
-    """Return the first tokens of this rank's part, at most `total`, and of all keys in a mask."""
+    """Return this rank's part of `leaf`, cut to its first `total` tokens.
+
+    If `leaf` is a mask over all `full` keys, the keys are cut too.
+    """
     if leaf.ndim > 2 and dim != leaf.ndim - 1 and leaf.size(-1) == full:
         leaf = leaf.narrow(-1, 0, total)
     return leaf.narrow(dim, 0, min(total, leaf.size(dim)))
 
 
 def _form(leaf: Any) -> Any:
-    """Return what may decide which code a forward pass runs."""
+    """Return the properties of `leaf` that may decide which code a forward pass runs."""
     if isinstance(leaf, Tensor):
         return leaf.ndim, leaf.dtype
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 
 def _first_rows(leaf: Tensor, rows: int) -> Tensor:
-    """Return the first rows of a tensor with this number of `rows`, and other tensors unchanged."""
+    """If `leaf` has `rows` rows, return the first `ROWS` of them; otherwise return all of it."""
     detached = leaf.detach()
     return detached[:ROWS] if leaf.ndim and leaf.size(0) == rows else detached
 
@@ -399,7 +402,7 @@ def _are_close(expected: Tensor, actual: Tensor) -> bool:
 
 
 def names_with_dropout(model: nn.Module) -> Sequence[str]:
-    """Return the names of the model's dropout layers with a probability above 0."""
+    """Return the names of the model's dropout layers whose probability is above 0."""
     return [
         name or type(module).__name__
         for name, module in model.named_modules()

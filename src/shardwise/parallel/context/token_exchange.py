@@ -1,14 +1,14 @@
 """Moves parts of sequences between the ranks of a context group.
 
-Parts of sequences are exchanged for heads, so that each rank runs whole sequences for its heads.
+Ranks exchange parts of sequences for heads, so that each rank has full sequences for its heads.
 The method is from Jacobs et al., "DeepSpeed Ulysses" (2023). With two ranks and two heads:
 
     rank 0   tokens 0-2 of heads A B   ─┐                ┌─▶ tokens 0-6 of head A
                                         ├── all-to-all ──┤
     rank 1   tokens 3-6 of heads A B   ─┘                └─▶ tokens 0-6 of head B
 
-Only elements are moved, so attention computes the same bits as in a single process. `gather` and
-`CausalShares` serve the other method, in which each rank has all heads for its queries.
+Elements are only moved, so attention is bit-identical to that of a single process. `gather` and
+`CausalShares` serve the "gathered" method, in which each rank has all heads for its queries.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shardwise.parallel.expert.dispatch import all_to_all
 
 
 def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives) -> list[Tensor]:
-    """Return whole sequences of this rank's heads. Differentiable and collective.
+    """Return the full sequences for this rank's heads. Differentiable and collective.
 
     Args:
-        parts: Tensors (rows, heads, own length, features) with the same rows and length. The number
-            of ranks divides their numbers of heads.
+        parts: Tensors (rows, heads, own length, features) with the same rows and length. Each
+            tensor's number of heads is a multiple of the number of ranks.
         lengths: The length of each rank's part.
         group: The ranks, in the order of the parts.
 
@@ -58,7 +58,7 @@ def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives
 
 
 def to_parts(whole: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
-    """Return this rank's part of the sequences of all heads. Differentiable and collective.
+    """Return this rank's part of the sequences, for all heads. Differentiable and collective.
 
     Args:
         whole: (rows, heads / ranks, length, features).
@@ -77,13 +77,13 @@ def to_parts(whole: Tensor, lengths: Sequence[int], group: Collectives) -> Tenso
 
 
 def gather(part: Tensor, dim: int, lengths: Sequence[int], group: Collectives) -> Tensor:
-    """Return whole sequences, given this rank's part along `dim`. Differentiable and collective.
+    """Gather the ranks' parts along `dim` into full sequences. Differentiable and collective.
 
-    The gradient of a part is the sum of the gradients of all ranks.
+    The gradient of a part is summed over all ranks.
 
     Args:
-        part: A tensor with this rank's length in `dim`.
-        dim: The dimension of the sequence.
+        part: This rank's part.
+        dim: The sequence dimension.
         lengths: The length of each rank's part.
         group: The ranks, in the order of the parts.
     """
@@ -103,10 +103,10 @@ def gather(part: Tensor, dim: int, lengths: Sequence[int], group: Collectives) -
 
 
 class CausalShares:
-    """Spreads the queries of causal attention, so that all ranks compute equally many scores.
+    """Redistributes the queries of causal attention, so that all ranks compute equally many scores.
 
-    A sequence has two chunks per rank, and rank r computes chunks r and 2c-1-r, as in Megatron.
-    With two ranks:
+    Sequences are divided into two chunks per rank. With c ranks, rank r computes chunks r and
+    2c-1-r, as in Megatron. For example, with two ranks:
 
         rank 0 has   chunks 0 1           ─▶ computes 0 3    1 + 4 parts of the scores
         rank 1 has         chunks 2 3     ─▶ computes 1 2    2 + 3 parts
@@ -142,10 +142,13 @@ class CausalShares:
         return self._cuts[chunk + 1] - self._cuts[chunk]
 
     def spread(self, query: Tensor) -> list[Tensor]:
-        """Return the queries of this rank's `chunks`, given those of its part. Collective.
+        """Send the queries of each part to the ranks that compute them. Collective.
 
         Args:
-            query: (rows, heads, own length, features).
+            query: (rows, heads, own length, features), the queries of this rank's part.
+
+        Returns:
+            The queries of this rank's `chunks`.
         """
         rows, heads, _, features = query.shape
         first = self._length(2 * self._group.rank)
@@ -157,10 +160,13 @@ class CausalShares:
         return list(torch.split(chunks, [end - begin for begin, end in self.chunks], 2))
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
-        """Return the results of this rank's part, given those of its `chunks`. Collective.
+        """Send the results of the `chunks` to the ranks whose part they belong to. Collective.
 
         Args:
-            results: (rows, heads, chunk length, features) for each chunk.
+            results: (rows, heads, chunk length, features) for each of this rank's `chunks`.
+
+        Returns:
+            (rows, heads, own length, features), the results of this rank's part.
         """
         rows, heads, _, features = results[0].shape
         sent = torch.cat([each.permute(2, 0, 1, 3).flatten(1) for each in results])

@@ -1,13 +1,13 @@
-"""Adds inputs that a model of Transformers would compute from whole sequences.
+"""Adds inputs that a Transformers model would otherwise compute from full sequences.
 
-Such a model computes positions, masks and shifted labels from the length of its input. On a part of
-the sequences it gets them instead, as keyword arguments that its forward has:
+Such a model computes positions, masks and shifted labels from the length of its input. To run on a
+part of the sequences, it receives them as keyword arguments of its `forward`:
 
-    position_ids     the place of each token in its sequence
+    position_ids     each token's position in its sequence
     attention_mask   padding, packed documents and sliding windows, for this rank's queries and all
-                     keys. It is added only if the sequences need it: a causal model without a mask
-                     uses faster kernels.
-    shift_labels     for each token the label of the next one, which may be on the next rank
+                     keys. It is added only if the sequences need it, because a causal model without
+                     a mask uses faster kernels.
+    shift_labels     for each token the label of the next token, which may be on the next rank
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ IGNORED = -100
 
 
 class TransformersInputs:
-    """Completes the keyword arguments of one model, if it is a model of Transformers.
+    """Adds the arguments that a model needs to run on parts, if it is a Transformers model.
 
     Args:
-        model: The model, possibly inside an adapter such as PEFT's.
+        model: The model, which may be wrapped in an adapter such as PEFT's.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -52,7 +52,9 @@ class TransformersInputs:
         self._layers: set[str] = set(getattr(config, "layer_types", None) or ())
 
     def complete(self, inputs: Inputs, lengths: Sequence[int], group: Collectives) -> Inputs:
-        """Return the inputs of a forward pass on parts. Collective for a model of Transformers.
+        """Add the arguments that a forward pass on parts needs. Return all arguments.
+
+        Collective for Transformers models.
 
         Args:
             inputs: The positional and keyword arguments, with this rank's parts.
@@ -60,7 +62,7 @@ class TransformersInputs:
             group: The ranks, in the order of the parts.
 
         Raises:
-            ModelError: The model needs a mask that cannot be made from its keyword arguments.
+            ModelError: The model needs a mask that cannot be computed from its keyword arguments.
         """
         args, given = inputs
         kwargs = {**dict(zip(self._parameters, args, strict=False)), **given}
@@ -86,7 +88,7 @@ class TransformersInputs:
     def _mask(
         self, kwargs: dict[str, Any], ids: Tensor, lengths: Sequence[int], group: Collectives
     ) -> Any:
-        """Return a mask for this rank's queries and all keys, or None if none is needed."""
+        """Return the mask for this rank's queries and all keys, or None if none is needed."""
         total, first, own = sum(lengths), sum(lengths[: group.rank]), lengths[group.rank]
         keys = torch.arange(total, device=ids.device)
         queries = keys[first : first + own, None]
@@ -117,7 +119,7 @@ class TransformersInputs:
         return {"full_attention": full, kind: local} if self._layers - {kind} else local
 
     def _has_cache(self, kwargs: dict[str, Any]) -> bool:
-        """Return whether the model would create a cache, as it does unless told otherwise."""
+        """Return whether the model will create a key-value cache."""
         use_cache = kwargs.get("use_cache")
         if not (getattr(self._config, "use_cache", False) if use_cache is None else use_cache):
             return False
@@ -127,7 +129,7 @@ class TransformersInputs:
         return not (checkpoints and self._model.training and torch.is_grad_enabled())
 
     def _local_kind(self, total: int) -> str | None:
-        """Return the kind of layers whose window is shorter than `total` tokens, or None."""
+        """Return the layer type whose attention window is shorter than `total` tokens, or None."""
         if self._chunk is not None and total > self._chunk:
             raise ModelError(
                 f"attention in chunks of {self._chunk} tokens cannot be combined with sequences of "
@@ -144,7 +146,7 @@ class TransformersInputs:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the model's forward, without an adapter's."""
+    """Return the parameters in the signature of the model's `forward`, ignoring adapters."""
     base: Any = getattr(model, "get_base_model", None)
     forward = base().forward if callable(base) else model.forward
     return inspect.signature(forward).parameters
@@ -155,28 +157,29 @@ def _takes_any(model: nn.Module) -> bool:
 
 
 def weight_of(kwargs: dict[str, Any]) -> float | None:
-    """Return how many labels of a forward pass on parts count, or None if it has no labels."""
+    """Return the number of labels that count in the loss, or None if `kwargs` has no labels."""
     labels = kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
     return float(labels.ne(IGNORED).sum()) if isinstance(labels, Tensor) else None
 
 
 def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
-    """Return whether `complete` has added a mask."""
+    """Return whether `completed` has an attention mask that `given` did not have."""
     mask = completed.get("attention_mask")
     return mask is not None and mask is not given.get("attention_mask")
 
 
 def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
-    """Return the keyword arguments of a trial, with the cases that real sequences have later on.
+    """Return a copy of a trial's keyword arguments that covers what later batches may contain.
 
-    The first tokens of real sequences may have no labels. If `masked` is true, the last token of a
-    row becomes padding, or the second half a document of its own.
+    Without this, the trial's few tokens may all lack labels, or contain neither padding nor packed
+    documents.
 
     Args:
-        kwargs: The keyword arguments with whole sequences.
-        total: The number of their tokens.
-        masked: Whether the real sequences need a mask.
+        kwargs: The keyword arguments with full sequences.
+        total: The length of these sequences.
+        masked: Whether to add a padding token to `attention_mask`, or split `position_ids` into
+            two documents.
     """
     changed = dict(kwargs)
     labels = kwargs.get("labels")

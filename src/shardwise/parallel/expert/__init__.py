@@ -1,12 +1,12 @@
-"""Implements mixture-of-experts layers, and expert parallelism: ranks hold different experts.
+"""Mixture-of-experts layers, and expert parallelism: ranks hold different experts.
 
-moe.py              the module `sw.MoE`: router, experts, shared expert; runs on one process too
-routing.py          decides which experts a token uses, and with which gates
+moe.py              the module `sw.MoE`: router, experts, shared expert; also runs on one process
+routing.py          selects each token's experts and their gates
 dispatch.py         sorts tokens by expert, and exchanges them between ranks
-router_losses.py    load-balancing loss and z-loss of the whole batch
-expert_counts.py    counts the tokens of each expert in a step
-routing_run.py      the engine's side of its layers: groups, seeds, stand-ins
-fused_experts.py    experts of Transformers, which are tensors (E, ...); a trial tests them
-planned_blocks.py   a user's own blocks, which `expert_plan` names; a trial tests them
-split_experts.py    gives each rank its experts, gathers full models, restores the models
+router_losses.py    load-balancing loss and z-loss over the whole batch
+expert_counts.py    counts the tokens that each expert processes in a step
+routing_run.py      connects an engine to its layers: groups, seeds, stand-ins
+fused_experts.py    Transformers' experts, which are tensors (E, ...); tested by a trial
+planned_blocks.py   user-defined blocks named in `expert_plan`; tested by a trial
+split_experts.py    assigns experts to ranks, gathers full models, restores the models
 """

@@ -7,8 +7,8 @@ No token is dropped. With two ranks, four experts and rows named by (source rank
                                     ─┘                 └─▶ 02 03 12 13 ─▶ 02 12 | 03 13
              sorted by expert                              by source      by expert, then source
 
-Rows of one expert are in the order of the batch, as in a single process, so the expert sees the
-same matrix. The results return on the same path.
+An expert's rows are in the order of the batch, as in a single process, so the expert sees the
+same matrix. The outputs are sent back the same way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.timeline import recorder
 
 
 class Permute(torch.autograd.Function):
-    """Reorders rows. The gradient is reordered back, without the sums of an index operation."""
+    """Reorders rows. The backward pass applies the inverse permutation, without a scatter-add."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -40,12 +40,12 @@ class Permute(torch.autograd.Function):
 
 
 def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Return `rows[order]`; `inverse` is the inverse permutation of `order`."""
+    """Return `rows[order]`. `inverse` is the inverse permutation of `order`."""
     return Permute.apply(rows, order, inverse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation (n,)."""
+    """Return the inverse of the permutation `order` (n,)."""
     places = torch.arange(order.numel(), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 
@@ -53,7 +53,7 @@ def inverse_of(order: Tensor) -> Tensor:
 def count_rows(experts: Tensor, number: int) -> Tensor:
     """Return how often each of `number` experts occurs in `experts` (n,), as (number,) int64.
 
-    Indices equal to `number` are not counted.
+    Entries equal to `number` are ignored.
     """
     # Not bincount, which makes the host wait for an accelerator.
     counts = experts.new_zeros(number + 1)
@@ -61,7 +61,7 @@ def count_rows(experts: Tensor, number: int) -> Tensor:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends `counts[a][b]` rows from rank a to rank b. Gradients are sent back."""
+    """Sends `counts[a][b]` rows from rank a to rank b, and their gradients from b to a."""
 
     @staticmethod
     def forward(
@@ -86,7 +86,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[Tensor, Handle]:
-    """Start an exchange of `rows` (n, D). Return the received rows, and the handle to wait for."""
+    """Start an exchange of `rows` (n, D). Return the receive buffer and the handle to wait for."""
     width = rows.shape[1:].numel()
     number = sum(row[group.rank] for row in counts)
     # The transport may write after this call, in any grad mode, so autograd must not know its
@@ -115,15 +115,15 @@ def all_to_all(
     group: Collectives,
     pending: list[Handle] | None = None,
 ) -> Tensor:
-    """Exchange rows between ranks. Differentiable and collective, also for a rank without rows.
+    """Exchange rows between ranks. Differentiable. Collective, even for a rank without rows.
 
     Args:
         rows: (n, D), in the order of the receiving ranks.
         counts: `counts[a][b]` is the number of rows that rank a sends to rank b, the same on all
             ranks.
         group: The ranks.
-        pending: If given, the exchange continues after the call, and its handle is appended. The
-            result must not be read before the handle has been waited for.
+        pending: If given, the function returns while the exchange is running, and appends its
+            handle. Do not read the result before the handle's `wait` has returned.
 
     Returns:
         The rows for this rank, in the order of the sending ranks.
@@ -132,7 +132,7 @@ def all_to_all(
 
 
 class Exchange:
-    """The paths of one forward pass's rows to the ranks of their experts, and back.
+    """Sends one forward pass's rows to the ranks that hold their experts, and the outputs back.
 
     Args:
         counts: For each rank of `group`, its number of rows for each expert.
@@ -154,17 +154,20 @@ class Exchange:
     def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
         """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
 
-        With a list `pending`, the result must not be read before its handles are waited for.
+        If `pending` is a list, do not read the result before its handles have been waited for.
         """
         return all_to_all(rows, self._rows, self._group, pending)
 
     def by_expert(self, received: Tensor) -> Tensor:
-        """Sort received rows by expert, and by source rank within an expert."""
+        """Sort the `received` rows by expert, and each expert's rows by source rank."""
         order, inverse = self._order_on(received.device)
         return permuted(received, order, inverse)
 
     def back(self, outputs: Tensor) -> Tensor:
-        """Return the experts' outputs (m, D) to the ranks that sent the rows."""
+        """Send the experts' `outputs` (m, D), sorted by expert, back to the source ranks.
+
+        Return the outputs for this rank's rows, in the order of the rows.
+        """
         order, inverse = self._order_on(outputs.device)
         transposed = [list(column) for column in zip(*self._rows, strict=True)]
         return all_to_all(permuted(outputs, inverse, order), transposed, self._group)

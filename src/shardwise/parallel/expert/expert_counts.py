@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 
 class ExpertCounts(tuple[int, ...]):
-    """Number of token copies that each expert of a layer has processed.
+    """The number of token copies that each expert of a layer has processed.
 
     Example:
         >>> from shardwise.engine import ExpertCounts
@@ -20,8 +20,8 @@ class ExpertCounts(tuple[int, ...]):
     def entropy(self) -> float:
         """Entropy of the experts' shares, divided by its maximum, log E.
 
-        1 if all experts are used equally often, 0 if all tokens use the same expert. NaN without
-        tokens.
+        1 if all experts process equally many tokens, 0 if one expert processes all of them. NaN if
+        there are no tokens.
         """
         total = sum(self)
         if not total:
@@ -33,14 +33,14 @@ class ExpertCounts(tuple[int, ...]):
 
     @property
     def imbalance(self) -> float:
-        """Largest number of an expert, divided by the mean. At least 1; NaN without tokens."""
+        """The largest count divided by the mean count. At least 1, or NaN without tokens."""
         return max(self) * len(self) / sum(self) if sum(self) else math.nan
 
 
 class StepCounts:
-    """Counts this rank's token copies per expert in the forward passes that reach a backward pass.
+    """Counts this rank's token copies per expert, in forward passes that have a backward pass.
 
-    An evaluation has no backward pass, and a recomputation has only that of its forward pass.
+    Evaluation passes are not counted, and a recomputed forward pass is not counted again.
 
     Args:
         number: Number of experts.
@@ -50,7 +50,7 @@ class StepCounts:
         self.values = [0] * number
 
     def counter(self, own: Sequence[int], *, training: bool) -> Callable[[], None]:
-        """Return a function that counts `own` tokens, once, if the layer is in training mode."""
+        """Return a function that adds the counts `own` once, or nothing unless `training`."""
         # A second pass through the same graph (--guard, several losses) must not count again.
         rest = [own] if training else []
 
@@ -61,5 +61,4 @@ class StepCounts:
         return count
 
     def clear(self) -> None:
-        """Set all counts to 0."""
         self.values = [0] * len(self.values)

@@ -1,12 +1,13 @@
-"""Spreads the experts of a module that holds all of them in tensors (E, ...) over ranks.
+"""Splits modules that hold all their experts in tensors (E, ...) across ranks.
 
 Transformers' mixtures of experts have such modules: Mixtral, Qwen-MoE, OLMoE, DeepSeek and others.
-The router runs first, so the module's `forward` gets the decisions:
+The router runs first, so the module's `forward` receives the selected experts and gates:
 
     forward(hidden_states (T, D), top_k_index (T, k), top_k_weights (T, k)) -> (T, D)
 
-The module keeps its class and its names. A replacement of `forward` sends each row to the rank of
-its expert, where the module's own `forward` computes rows with one expert each.
+The module keeps its class and its names. The replacement of its `forward` sends each row to the
+rank that holds the row's expert. That rank runs the module's own `forward`, with one expert per
+row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ TOLERANCE = 1e-9
 
 
 def is_fused(module: nn.Module) -> bool:
-    """Return whether `module` looks like experts in tensors (E, ...)."""
+    """Return whether `module` appears to hold experts in tensors (E, ...)."""
     number = getattr(module, "num_experts", None)
     own = [p for p in module._parameters.values() if p is not None]
     if not isinstance(number, int) or not own:
@@ -56,8 +57,8 @@ def is_fused(module: nn.Module) -> bool:
 def why_not(module: nn.Module) -> str | None:
     """Return why the experts of `module` cannot be split, or None if a trial has succeeded.
 
-    The trial runs two experts with random weights in fp64: together, and one by one as the ranks
-    that hold them would. Outputs and all gradients must be equal.
+    The trial runs two experts with random weights in fp64: first together, then separately, as the
+    ranks that hold them would. Outputs and all gradients must be equal.
     """
     if any(True for _ in module.buffers()):
         return "it has buffers"
@@ -94,7 +95,7 @@ def _width(module: nn.Module) -> int | None:
 
 
 def _forward_with(module: nn.Module, weights: dict[str, Tensor]) -> Any:
-    """Return the forward pass of `module` with `weights`, which have their own graph."""
+    """Return a function that runs the module's `forward` with `weights` as its parameters."""
     twin = copy.copy(module)
     # A module does not accept tensors with a graph as parameters, but its attributes may be any.
     twin.__dict__ = {**module.__dict__, "_parameters": {}, **weights}
@@ -117,7 +118,7 @@ def _one_by_one(
 
 
 def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any) -> list[Tensor]:
-    """Return the output of `run` on fresh copies, and the gradients of all of them."""
+    """Call `run` on copies of the other arguments. Return its output and the copies' gradients."""
     fresh = {key: value.clone().requires_grad_() for key, value in weights.items()}
     inputs = [rows.clone().requires_grad_(), gates.clone().requires_grad_(), *fresh.values()]
     with torch.enable_grad():
@@ -127,7 +128,7 @@ def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any
 
 
 def _each_once(forward: Any, rows: Tensor, sizes: list[int]) -> Tensor:
-    """Run `forward` on rows sorted by expert: `sizes[i]` rows of expert i, with gates of 1."""
+    """Run `forward` on rows sorted by expert, with gates of 1. Expert i has `sizes[i]` rows."""
     experts = torch.arange(len(sizes), device=rows.device)
     repeats = to_device(torch.tensor(sizes), rows.device)
     index = torch.repeat_interleave(experts, repeats, output_size=len(rows))
@@ -152,7 +153,7 @@ class FusedExperts:
 
     @property
     def holds_all(self) -> bool:
-        """True if this rank holds all experts now, and needs no other rank for a forward pass."""
+        """True if this rank currently holds all experts, so a forward pass needs no other rank."""
         return self._holds_all
 
     @holds_all.setter
@@ -163,21 +164,21 @@ class FusedExperts:
         self.module.num_experts = self.number if value else end - first  # type: ignore[assignment]
 
     def connect(self, run: RoutingRun) -> None:
-        """Replace the module's forward pass."""
+        """Replace the module's `forward`."""
         self._run, self._plain = run, self.module.forward
         module_hooks.replace(self.module, "forward", self)
 
     def disconnect(self) -> None:
-        """Restore the module's own forward pass."""
+        """Restore the module's own `forward`."""
         if self._run is not None:
             self._run = None
             module_hooks.give_back(self.module, "forward", self)
 
     @untraced
     def __call__(self, hidden_states: Tensor, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return the weighted outputs of the experts, (T, D), for rows (T, D).
+        """Return the experts' weighted outputs (T, D) for the rows of `hidden_states` (T, D).
 
-        The other arguments are those of the module: the experts (T, k) and the gates (T, k).
+        The other arguments are the module's own: the experts (T, k) and the gates (T, k).
         """
         index, gates = (*args, *(kwargs[name] for name in self._names[len(args) :]))
         run = self._run
@@ -220,10 +221,10 @@ class FusedExperts:
     """Losses of Transformers' routers are part of its models' losses."""
 
     def update_bias(self, counts: Sequence[int]) -> None:
-        """No-op: a selection bias belongs to the router."""
+        """Do nothing: the router, not this module, has a selection bias."""
 
     def _local(self, rows: Tensor, sizes: list[int]) -> Tensor:
-        """Run this rank's experts on `rows`, sorted by expert."""
+        """Run this rank's experts on `rows`, sorted by expert. `sizes` holds their row counts."""
         if sum(sizes):
             return _each_once(self._plain, rows, sizes)
         # The module would return zeros without a graph, but the backward pass is collective. Empty

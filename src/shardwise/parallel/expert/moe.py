@@ -26,33 +26,33 @@ from shardwise.tiers.copy_stream import to_device
 class MoE(nn.Module):
     """A layer that sends each token to `top_k` of its experts, and adds their weighted outputs.
 
-    No token is dropped. The layer computes the same on one process and on many: with `--expert E`,
-    E ranks hold different experts and exchange tokens, and the result equals that of one process.
-    Every expert runs in every forward pass, so an expert without tokens has a gradient of zero.
+    No token is dropped. The layer computes the same result on one process and on many: with
+    `--expert E`, E ranks hold different experts and exchange tokens. Every expert runs in every
+    forward pass, so an expert without tokens has a gradient of zero.
 
-    Routing uses fp32 (fp64 if the model does), also with 16-bit parameters. Of two experts with
-    equal scores, the lower index wins.
+    Routing uses fp32 (fp64 if the model does), even with 16-bit parameters. If two experts have
+    equal scores, the one with the lower index wins.
 
-    The engine adds the gradients of the router losses in `engine.backward`, with the weight that
-    they have in one process: leave them out of your own loss. Without an engine, `loss.backward()`
-    adds them with a factor of `router_loss_seed` (1.0 by default; set it to the factor by which you
-    scale the loss).
+    In `engine.backward`, the engine adds the gradients of the router losses with the same weight as
+    in one process. Do not add these losses to your own. Without an engine, `loss.backward()` adds
+    the gradients, multiplied by `router_loss_seed` (1.0 by default; set it to the factor by which
+    you scale the loss).
 
     Args:
         router: Maps tokens (T, D) to logits (T, E), such as `nn.Linear(D, E, bias=False)`.
         experts: The E experts. Each maps rows (n, D) to (n, D_out), for any n including 0.
         top_k: Number of experts per token.
         scores: `"softmax"` (default), or `"sigmoid"` as in DeepSeek-V3.
-        normalize: Divide the gates of a token's experts by their sum. Default: True.
+        normalize: Divide each token's gates by their sum. Default: True.
         scale: Factor of the gates. Default: 1.0.
         shared: A module that processes every token. Its output is added. Default: none.
         balance: Factor of the load-balancing loss over the whole batch (arXiv:2101.03961,
             arXiv:2501.11873), in training. Default: 0.0.
         z_loss: Factor of the router's z-loss (arXiv:2202.08906), in training. Default: 0.0.
-        bias_rate: Step of the selection bias, which balances experts without a loss
-            (arXiv:2408.15664). After each step, the bias grows by this value for experts with fewer
-            tokens than the mean, and falls for the others. The engine updates it. Without an
-            engine, call `update_bias` after `optimizer.step()`. Default: 0.0, no bias.
+        bias_rate: Step size of the selection bias, which balances experts without a loss
+            (arXiv:2408.15664). After each step, the bias increases by this value for experts with
+            fewer tokens than the mean, and decreases for those with more. The engine updates it.
+            Without an engine, call `update_bias` after `optimizer.step()`. Default: 0.0, no bias.
 
     Attributes:
         selection_bias: (E,) buffer in fp32 or wider, or None if `bias_rate` is 0.
@@ -62,7 +62,7 @@ class MoE(nn.Module):
             ranks that exchange tokens. `engine.step().experts` has the counts of a step.
 
     Raises:
-        ModelError: The numbers of experts do not fit, or an argument has the wrong type.
+        ModelError: The numbers of experts do not match, or an argument has the wrong type.
 
     Example:
         >>> import torch, shardwise as sw
@@ -132,27 +132,27 @@ class MoE(nn.Module):
 
     @property
     def _ranks(self) -> RoutingRun | None:
-        """The engine's run if this forward pass needs other ranks, otherwise None."""
+        """The engine's RoutingRun if this forward pass needs other ranks, otherwise None."""
         # Inside `full_parameters` a single rank may run the model.
         run = self._run
         return None if run is None or (run.is_split and self.holds_all) else run
 
     @untraced  # torch.compile cannot trace exchanges of rows whose numbers are only known here
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return the layer's output for tokens.
+        """Return the layer's output for the tokens `x`.
 
         Args:
             x: (..., D) tokens.
-            mask: (...) bool, False for padding. Padding is sent to no expert, and counts in no
-                statistics and losses. Its output is the shared expert's, or 0. Default: all tokens
-                count.
+            mask: (...) bool, False for padding. Padding is sent to no expert, and is ignored in
+                statistics and losses. Its output is that of the shared expert, or 0. Default: no
+                padding.
 
         Returns:
             (..., D_out), in the dtype of the experts' outputs.
 
         Raises:
-            UsageError: The mask does not fit, the router has the wrong width, or other ranks skip
-                this batch.
+            UsageError: The mask has the wrong shape or dtype, the router has the wrong width, or
+                other ranks skip this batch.
         """
         tokens = x.reshape(-1, x.shape[-1])  # (T, D)
         valid = self._valid(x, mask)  # (T,) or None
@@ -216,13 +216,14 @@ class MoE(nn.Module):
 
     @property
     def _is_counting(self) -> bool:
-        """True if this forward pass needs the counts of all ranks. The same on every rank."""
+        """True if this forward pass needs all ranks' counts. The same on every rank."""
         return self.training and torch.is_grad_enabled() and self.has_losses
 
     def _tally(self, flat: Tensor, valid: Tensor) -> tuple[list[list[int]], list[int]]:
-        """Count the rows per expert: for each rank of the group, and in total with the tokens.
+        """Count the rows per expert. Collective if there are other ranks.
 
-        The host waits for the device only here. Collective if there are other ranks.
+        Return the counts of each rank in the group, and the totals followed by the number of
+        tokens. This is the only place where the host waits for the device.
         """
         number = len(self.experts)
         if isinstance(flat, FakeTensor):
@@ -265,13 +266,13 @@ class MoE(nn.Module):
         return exchange.back(outputs), shared
 
     def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
-        """Run experts on `rows` (n, D), sorted by expert. Expert `first` + i gets `sizes[i]`."""
+        """Run experts on `rows` (n, D), sorted by expert: `sizes[i]` rows on expert `first + i`."""
         parts = torch.split(rows, sizes)
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
         return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
 
     def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
-        """Return the weighted sum of `outputs` (T, k, D_out) as (T, D_out)."""
+        """Return the sum of `outputs` (T, k, D_out), weighted by `gates`, as (T, D_out)."""
         weighted = outputs * gates.unsqueeze(-1)
         total = weighted[:, 0]
         # A loop fixes the order, which `sum` may choose by shape.
@@ -287,7 +288,7 @@ class MoE(nn.Module):
         valid: Tensor | None,
         own: list[int],
     ) -> Tensor:
-        """Return `result`, whose backward pass adds the router losses and counts `own` tokens."""
+        """Return `result`. Its backward pass adds the router losses and counts `own` tokens."""
         done = self.step_counts.counter(own, training=self.training)
         if self._is_counting:
             counts = torch.tensor(everyone[:-1])
@@ -305,12 +306,12 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def update_bias(self, counts: Sequence[int] | None = None) -> None:
-        """Update the selection bias, and discard the counts of the step.
+        """Update the selection bias, and clear the step's counts.
 
         Engines call it in each step. Without an engine, call it after `optimizer.step()`.
 
         Args:
-            counts: Number of token copies per expert in the step. Default: those of this process.
+            counts: Number of token copies per expert in the step. Default: this process's counts.
         """
         if self.selection_bias is not None:
             copies = torch.tensor(self.step_counts.values if counts is None else counts).double()
@@ -321,11 +322,11 @@ class MoE(nn.Module):
         self.step_counts.clear()
 
     def join_run(self, run: RoutingRun | None) -> None:
-        """Connect the layer with an engine's run, or disconnect it. Engines call it."""
+        """Connect the layer to an engine's run, or disconnect it (None). Engines call it."""
         self._run = run
 
     def extra_repr(self) -> str:
-        """Return the settings that differ from a plain mixture of experts."""
+        """Return the settings that `repr` shows."""
         return f"top_k={self.top_k}, scores={self.scores}, balance={self.balance}"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,12 +1,12 @@
-"""Spreads the experts of a user's own blocks over ranks, as `expert_plan` names them.
+"""Splits the experts of user-defined blocks, which `expert_plan` names, across ranks.
 
-A plan maps patterns of module names to the options of the `sw.MoE` that computes the same:
+A plan maps patterns of module names to the options of the equivalent `sw.MoE`:
 
     {"blocks.*.moe": {"router": "gate", "experts": "experts", "top_k": 2}}
 
-A trial compares the block with that layer, on random weights and tokens in fp64: outputs and all
-gradients must be equal. Then the layer replaces the block's `forward`. The block keeps its class,
-its submodules and their names.
+A trial compares each block with this `sw.MoE`, on random weights and tokens in fp64. Outputs and
+all gradients must be equal. Then the `sw.MoE` replaces the block's `forward`. The block keeps its
+class, its submodules and their names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPTIONS = ("top_k", "scores", "normalize", "scale")
 
 
 class PlannedBlock:
-    """A block with experts, and the `sw.MoE` of its submodules that computes the same."""
+    """A user-defined block with experts, and the equivalent `sw.MoE` built from its submodules."""
 
     def __init__(self, name: str, module: nn.Module, options: Mapping[str, Any]) -> None:
         self.name, self.module, self._options = name, module, options
@@ -44,17 +44,17 @@ class PlannedBlock:
 
     @untraced
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return the output of the layer for the block's only argument."""
+        """Run the `sw.MoE` on the block's only argument."""
         (x,) = (*args, *kwargs.values())
         self.layer.training = self.module.training
         return self.layer(x)  # type: ignore[no-any-return]
 
     def keep_whole(self) -> None:
-        """Never divide the block into units: all ranks must gather its parameters at once."""
+        """Make the block a single unit, so that all ranks gather its parameters together."""
         module_hooks.replace(self.module, "is_one_unit", True)
 
     def connect(self) -> None:
-        """Replace the block's forward pass."""
+        """Replace the block's `forward`."""
         module_hooks.replace(self.module, "forward", self)
 
     def disconnect(self) -> None:
@@ -63,7 +63,7 @@ class PlannedBlock:
         module_hooks.give_back(self.module, "is_one_unit", True)
 
     def why_not(self) -> str | None:
-        """Return why the layer cannot replace the block, or None if a trial has succeeded."""
+        """Return why the `sw.MoE` cannot replace the block, or None if a trial has succeeded."""
         forward = inspect.signature(type(self.module).forward).parameters.values()
         if len([p for p in forward if p.default is p.empty]) != 2:  # self and the tokens
             return "its forward takes more than the tokens"
@@ -99,7 +99,7 @@ class PlannedBlock:
 
 
 def blocks_of(named: Iterable[tuple[str, nn.Module]], plan: ExpertPlan) -> list[PlannedBlock]:
-    """Return the blocks that `plan` names. Raises ModelError if a pattern or an option is wrong."""
+    """Return the blocks that `plan` names. Raises ModelError if a pattern or option is invalid."""
     modules = list(named)
     found: dict[nn.Module, PlannedBlock] = {}
     for pattern, options in plan.items():
@@ -114,13 +114,13 @@ def blocks_of(named: Iterable[tuple[str, nn.Module]], plan: ExpertPlan) -> list[
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return whether `pattern` matches `name`, part by part: `*` must not match across a dot."""
+    """Return whether `pattern` matches `name`, component by component: `*` does not match a dot."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _layer_of(name: str, module: nn.Module, options: Mapping[str, Any]) -> MoE:
-    """Return the layer of the submodules of `module` that `options` name."""
+    """Return an `sw.MoE` built from the submodules of `module` that `options` names."""
     for option in options:
         if option not in (*_PARTS, *_OPTIONS):
             raise ModelError(
@@ -144,12 +144,12 @@ def _layer_of(name: str, module: nn.Module, options: Mapping[str, Any]) -> MoE:
 
 
 def _attributes_of(module: nn.Module) -> list[dict[str, int]]:
-    """Return the identity of each attribute of `module` and its submodules."""
+    """Return the ids of the attributes of `module` and of each of its submodules."""
     return [{key: id(value) for key, value in vars(m).items()} for m in module.modules()]
 
 
 def _results(run: nn.Module, x: Tensor, owner: nn.Module) -> dict[str, Tensor]:
-    """Return the output of `run`, and the gradients of `x` and of the parameters of `owner`."""
+    """Return the output of `run` on `x`, and the gradients of `x` and of `owner`'s parameters."""
     fresh = x.clone().requires_grad_()
     named = dict(owner.named_parameters())
     for parameter in named.values():

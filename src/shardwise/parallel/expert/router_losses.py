@@ -1,18 +1,18 @@
-"""Computes the router's losses over the whole batch, and adds their gradients inside the graph.
+"""Computes the router losses over the whole batch, and adds their gradients inside the graph.
 
-The load-balancing loss (Fedus et al., arXiv:2101.03961, in the form of the global batch of
-arXiv:2501.11873) is, with T tokens, E experts and k experts per token,
+With T tokens, E experts and k experts per token, the load-balancing loss (Fedus et al.,
+arXiv:2101.03961, in the global-batch form of arXiv:2501.11873) is
 
     balance x E x sum_i f_i P_i      f_i = counts_i / (k T), without a gradient
                                      P_i = mean probability of expert i
 
-It is not a mean over tokens, because f_i is a property of all tokens. But it is linear in P_i. So
-each rank uses the counts of all ranks, and adds the part for its tokens:
+It is not a mean over tokens, because f_i depends on all tokens. But it is linear in P_i, so each
+rank uses the counts of all ranks and adds the part for its own tokens:
 
     balance x E x sum_i f_i (sum over own tokens of p_i) / T
 
-The sum of these parts over all ranks is the loss of one process with the same micro-batch. The same
-holds for the z-loss (Zoph et al., arXiv:2202.08906), z_loss x mean(logsumexp(logits)^2).
+Summed over all ranks, these parts equal the loss of one process with the same micro-batch. This
+also holds for the z-loss (Zoph et al., arXiv:2202.08906), z_loss x mean(logsumexp(logits)^2).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def router_loss(
         routing: The routing of this rank's tokens.
         counts: (E,) int64, the number of token copies per expert on all ranks.
         tokens: The number of valid tokens on all ranks.
-        valid: (T,) bool, which of this rank's tokens count; None for all.
+        valid: (T,) bool, True for the tokens of this rank that count. None if all count.
         balance: Factor of the load-balancing loss.
         z_loss: Factor of the z-loss.
     """
@@ -101,13 +101,13 @@ def attach(
     seed: float,
     done: Callable[[], None],
 ) -> Tensor:
-    """Return `output`, whose backward pass also computes the gradient of `loss`.
+    """Return `output`. Its backward pass also computes the gradient of `loss`.
 
     Args:
         output: The layer's output.
         loss: This rank's part of the router losses, a scalar.
-        run: The engine's run, which sets the gradient of the loss; None without an engine.
-        seed: The gradient of the loss without an engine.
+        run: The engine's run, which sets the loss's initial gradient, or None without an engine.
+        seed: The loss's initial gradient if `run` is None.
         done: Called by each backward pass that reaches the output.
     """
     return _Attach.apply(output, loss, run, seed, done)  # type: ignore[no-any-return, no-untyped-call]

@@ -1,7 +1,7 @@
-"""Decides which experts each token uses. The same decisions on every rank and layout.
+"""Selects the experts for each token. All ranks and layouts select the same ones.
 
-All decisions use fp32 (fp64 if the model does). `torch.topk` breaks ties differently for different
-shapes, so a stable sort selects the experts: of equal scores, the expert with the lower index wins.
+Selection uses fp32 (fp64 if the model does). `torch.topk` breaks ties differently for different
+shapes, so a stable sort is used: of equal scores, the expert with the lower index wins.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts of T tokens, k for each. There are E experts.
+    """The experts selected for T tokens, k of E experts for each.
 
     Args:
-        experts: (T, k) int64, the token's experts in the order of falling scores.
-        gates: (T, k), the weight of each of these experts' outputs.
-        probabilities: (T, E), the scores of a token divided by their sum.
+        experts: (T, k) int64, each token's experts by descending score.
+        gates: (T, k), the weights of these experts' outputs.
+        probabilities: (T, E), each token's scores divided by their sum.
         logits: (T, E), the output of the router.
     """
 
@@ -37,8 +37,8 @@ class Routing:
 def router_logits(router: nn.Module, tokens: Tensor) -> Tensor:
     """Return the router's output for `tokens` (T, D) as (T, E), in fp32 or wider.
 
-    A 16-bit product could change which expert wins, so a linear router is computed in fp32 even
-    inside autocast. Other routers run as they are.
+    A 16-bit matrix product could change which expert wins. A linear router is therefore computed in
+    fp32, even inside autocast. Other routers run as they are.
     """
     wide = torch.float32 if tokens.dtype in NARROW else tokens.dtype
     with torch.autocast(tokens.device.type, enabled=False):

@@ -1,9 +1,9 @@
-"""Connects an engine with the mixture-of-experts layers of its models.
+"""Connects an engine to the mixture-of-experts layers of its models.
 
-A layer reads two things from its `RoutingRun`: the ranks for its exchanges of tokens and counts,
-and whether the current batch is a stand-in. The engine sets two values before each backward pass:
+A layer's `RoutingRun` provides the ranks with which it exchanges tokens and counts, and tells it
+whether the current batch is a stand-in. The engine sets two values before each backward pass:
 
-    loss_seed   gradient of the router losses, because they reach autograd inside the graph
+    loss_seed   initial gradient of the router losses, which are computed inside the graph
     drops       true if this rank's loss has weight 0, so that its gradients (possibly NaN) must not
                 reach the experts of other ranks
 """
@@ -24,7 +24,7 @@ from shardwise.world.current_batch import CurrentBatch
 
 
 class RoutedLayer(Protocol):
-    """A mixture-of-experts layer, as its run sees it."""
+    """Interface of the mixture-of-experts layers that a `RoutingRun` uses."""
 
     @property
     def has_losses(self) -> bool:
@@ -32,15 +32,15 @@ class RoutedLayer(Protocol):
 
     @property
     def step_counts(self) -> StepCounts:
-        """Counts this rank's token copies per expert since the last update."""
+        """This rank's number of token copies per expert since the last update."""
 
     def update_bias(self, counts: Sequence[int]) -> None:
-        """Update the selection bias from the counts of all ranks."""
+        """Update the selection bias. `counts` are summed over all ranks."""
 
 
 @dataclass(eq=False)
 class RoutingRun:
-    """The groups of ranks and the state of a backward pass, shared by the layers of an engine.
+    """What an engine's mixture-of-experts layers share: rank groups and the backward pass's state.
 
     Args:
         group: The ranks that together hold every expert once.
@@ -67,20 +67,20 @@ class RoutingRun:
 
     @property
     def crosses(self) -> bool:
-        """True if seeds must carry the full weights of losses.
+        """True if the initial gradients of losses must include the full loss weights.
 
-        This is the case if gradients of different ranks meet inside the graph, and for router
-        losses, whose weight differs from that of the rank's loss.
+        This is the case if gradients of different ranks meet inside the graph. It is also the case
+        with router losses, because their weight differs from that of the rank's loss.
         """
         return self.is_split or self.has_losses
 
     @property
     def step_counts(self) -> list[int]:
-        """This rank's number of token copies per expert in the step, one layer after the other."""
+        """This rank's token copies per expert in the step, concatenated over the layers."""
         return [count for layer in self.layers.values() for count in layer.step_counts.values]
 
     def stepped(self, counts: Sequence[int], *, skipped: bool) -> dict[str, ExpertCounts]:
-        """Update the selection biases after a step, unless it was skipped.
+        """Finish a step: update the selection biases unless the step was skipped.
 
         Args:
             counts: The sum of all ranks' `step_counts`.
@@ -109,19 +109,19 @@ class RoutingRun:
         return self.group.size > 1
 
     def is_stand_in(self) -> bool:
-        """Return whether the running forward pass is a stand-in's, whose tokens do not count."""
+        """Return whether the current forward pass runs on a stand-in, whose tokens do not count."""
         batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
         return batch is not None and batch.samples == 0
 
     def note_tokens(self) -> None:
-        """Record that a forward pass has tokens that may count in the router losses."""
+        """Record that a forward pass has routed tokens that may count in the router losses."""
         self.has_tokens = True
 
     def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
-        """Gather each rank's `row` of counts, (n,), as (ranks, n) int64 on the CPU. Blocks.
+        """Gather each rank's counts, as (ranks, n) int64 on the CPU. Collective, and blocks.
 
         Args:
-            row: int64 counts of this rank.
+            row: (n,) int64, the counts of this rank.
             of_all: True to gather from every rank of the batch, False from the ranks of `group`.
         """
         group = self.everyone if of_all else self.group
@@ -130,7 +130,10 @@ class RoutingRun:
         return group.read(group.gather_rows(sent)).to(torch.int64)
 
     def of_group(self, rows: Tensor) -> Tensor:
-        """Return the rows of the ranks of `group`, given the rows of `everyone`."""
+        """Return the rows of the ranks in `group`.
+
+        `rows` has a row for each rank in `everyone`, or only for each rank in `group`.
+        """
         if rows.shape[0] == self.group.size:
             return rows
         # The ranks of a group have consecutive places among all ranks of the batch.

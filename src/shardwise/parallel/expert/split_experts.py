@@ -1,8 +1,8 @@
-"""Gives each rank its experts, gathers full parameters, and restores the models.
+"""Assigns experts to ranks, gathers full parameters, and restores the models.
 
-Every rank keeps the parameters of all experts, so that their names and order are the same
-everywhere. But those of other ranks' experts have no elements: a `Shard` says that a rank holds all
-rows of dim 0, or none of them.
+Every rank keeps the parameter objects of all experts, so that names and order are the same
+everywhere. Parameters of other ranks' experts have no elements: each parameter has a `Shard`, which
+gives a rank all rows of dim 0, or none of them.
 
     experts.0.up.weight    rank 0  (16, 8)    rank 1  (0, 8)
     experts.1.up.weight    rank 0  (0, 8)     rank 1  (16, 8)
@@ -31,12 +31,12 @@ Layer = MoE | FusedExperts
 
 
 def find_layers(models: Sequence[nn.Module]) -> list[tuple[str, MoE]]:
-    """Return the `sw.MoE` layers of `models` with their names, each once."""
+    """Return the distinct `sw.MoE` layers of `models`, with their names."""
     return [(n, module) for n, module in named_modules(models) if isinstance(module, MoE)]
 
 
 def named_modules(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield every module once, with a name that is unique among several models."""
+    """Yield each module once, with a name that is unique across `models`."""
     seen: set[nn.Module] = set()
     for number, model in enumerate(models):
         prefix = f"models[{number}]" if len(models) > 1 else ""
@@ -54,7 +54,7 @@ def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
-    """Return for each module why its experts cannot be split, or None if a trial has succeeded."""
+    """Map each module's name to why its experts cannot be split, or None if a trial succeeded."""
     by_form: dict[object, str | None] = {}
     reasons = {}
     for name, module in fused.items():
@@ -66,7 +66,7 @@ def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
 
 
 class ExpertParallelModels:
-    """The experts that this rank holds, and how to put all of them together.
+    """Models whose experts are divided among ranks: frees, gathers and restores the experts.
 
     Args:
         group: The ranks that together hold every expert once.
@@ -99,9 +99,9 @@ class ExpertParallelModels:
         models: Sequence[nn.Module],
         optimizers: Iterable[optim.Optimizer],
     ) -> None:
-        """Free the experts of other ranks, and their optimizer state.
+        """Free the other ranks' experts and their optimizer state.
 
-        Raises ModelError, before anything changes, if the experts of a layer cannot be divided.
+        Raises ModelError, before anything changes, if a layer's experts cannot be divided.
         """
         shards: dict[nn.Parameter, Shard] = {}
         spans = {layer: self._spans_of(name, layer) for name, layer in layers}
@@ -139,7 +139,7 @@ class ExpertParallelModels:
         self._set_spans(spans)
 
     def _spans_of(self, name: str, layer: Layer) -> list[Span]:
-        """Return the experts [first, end) of each rank. Numbers differ by at most 1."""
+        """Return each rank's experts [first, end). The numbers of experts differ by at most 1."""
         number, size = _number_of(layer), self.group.size
         if number < size:
             raise ModelError(
@@ -152,7 +152,7 @@ class ExpertParallelModels:
     def _shards_of(
         self, name: str, expert: nn.Module, holder: int, known: Mapping[nn.Parameter, Shard]
     ) -> dict[nn.Parameter, Shard]:
-        """Return the shards of an expert's parameters, which rank `holder` holds."""
+        """Return the shards of an expert's parameters. Rank `holder` holds all rows."""
         for path, _ in expert.named_buffers():
             raise ModelError(
                 f"--expert {self.group.size}: {name} has a buffer, {path}, which would differ "
@@ -184,7 +184,7 @@ class ExpertParallelModels:
     # -- putting together -----------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """Return the full tensor of `parameter`, given each rank's `part`. Collective."""
+        """Gather the full tensor of `parameter` from each rank's `part`. Collective."""
         shard = self.shards[parameter]
         near = part.detach()
         near = near if part.device.type != "cpu" else near.to(self.group.small_device)
@@ -206,12 +206,12 @@ class ExpertParallelModels:
         write: bool,
         group: Collectives | None = None,
     ) -> Iterator[None]:
-        """Context manager that gathers all experts among `chosen`. Collective.
+        """Context manager that gathers the expert parameters among `chosen`. Collective.
 
-        Inside the block, the layers run all experts themselves.
+        Inside the block, each rank runs all experts itself.
 
         Args:
-            chosen: The parameters to gather. Those of no expert are ignored.
+            chosen: The parameters to gather. Parameters outside of experts are ignored.
             write: True to keep values written inside the block.
             group: If given, the values written by this group's first rank are kept.
         """
@@ -242,7 +242,7 @@ class ExpertParallelModels:
             layer.holds_all = whole
 
     def written(self) -> list[nn.Parameter]:
-        """Return the parameters that have been written to since they were gathered."""
+        """Return the gathered parameters that have been written to since `wholes` gathered them."""
         return [p for p, version in self._versions.items() if p._version != version]
 
     def _keep_writes(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
@@ -299,7 +299,6 @@ class ExpertParallelModels:
 
 
 def _number_of(layer: Layer) -> int:
-    """Return the number of experts in a layer."""
     return layer.number if isinstance(layer, FusedExperts) else len(layer.experts)
 
 
@@ -313,7 +312,7 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _joined_state(shard: Shard, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the optimizer state of a full parameter from the ranks that hold its `parts`."""
+    """Return a full parameter's optimizer state, joined from `parts` (rank: state)."""
     first = next(iter(parts.values()))
     state: dict[str, Any] = {}
     for key, value in first.items():
@@ -330,7 +329,7 @@ def _joined_state(shard: Shard, parts: Mapping[int, Mapping[str, Any]]) -> dict[
 
 
 def _placed(state: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-    """Return `state` with tensors of a dim on the parameter's device. Counts stay on the CPU."""
+    """Return `state` with its tensors on the parameter's device, except scalars (step counts)."""
     return {
         key: value.to(parameter.device) if isinstance(value, Tensor) and value.ndim else value
         for key, value in state.items()
@@ -342,7 +341,7 @@ def _check_sharing(
     layers: Sequence[tuple[str, Layer]],
     models: Sequence[nn.Module],
 ) -> None:
-    """Raise ModelError if a module other than one expert uses an expert's parameter."""
+    """Raise ModelError if an expert's parameter is also used outside of that expert."""
     uses: dict[nn.Parameter, int] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         for parameter in module._parameters.values():

@@ -1,8 +1,8 @@
-"""Implements pipeline parallelism: divides the layers into stages, spread over a replica's ranks.
+"""Pipeline parallelism: divides the layers into stages, spread over a replica's ranks.
 
 Every rank runs the user's complete program, but computes only the layers of its own stages.
 
-partition.py            divides layers into stages; layer_times.py measures the time of layers
+partition.py            divides layers into stages; layer_times.py measures the layers' times
 stages.py               maps stages to ranks, and tracks the current run
 stage_forwards.py       replaces the layers' `forward`; recomputed_layers.py handles checkpoints
 stage_tensors.py        tensors whose values are on one stage, and whose shapes all ranks know

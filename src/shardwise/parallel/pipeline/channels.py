@@ -21,8 +21,8 @@ ChannelKind = str
 class Channels:
     """Sends messages between the stages of a pipeline, over the ranks of `group`.
 
-    Messages of the same kind from one stage to another arrive in the order of sending. Stages on
-    the same rank use a queue in memory. The sender does not wait for the receiver.
+    Messages of the same kind from one stage to another arrive in the order in which they were sent.
+    Stages on the same rank use a queue in memory. The sender does not wait for the receiver.
     """
 
     def __init__(self, group: Collectives, rank_of: Callable[[int], int]) -> None:
@@ -49,7 +49,7 @@ class Channels:
             self._pairs[kind, source, target] = self._group.split([sorted((a, b))])
 
     def are_open(self, source: int, target: int) -> bool:
-        """Return whether the channel for activations from `source` to `target` is open."""
+        """Return whether the activation channel from stage `source` to stage `target` is open."""
         key = ("forward", source, target)
         return key in self._pairs or key in self._local
 
@@ -105,7 +105,6 @@ class Channels:
             self.release(handle)
 
     def close(self) -> None:
-        """Close all channels."""
         for pair in self._pairs.values():
             pair.close()
         self._pairs.clear()

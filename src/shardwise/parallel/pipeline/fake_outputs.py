@@ -27,7 +27,7 @@ MOST_CACHED = 1024
 
 
 class FakeOutputs:
-    """Computes fake outputs, and caches them by the signature of a layer's arguments."""
+    """Computes fake outputs of layers, and caches them by the signature of the arguments."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
@@ -40,7 +40,7 @@ class FakeOutputs:
         leaves: Sequence[Any],
         spec: Any,
     ) -> Any:
-        """Return the outputs of a module on another stage, as fake tensors.
+        """Return the outputs of a module that runs on another stage, as fake tensors.
 
         Args:
             module: The module, whose parameters have no values on this rank.
@@ -147,7 +147,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Context manager without the hooks of `module`, so that user code never sees fake tensors."""
+    """Context manager that disables the hooks of `module`, so that none sees fake tensors."""
     hooks_by_module = [
         (inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS
     ]

@@ -12,10 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 @cache
 def fake_mode() -> FakeTensorMode:
-    """Return the mode that computes shapes and dtypes without memory.
+    """Return the FakeTensorMode that all fake tensors share.
 
-    The mode is created on first use, because creating it at the start would cost every rank
-    seconds.
+    It is created on first use, because creating it at startup would cost every rank seconds.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -51,7 +50,7 @@ def fake_activation(value: Tensor) -> FakeTensor:
 
 
 def without_saving() -> saved_tensors_hooks:
-    """Context manager that turns off saved-tensor hooks.
+    """Context manager that disables saved-tensor hooks.
 
     Fake tensors have no memory that could be offloaded.
     """

@@ -30,9 +30,9 @@ class LayerTimes:
 
     `forward` and `backward` are seconds per step. `bytes` is the size of the tensors that the layer
     passes to the next layer in a step. Work between two layers, and after the last layer (a loss),
-    counts towards the preceding layer. A layer's backward time runs from the arrival of its
-    output's gradient to the arrival of the preceding layer's, and for the first layer to the end of
-    the backward pass.
+    counts towards the preceding layer. A layer's backward time starts when its output's gradient
+    arrives, and ends when the preceding layer's arrives. For the first layer, it ends with the
+    backward pass.
 
     Raises ConfigError if `path` cannot be written.
     """
@@ -97,7 +97,7 @@ class LayerTimes:
         self._arrivals.clear()
 
     def stepped(self) -> None:
-        """Finish a step, and write the medians so far."""
+        """Finish a step, and write the medians of the steps so far."""
         self._steps.append(self._now)
         self._now = [_Times() for _ in self._layers]
         measured_steps = (
@@ -136,7 +136,6 @@ class LayerTimes:
             ) from error
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

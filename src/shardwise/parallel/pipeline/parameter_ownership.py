@@ -36,7 +36,7 @@ class ParameterOwnership:
                 parameter.data = self._placeholder(parameter)
 
     def replace_meta(self) -> None:
-        """Replace other ranks' parameters that are on the meta device with placeholders."""
+        """Replace other ranks' parameters with placeholders if they are on the meta device."""
         for parameter in self._pipeline.partition.owners:
             if parameter.is_meta and not self._pipeline.owns(parameter):
                 meta.make_real(parameter, self._placeholder(parameter))
@@ -48,7 +48,7 @@ class ParameterOwnership:
         return one.expand(parameter.shape)
 
     def _fetch(self, parameter: nn.Parameter, shape: torch.Size | tuple[int, ...]) -> None:
-        """Broadcast a parameter from its owner. Collective."""
+        """Broadcast a parameter of full shape `shape` from its owner. Collective."""
         owner = self._pipeline.rank_of(self._pipeline.partition.owners[parameter])
         if owner == self._pipeline.group.rank:
             value = parameter.data.contiguous()
@@ -189,20 +189,19 @@ class CopyGuard:
         ]
 
     def undo(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
-    """Return whether another rank has the values of a parameter that `module` itself registers."""
+    """Return whether `module` itself registers a parameter whose values are on another rank."""
     parameters = [p for p in module._parameters.values() if p is not None]
     # A placeholder is a single element, expanded to the parameter's shape.
     return any(p.numel() > 1 and p.untyped_storage().nbytes() == p.itemsize for p in parameters)
 
 
 def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
-    """Hook of `module` that raises UsageError if some of its parameters are on other ranks."""
+    """Raise UsageError if some parameters of `module` are on other ranks. A hook of `module`."""
     if _is_elsewhere(module):
         raise copy_error(what, how)
 

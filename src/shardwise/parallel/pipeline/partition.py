@@ -44,14 +44,14 @@ class StagedModel(Protocol):
     """
 
     def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
-        """Return a name for messages and the module of each stage, the same on all ranks."""
+        """Return the name (for messages) and the module of each stage, the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Partition:
     """The layers of each stage, and the parameters that each stage owns (trains).
 
-    A parameter used by several stages is owned by the first of them, which sends it to the others.
+    If several stages use a parameter, the first of them owns it and sends it to the others.
     """
 
     layers: Sequence[Layer]
@@ -200,14 +200,14 @@ def _own_partition(model: StagedModel, stages: int, names: Sequence[str] | None)
 
 
 def check_names(model: nn.Module, patterns: Sequence[str] | None, names: Sequence[str]) -> None:
-    """Raise ConfigError if no stage can start at one of `names` (see `partition_model`)."""
+    """Raise ConfigError if `partition_model` would reject `names` as first modules of stages."""
     layers, _, _ = find_layers(model, patterns)
     for name in names:
         _layer_number(layers, name)
 
 
 def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
-    """For each layer, return whether it has a trainable parameter that no earlier layer has."""
+    """Return for each layer whether it has a trainable parameter that no earlier layer has."""
     seen: set[nn.Parameter] = set()
     adds = []
     for layer in layers:
@@ -218,9 +218,10 @@ def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
 
 
 def with_trainable_stages(starts: Sequence[int], adds: Sequence[bool]) -> list[int]:
-    """Return `starts`, moved to earlier layers for stages that would have nothing to train.
+    """Move a stage's start to an earlier layer if the stage would have nothing to train.
 
-    `adds` is the result of `adds_parameters`. The preceding stage retains at least one layer.
+    `starts` holds each stage's first layer. `adds` is the result of `adds_parameters`. Each
+    preceding stage retains at least one layer.
     """
     result = list(starts)
     for stage in range(len(result) - 1, 0, -1):
@@ -277,5 +278,5 @@ def _candidates(
 
 
 def ranges_of(starts: Sequence[int], count: int) -> list[range]:
-    """Return the range of layer indices of each stage."""
+    """Return each stage's range of layer indices. `starts` holds each stage's first layer."""
     return [range(a, b) for a, b in pairwise([*starts, count])]

@@ -24,11 +24,11 @@ class Undoable(Protocol):
     """Interface of a change to modules that can be undone."""
 
     def undo(self) -> None:
-        """Undo the change."""
+        pass
 
 
 class TensorParallelParameters(Protocol):
-    """The interface of the tensor-parallel state that pipelines use."""
+    """Interface of the tensor-parallel state that pipelines use."""
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
         """Gather the full value of a parameter that is split over ranks. Collective."""
@@ -38,7 +38,7 @@ class TensorParallelParameters(Protocol):
 
 
 class PipelineGroup(Stages):
-    """Holds the stages of a pipeline, and exchanges values between them.
+    """The stages, channels and parameters of a pipeline on this rank.
 
     `replaced_forwards` lists the replacements of `forward` in the model and its layers.
     """
@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current run, and close its channels, because late messages may still arrive."""
+        """Drop the current StageRun, and close its channels, on which late messages may arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -104,13 +104,13 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses a parameter owned by another stage, and exchange it."""
+        """Record that stage `stage` uses a parameter that another stage owns, and send it there."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:
         """Open the channels between two stages. Collective if they are not open yet.
 
-        Raises UsageError while a schedule runs, because the other ranks cannot take part then.
+        Raises UsageError while a schedule runs, because the other ranks cannot open them then.
         """
         if self.channels.are_open(source, target):
             return
@@ -124,15 +124,15 @@ class PipelineGroup(Stages):
         self.channels.wait_all()
 
     def renew_run(self) -> None:
-        """Start a new run if a backward pass has consumed the current one."""
+        """Start a new StageRun if a backward pass has consumed the current one."""
         if self.run.is_over:
             self.run = StageRun(self.stages)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Context manager for a forward pass of the model, which starts a new run.
+        """Context manager for a forward pass of the model, which starts a new StageRun.
 
-        It starts no run if a schedule or an enclosing forward pass has already started one.
+        If a schedule or an enclosing forward pass has already started one, it is used instead.
         """
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()
@@ -144,19 +144,19 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive the gradient of a value that stage `source` on this rank has sent to `target`."""
+        """Receive from stage `target` the gradient of `value`, which `source` sent to it."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
-        """Release the buffers of values that were sent in `run`.
+        """Release the buffers of the values that were sent in `run`.
 
-        Call it once their gradients have arrived, which proves that the values were received.
+        Call this once their gradients have arrived, which proves that the values were received.
         """
         while run.in_flight:
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of a value that stage `target` on this rank has received."""
+        """Send to stage `source` the gradient of `leaf`, which stage `target` received from it."""
         # Send zeros if the loss does not depend on the value, because the receiver waits for a
         # gradient.
         grad, leaf.grad = leaf.grad, None
@@ -173,7 +173,7 @@ class PipelineGroup(Stages):
             run.in_flight.append(handle)
 
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
-        """Receive a value.
+        """Receive a value with the shape and dtype of `like`.
 
         If it requires a gradient, attach it to a new leaf in this rank's graph.
         """
@@ -218,7 +218,7 @@ class PipelineGroup(Stages):
 
 
 class _OfLeaf(torch.autograd.Function):
-    """Routes the gradient of `value` to `leaf`, which shares its memory."""
+    """Returns `value`. Its gradient goes to `leaf`, which shares its memory."""
 
     # A view of the leaf would not do: autograd forbids in-place writes to a view of a leaf, and a
     # stage may start with an in-place operation. `mark_dirty` makes `value` an output without a

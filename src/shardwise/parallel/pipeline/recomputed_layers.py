@@ -1,9 +1,9 @@
-"""Handles the user's own torch.utils.checkpoint calls around layers of several stages.
+"""Handles users' torch.utils.checkpoint calls around layers of several stages.
 
 Recomputing such a checkpoint would run the pipeline again: it would send, receive and draw random
-numbers in the middle of another micro-batch. Therefore each layer inside it is checkpointed
-separately. The recomputation of a layer stays on one stage, and nothing is left for the outer
-checkpoint to recompute.
+numbers in the middle of another micro-batch. Therefore, each layer inside it is checkpointed
+separately. Each layer is recomputed on its own stage, and the outer checkpoint has nothing left to
+recompute.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from shardwise.model.recomputation import RecomputedForward
 
 
 def in_checkpoint() -> bool:
-    """Return whether tensors that autograd saves now would be handled by a checkpoint.
+    """Return whether a checkpoint would handle tensors that autograd saves now.
 
-    The checkpoint's hooks may be active directly, or below other hooks.
+    This is the case if a checkpoint's saved-tensor hooks are active, even below other hooks.
     """
     # Saved-tensor hooks form a stack. Our own hooks store the hooks below them in `outer`.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -37,7 +37,7 @@ def in_checkpoint() -> bool:
 
 
 def saved_outside_checkpoint() -> AbstractContextManager[Any]:
-    """Context manager that keeps the tensors saved by autograd, even within a checkpoint."""
+    """Context manager in which autograd keeps what it saves, even inside a checkpoint."""
     return saved_tensors_hooks(Kept, Kept.value) if in_checkpoint() else nullcontext()
 
 
@@ -65,7 +65,7 @@ def in_autograd_function() -> bool:
 
 
 def autograd_function_error() -> UsageError:
-    """Return the error for a stage tensor with gradients that is passed to an autograd function.
+    """Return the error to raise if a stage tensor with gradients is passed to an autograd function.
 
     The function's `backward` would not send gradients to the other stages.
     """

@@ -38,7 +38,7 @@ Ranks are then idle about a fifth of the time.
 def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
     """Return the number of micro-batches for `batch`, which is the same in all replicas.
 
-    If the setting `microbatches` is None, the call is collective over `group`, the ranks with the
+    If `settings.microbatches` is None, the call is collective over `group`, the ranks with the
     same index in each replica.
     """
     if settings.microbatches is not None:
@@ -56,8 +56,8 @@ def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
 def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
     """Split `batch` into `count` parts of nearly equal size.
 
-    Returns (number of rows, part) pairs. If there are fewer rows than parts, a part with zero rows
-    still contains one row, so that the program can run.
+    Returns (number of rows, part) pairs. If there are fewer rows than parts, some parts have a
+    number of 0 but still contain one row, because the program needs a row to run.
     """
     rows = _rows(batch)
     cuts = even_cuts(rows.total, count)
@@ -104,10 +104,10 @@ LookAtLoss = Callable[[Tensor, int], None]
 
 
 class CollectGradients(Protocol):
-    """Interface of a context manager that collects gradients into buckets.
+    """Interface: returns a context manager that collects gradients into buckets.
 
-    `among` selects the buckets, by default all. If `usual` is False, the backward pass does not
-    count when learning which gradients to expect.
+    `among` selects the buckets, by default all. If `usual` is False, the backward pass is ignored
+    when learning which gradients to expect.
     """
 
     def __call__(
@@ -124,12 +124,12 @@ class CollectGradients(Protocol):
 
 
 class BackwardSeeds(Protocol):
-    """Computes the initial gradient of a backward pass, as needed for the engine's exact mean."""
+    """Computes the initial gradients of backward passes, so that the engine's mean is exact."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
         """Prepare for a step, given the weight and share of this rank's first loss.
 
-        The first call is collective.
+        The step's first call is collective.
         """
 
     def seed(
@@ -140,7 +140,7 @@ class BackwardSeeds(Protocol):
 
 @dataclass(eq=False)
 class _MicroBatchPass:
-    """A micro-batch on a stage, from its forward pass to the end of its backward pass."""
+    """A micro-batch's state on a stage, from its forward pass to the end of its backward pass."""
 
     run: StageRun
     dtype: torch.dtype
@@ -234,7 +234,7 @@ class PipelineRunner:
         return mean
 
     def reset(self) -> None:
-        """Recover from a failed batch, so that the next batch cannot receive its late messages."""
+        """Discard a failed batch, so that the next batch cannot receive its late messages."""
         self._pipeline.reset()
         self._is_trial_done = False
 
@@ -336,7 +336,7 @@ class PipelineRunner:
     ) -> None:
         """Collect the gradients of weights that stage `stage` owns and other ranks use.
 
-        The other ranks have summed them over micro-batches.
+        Each of these ranks has summed its gradients over micro-batches.
         """
         grads = self._pipeline.tied_weights.receive_gradients(stage)
         if not grads:
@@ -377,7 +377,7 @@ class PipelineRunner:
     def _keep_tied_gradients(
         self, batch: _PipelineBatch, weight: float, factor: float | Tensor
     ) -> None:
-        """Accumulate the gradients of weights owned by other ranks.
+        """Accumulate the gradients of weights that other ranks own.
 
         They are sent after the last micro-batch.
         """
@@ -419,9 +419,9 @@ class PipelineRunner:
         inputs: Sequence[Tensor] | None,
         collect: CollectGradients,
     ) -> Tensor:
-        """Run the backward pass of a loss from a plain training loop, stage by stage.
+        """Run the backward pass of a loss from a plain training loop, stage by stage. Collective.
 
-        Returns the value of the loss on all ranks. Collective.
+        Returns the value of the loss on all ranks.
         """
         pipeline = self._pipeline
         if pipeline.partition.stages > pipeline.group.size:

@@ -51,9 +51,9 @@ ScheduleTable = tuple[tuple[Action | None, ...], ...]
 
 @lru_cache(maxsize=64)
 def table(name: str, ranks: int, stages: int, micros: int) -> ScheduleTable:
-    """Return the table of a schedule. Stage s is on rank s % ranks.
+    """Return a schedule's table. Stage s is on rank s % ranks.
 
-    Raises ConfigError if the schedule does not support this number of micro-batches.
+    Raises ConfigError if the schedule does not support `micros` micro-batches.
     """
     if name == "1f1b" and stages == ranks:
         rows = []
@@ -137,7 +137,7 @@ def idle_fraction(
 def _simulated(
     rows: Sequence[Sequence[Action]], times: Mapping[ActionKind, Sequence[float]]
 ) -> list[float]:
-    """Simulate the schedule. Return each rank's finish time in seconds."""
+    """Simulate the schedule in `rows`. Return each rank's finish time in seconds."""
     stages = len(times["F"])
     end_times: dict[Action, float] = {}
     clocks, positions = [0.0] * len(rows), [0] * len(rows)
@@ -159,7 +159,7 @@ def _simulated(
 
 
 def _needed(action: Action, stages: int, end_times: Mapping[Action, float]) -> float | None:
-    """Return when an action's inputs are ready, or None if that is not known yet."""
+    """Return when the inputs of `action` are ready, or None if `end_times` lacks one of them."""
     stage = action.stage
 
     def end_of(other: int, *kinds: ActionKind) -> float | None:

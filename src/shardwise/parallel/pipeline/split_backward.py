@@ -1,9 +1,9 @@
 """Splits a backward pass into two halves, for zero-bubble schedules (Qi et al., 2023).
 
-The first half computes the gradients of a stage's inputs, which the previous stage needs first. The
-second half computes the gradients of parameters. torch.distributed.pipelining finds the boundary
-between the halves in the graph. The gradients at the boundary are stored, because both halves need
-them.
+The first half computes the gradients of a stage's inputs, because the previous stage waits for
+them. The second half computes the parameters' gradients. torch.distributed.pipelining finds the
+boundary between the halves in the graph. The gradients at the boundary are stored, because both
+halves need them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardwise.errors import UsageError
 
 
 class SplitBackward:
-    """The backward pass from `roots` to `leaves` and to the trained parameters.
+    """A backward pass from `roots` to `leaves` and to the trained parameters, in two halves.
 
-    If a root depends on no leaf, the second half starts from the roots again, and computes the part
-    shared by both halves twice.
+    If a root depends on no leaf, the second half starts from the roots again. The part of the graph
+    that both halves share is then computed twice.
 
     Args:
         roots: The tensors that the backward pass starts from.
@@ -54,7 +54,7 @@ class SplitBackward:
 
     @property
     def writes_grads_itself(self) -> bool:
-        """True if the second half writes to `grad` directly, so that no gradient hooks run."""
+        """True if the second half writes to `grad` directly, without running gradient hooks."""
         return self._groups is not None
 
     @cached_property
@@ -115,7 +115,7 @@ class SplitBackward:
             self._roots, self._grads = [], []
 
     def _find_boundary(self) -> list[dict[str, Any]] | None:
-        """Group parameters with their nodes at the boundary.
+        """Group the parameters by the boundary nodes that their gradients depend on.
 
         Returns None if a root depends on no leaf.
         """
@@ -150,7 +150,7 @@ class SplitBackward:
 
 
 def _torch_backward() -> Any:
-    """Import torch's module for split backward passes, on first use because this takes seconds."""
+    """Return torch's module for split backward passes, imported on first use (it takes seconds)."""
     from torch.distributed.pipelining import _backward
 
     return _backward
@@ -159,8 +159,8 @@ def _torch_backward() -> Any:
 def _add_gradients(group: dict[str, Any], owners: dict[Any, nn.Parameter]) -> None:
     """Compute the gradients of a group's parameters from the boundary, and add them to `grad`.
 
-    We do not use torch's function for this, because in torch 2.9 it is wrong for nodes with several
-    outputs: it adds up the gradients of all outputs.
+    torch's own function for this is not used: in torch 2.9, it wrongly adds up the gradients of all
+    outputs if a node has several.
     """
     pairs = zip(group["intermediates"], group["grads"], strict=True)
     node_grads = [(node, grads) for node, grads in pairs if grads is not None]

@@ -35,9 +35,9 @@ def install(pipeline: PipelineGroup, model: nn.Module) -> None:
 
 
 class ReplacedForward(ABC):
-    """Base class: replaces a module's `forward`.
+    """Base class for callables that replace a module's `forward`.
 
-    Copies of the module get their original `forward`.
+    Copies of the module have their original `forward`.
     """
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ class ReplacedForward(ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replace `module.forward`: return the module's output."""
+        """Run in place of `module.forward`, and return the module's output."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Called by pickle and copy.deepcopy, through the module's `forward` attribute.
@@ -67,7 +67,7 @@ class ReplacedForward(ABC):
 
 
 class ModelForward(ReplacedForward):
-    """Runs the model's forward pass as a new run."""
+    """Runs the model's forward pass in a new StageRun."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline.is_whole:
@@ -106,7 +106,7 @@ class LayerForward(ReplacedForward):
         return result
 
     def _check(self, result: Any) -> None:
-        """Raise ModelError if the output contains tensors in an object that is not a pytree."""
+        """Raise ModelError if `result` holds tensors inside of an object that is not a pytree."""
         for leaf in pytree.tree_leaves(result):
             attributes = (
                 getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()

@@ -2,9 +2,9 @@
 
 A `StageTensor` represents a tensor that was computed on one stage. Every rank runs the complete
 program. The stage's rank executes the operations on its stage tensors, and the other ranks compute
-only shapes. An operation on tensors of several stages runs on the last of these stages, to which
-the other stages send their tensors once. All other tensors (the batch, and values derived from it)
-are identical on all ranks.
+only shapes. An operation on several stages' tensors runs on the last of these stages. The other
+stages send it their tensors, each only once. All other tensors (the batch, and values derived from
+it) are identical on all ranks.
 
     stage 0   x ─ embed ─▶ h0 ═ sent ═▷                        (h1, loss: fake)
     stage 1   x   (h0: fake)          ▷ h0 ─ blocks ─ head ─▶ loss
@@ -41,7 +41,7 @@ from shardwise.parallel.tensor.torch_functions import METADATA
 
 @dataclass(eq=False)
 class StageRun:
-    """One micro-batch on the stages that this rank is running, and the values sent and received."""
+    """One micro-batch on the stages that this rank runs, with the values sent and received."""
 
     stages: frozenset[int]
     scheduled: bool = False
@@ -63,11 +63,11 @@ class StageRun:
 
 
 class StageExchange(Protocol):
-    """The interface of the pipeline that stage tensors use to move values between stages."""
+    """Interface of the pipeline that stage tensors use to move values between stages."""
 
     @property
     def run(self) -> StageRun:
-        """The current run."""
+        """The current StageRun."""
 
     def send(self, run: StageRun, source: int, target: int, value: Tensor) -> None:
         """Send a value from `source`, a stage on this rank, to the rank of stage `target`."""
@@ -85,7 +85,7 @@ class StageExchange(Protocol):
         """Return the stage that trains a parameter, or None if it is not in the model."""
 
     def add_user(self, parameter: torch.nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses a parameter trained by another stage, and exchange it."""
+        """Record that stage `stage` uses a parameter that another stage owns, and send it there."""
 
     def whole_parameter(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the full parameter. Collective if tensor parallelism splits it."""
@@ -98,14 +98,14 @@ class StageExchange(Protocol):
         """Number of `within_stage` blocks that are currently open."""
 
     def within_stage(self) -> AbstractContextManager[None]:
-        """Context manager that marks operations as belonging to one stage."""
+        """Context manager that marks operations as belonging to one stage. Nothing is sent."""
 
 
 class StageTensor(Tensor):
     """A tensor that was computed on one stage.
 
-    `value` is its value, or None if this rank does not have it. `like` is a fake tensor with its
-    shape.
+    `value` holds the actual tensor, or None if it is on another rank. `like` is a fake tensor with
+    the same shape.
     """
 
     stage: int
@@ -190,7 +190,7 @@ _SHAPED_BY_VALUES = {
 
 
 def apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func`, which has stage tensors among its arguments, on the right stage."""
+    """Run `func`, which has stage tensors among its arguments, on the last of their stages."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     exchange = tensors[0]._exchange
@@ -237,7 +237,7 @@ def _value_or_fake(leaf: Any) -> Any:
 def run_operation(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> Any:
-    """Run `func` on the last of its arguments' stages. Returns stage tensors."""
+    """Run `func` on the last of its arguments' stages. Return stage tensors."""
     runs = runs_of(exchange, leaves)
     stages = [stage for leaf in leaves if (stage := _stage_of(exchange, leaf)) is not None]
     # Use the last stage, because values are only sent to later stages: a schedule runs earlier
@@ -265,10 +265,10 @@ def run_operation(
 
 
 def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, ...]:
-    """Return the runs that an operation's result depends on, given its arguments `leaves`.
+    """Return the StageRuns that an operation on `leaves` depends on.
 
-    These are the runs of its stage tensors, or the current run if there are none. Raises UsageError
-    for a tensor from another micro-batch, or inside an autograd function.
+    If `leaves` has no stage tensors, this is the current StageRun. Raises UsageError for a tensor
+    from another micro-batch, or inside an autograd function.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, StageTensor)]
     if recomputed_layers.in_autograd_function() and any(
@@ -308,7 +308,7 @@ def _shapes(
 ) -> Any:
     """Compute the output of `func` as fake tensors.
 
-    Raises UsageError if its shape depends on values.
+    Raises UsageError if the output's shape depends on values.
     """
     try:
         with fake_mode(), without_saving():
@@ -386,9 +386,9 @@ def broadcast_value(tensor: StageTensor) -> Tensor:
 def apply_to_parameters(
     exchange: StageExchange, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation that uses parameters outside all layers, on the last of their stages.
+    """Run an operation that uses parameters outside of all layers, on the last of their stages.
 
-    If the operation reads values, they are broadcast to all ranks.
+    If `func` reads values, the parameters are broadcast to all ranks.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if func in _BACKWARDS:

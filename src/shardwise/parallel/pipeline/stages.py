@@ -1,4 +1,4 @@
-"""Maps stages to ranks, and tracks the current run."""
+"""Maps stages to ranks, and tracks the current StageRun."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Stages:
         return self.partition.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def stage_of_module(self, module: nn.Module) -> int:
-        """Return the stage that runs `module`, or the first stage that runs part of it."""
+        """Return the stage that runs `module`, or that runs its first part if several stages do."""
         if (stage := self._stage_of.get(module)) is not None:
             return stage
         inside = set(module.modules())
@@ -75,7 +75,7 @@ class Stages:
 
     @contextmanager
     def running(self, run: StageRun) -> Iterator[None]:
-        """Context manager that makes forward passes part of `run`."""
+        """Context manager that makes `run` the current run of forward passes."""
         before, self.run = self.run, run
         try:
             yield
@@ -102,7 +102,7 @@ class Stages:
             self.within_stage_depth -= 1
 
     def new_path_error(self, source: int, target: int) -> UsageError:
-        """Return the error for a micro-batch that takes a different path through the layers."""
+        """Return the error to raise if a micro-batch takes a new path through the layers."""
         return UsageError(
             f"Stage {source} sends a value to stage {target} that it did not send in the first "
             "micro-batch. The model's forward must take the same path through its layers for every "

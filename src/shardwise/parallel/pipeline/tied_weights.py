@@ -1,4 +1,4 @@
-"""Sends tied weights from their owner to the other stages that use them, and gradients back."""
+"""Sends tied weights from their owner to the other stages, and their gradients back to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.parallel.pipeline.stages import Stages
 
 
 class TiedWeights:
-    """Sends the tied weights of `pipeline`, once after every change of parameters."""
+    """Sends the tied weights of `pipeline` to the stages that use them, after every update."""
 
     def __init__(self, pipeline: Stages) -> None:
         self._pipeline = pipeline
@@ -24,7 +24,7 @@ class TiedWeights:
         self._sent.clear()
 
     def send_for_layer(self, layer: nn.Module, stage: int) -> None:
-        """Exchange the tied weights of a layer that stage `stage` is about to run."""
+        """Send or receive the tied weights of a layer that stage `stage` is about to run."""
         for parameter in layer.parameters():
             if parameter in self._pipeline.partition.tied:
                 if self._pipeline.run.is_trial or not self._pipeline.run.scheduled:
@@ -33,7 +33,7 @@ class TiedWeights:
                     self._send_or_receive(parameter, stage)
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Exchange a weight that stage `stage` uses outside all layers."""
+        """Send or receive a weight that stage `stage` uses outside of all layers."""
         users = self._pipeline.partition.tied.setdefault(parameter, [])
         if stage not in users:
             # Under a schedule, the other ranks are in different micro-batches and cannot open a
@@ -80,7 +80,7 @@ class TiedWeights:
             self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
-        """Return one stage for each rank that receives a weight: the first stage that uses it."""
+        """Return one stage for each rank that receives the weight: the first that uses it."""
         # One stage per rank is enough, because stages on the same rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         receivers = []
@@ -122,7 +122,7 @@ class TiedWeights:
             )
 
     def receive_gradients(self, stage: int) -> list[tuple[nn.Parameter, Tensor]]:
-        """Receive the gradients of stage `stage`'s own weights from all ranks that use them."""
+        """Receive the gradients of stage `stage`'s weights from all other ranks that use them."""
         gradients = []
         for parameter in self.owned_by(stage):
             # Use the meta device, because only shape and dtype are needed.
@@ -145,7 +145,7 @@ class TiedWeights:
         ]
 
     def _channel_kind(self, direction: str, parameter: nn.Parameter) -> str:
-        """Return the kind of channel for a weight (see `ChannelKind`)."""
+        """Return the kind of channel (see `ChannelKind`) for a weight or its gradient."""
         # Use one channel per weight, because ranks may reach the weights in different orders.
         return f"{direction} {self._numbers[parameter]}"
 

@@ -17,9 +17,9 @@ from shardwise.parallel.tensor.split_rules import SplitGroup, range_length
 class Attention:
     """Names the parts of a custom attention module, so that its heads can be split over ranks.
 
-    The module's `forward` must either read the number of heads from the attribute `heads`, or not
-    use it at all (`view(..., -1, head_dim)`), because each rank has only some of the heads. Pass it
-    as a value in the `tensor_plan` of `Engine`.
+    Pass it as a value in the `tensor_plan` of `Engine`. Each rank has only some of the heads, so
+    the module's `forward` must either read the number of heads from the attribute `heads`, or not
+    use it at all (`view(..., -1, head_dim)`).
 
     Args:
         qkv: The names of the three linear layers for queries, keys and values, or the name of a
@@ -27,8 +27,8 @@ class Attention:
         out: The name of the linear layer after the attention.
         heads: The number of heads, or the name of the attribute that holds it. An attribute with a
             dotted name such as "config.num_attention_heads" is only read, never changed.
-        kv_heads: The number of heads of keys and values, or the name of its attribute, if it is
-            smaller (grouped-query attention). Default: `heads`.
+        kv_heads: The number of key and value heads, or the name of its attribute, if it is smaller
+            than `heads` (grouped-query attention). Default: `heads`.
         widths: The names of attributes that hold the total width of all heads, such as GPT-2's
             split_size. They are set to the width of this rank's heads.
         per_head: The names of embeddings with one value per head, such as T5's
@@ -69,7 +69,7 @@ class Attention:
 def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> SplitGroup:
     """Split the attention module `name` by heads into `parts` parts.
 
-    Queries stay on the same rank as their keys. Raises ModelError if there are fewer heads than
+    Queries are on the same rank as their keys. Raises ModelError if there are fewer heads than
     parts.
     """
     heads = _number(name, module, how.heads)

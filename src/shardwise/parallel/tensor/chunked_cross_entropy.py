@@ -1,9 +1,9 @@
 """Computes the last linear layer and its cross entropy in chunks of tokens.
 
 The scores of a batch, of shape (tokens, classes), are often the largest tensor of a training step.
-Here they exist for one chunk at a time: the forward pass computes the gradients of a chunk as soon
-as it has its scores, and drops the scores (Cut Cross-Entropy, Wijmans et al., 2024, and Liger
-Kernel, Hsu et al., 2024, describe the idea). The backward pass only scales these gradients.
+Here they exist for one chunk at a time. The forward pass computes a chunk's scores and gradients
+together, and then discards the scores. The backward pass only scales these gradients. The idea is
+from Cut Cross-Entropy (Wijmans et al., 2024) and Liger Kernel (Hsu et al., 2024).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.parallel.tensor.parallel_layers import (
 
 @dataclass(frozen=True)
 class _Loss:
-    """The loss of one token as a function of its scores. See `chunked_cross_entropy`."""
+    """The options of a token's loss (see `chunked_cross_entropy`), and this rank's classes."""
 
     class_weight: Tensor | None
     label_smoothing: float
@@ -59,11 +59,11 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(head(hidden), target)` without ever holding all scores.
 
-    The result and the gradients equal those of the two separate lines up to rounding. Memory is
-    that of the scores of `chunk` tokens, and of one gradient of the head's weight. 16-bit scores
-    are converted to fp32 before the softmax, and gradients of a 16-bit weight are summed over
-    chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the scores of its
-    own classes, and ranks exchange a few numbers per token.
+    The result and the gradients equal those of the two separate calls up to rounding. The call needs
+    memory for the scores of `chunk` tokens, and for one gradient of the head's weight. 16-bit
+    scores are converted to fp32 before the softmax, and gradients of a 16-bit weight are summed
+    over chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the scores
+    of its own classes, and ranks exchange a few numbers per token.
 
     Call this where the model would call `head`, in its `forward` or in the training loop. With
     sharded parameters, the head is gathered as for `head(hidden)`. Second derivatives are not
@@ -73,7 +73,7 @@ def chunked_cross_entropy(
         hidden: The input of `head`, of shape (..., features).
         target: The target classes, int64 of shape (...).
         head: The last linear layer of the model, an `nn.Linear`.
-        class_weight: A factor for the loss of each class, of shape (classes,), as `weight` in
+        class_weight: A factor for the loss of each class, of shape (classes,), like `weight` in
             torch's function.
         ignore_index: Targets with this value are ignored.
         label_smoothing: The fraction of each target that is spread over all classes, from 0 to 1.
@@ -81,7 +81,7 @@ def chunked_cross_entropy(
             al., 2022).
         softcap: Replaces the scores by `softcap * tanh(scores / softcap)` (Gemma 2, 2024).
         reduction: "mean" divides by the number of tokens that are not ignored, or by the sum of
-            their class weights. "sum" divides by nothing.
+            their class weights. "sum" does not divide.
         chunk: Number of tokens per chunk. By default, the scores of a chunk need about as much
             memory as `hidden`.
 
@@ -162,7 +162,7 @@ def chunked_cross_entropy(
 
 
 def _run_split(hidden: Tensor, *, head: ColwiseParallel, loss: _Loss, run: Any) -> Tensor:
-    """Run a head that has only the classes `head.ranges[rank]` on this rank."""
+    """Call `run` with a split head. This rank has only the classes `head.ranges[rank]`."""
     group = head._replica.group
     loss = replace(loss, first=head.ranges[group.rank][0], group=group)
 
@@ -183,7 +183,7 @@ def _run_chunks(
     mean: bool,
     loss: _Loss,
 ) -> Tensor:
-    """Return the loss for `hidden`, with the parameters that `head` has now."""
+    """Return the loss for `hidden`, computed with the current parameters of `head`."""
     flat = hidden.flatten(0, -2)
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
@@ -206,7 +206,7 @@ def _run_chunks(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Computes the loss, and its gradients in the same pass."""
+    """Computes both the loss and its gradients in the forward pass."""
 
     @staticmethod
     def forward(
@@ -281,9 +281,9 @@ def _losses_and_gradients(
     Args:
         scores: Scores of this rank's classes, (tokens, classes of this rank), in fp32 or fp64. They
             are overwritten.
-        target: (tokens,).
-        loss: The loss.
-        needs_gradient: False to return None for the gradient.
+        target: (tokens,) classes.
+        loss: The options of the loss.
+        needs_gradient: False to return None instead of the gradient.
     """
     local = target - loss.first
     elsewhere = (local < 0) | (local >= scores.shape[-1])

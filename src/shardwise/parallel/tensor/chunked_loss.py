@@ -1,12 +1,12 @@
-"""Replaces the head and the loss of language models of Transformers by one chunked computation.
+"""Replaces the head and the loss of Transformers language models with one chunked computation.
 
     whole      base ─▶ hidden ─▶ head ─▶ scores ─▶ loss_function(scores, labels)
     chunked    base ─▶ hidden ───────────────────▶ chunked_cross_entropy(hidden, labels, head)
 
-The model's own `forward` runs in both cases. While it runs with labels in training, its head is an
-attribute that returns its input, and its loss function computes the chunked loss. Nothing is known
-about the class: a trial compares loss and gradients with the unchanged model, in fp64. A class that
-computes with its scores (a soft cap, a scale) or adds other losses therefore fails the trial.
+The model's own `forward` runs in both cases. While it runs on labels in training, its head is
+replaced with an identity, and its loss function computes the chunked loss. Nothing is assumed about
+the model class. Instead, a trial in fp64 compares loss and gradients with the unchanged model. The
+trial fails if a class transforms its scores (a soft cap, a scale) or adds other losses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TOLERANCE = 1e-9
 
 
 class ChunkedLoss:
-    """The chunked loss of `model`, a language model of Transformers.
+    """The chunked loss of `model`, a Transformers language model.
 
     Raises ModelError if the model has no head that is an `nn.Linear`, or fails the trial.
     """
@@ -59,12 +59,12 @@ class ChunkedLoss:
         )
 
     def install(self) -> None:
-        """Use the chunked loss in all forward passes with labels in training."""
+        """Use the chunked loss in all training forward passes that have labels."""
         # An attribute of the object, not a hook: PEFT calls `model.forward` without its hooks.
         vars(self.model)["forward"] = self._forward
 
     def uninstall(self) -> None:
-        """Restore the model's own `forward`."""
+        """Restore the model's previous `forward`."""
         vars(self.model).pop("forward", None)
         if self._forward_before is not None:
             vars(self.model)["forward"] = self._forward_before
@@ -93,15 +93,15 @@ class ChunkedLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """Compute the loss of `transformers.loss.loss_utils.ForCausalLMLoss`.
+        """Compute the same loss as `transformers.loss.loss_utils.ForCausalLMLoss`.
 
         Args:
             logits: The input of the head, (..., tokens, features).
             labels: (..., tokens). The token at position n is compared with the label at n + 1.
-            vocab_size: Unused, because the head has the number of classes.
-            num_items_in_batch: Divisor of the sum of all losses, or None for the mean.
+            vocab_size: Unused. The head defines the number of classes.
+            num_items_in_batch: Divisor of the summed losses, or None for the mean.
             ignore_index: Labels with this value are ignored.
-            shift_labels: Labels that are shifted already, or None.
+            shift_labels: Labels that are already shifted, or None.
         """
         if shift_labels is None:
             assert labels is not None
@@ -121,7 +121,7 @@ class ChunkedLoss:
     # -- the trial ------------------------------------------------------------------------
 
     def _try(self) -> str:
-        """Compare both computations on random hidden states. Returns "" or why they differ.
+        """Compare both losses on random hidden states. Return how they differ, or "".
 
         The model's parameters are not used, so they may be on the meta device.
         """
@@ -159,7 +159,10 @@ class ChunkedLoss:
         *,
         chunked: bool,
     ) -> list[Tensor]:
-        """Return the loss, and the gradients of the hidden states and of a substitute `head`."""
+        """Return the loss, and the gradients of `hidden` and of the parameters of `head`.
+
+        `head` is a small substitute for the model's head.
+        """
         model, hidden = self.model, hidden.clone().requires_grad_()
         shadows: dict[str, Any] = {str(model.base_model_prefix): lambda *_, **__: _Outputs(hidden)}
         # In fp64, the conversion of scores to fp32 would hide differences.
@@ -174,7 +177,7 @@ class ChunkedLoss:
 
 
 def find(models: Sequence[nn.Module]) -> list[ChunkedLoss]:
-    """Return a ChunkedLoss for each language model of Transformers in `models`.
+    """Return a ChunkedLoss for each Transformers language model in `models`.
 
     Raises ModelError if there is none, or if one is not supported.
     """
@@ -197,7 +200,7 @@ def find(models: Sequence[nn.Module]) -> list[ChunkedLoss]:
 
 
 class _Outputs:
-    """Outputs of a base model in a trial: the hidden states. All other fields are None."""
+    """A base model's outputs in a trial. All fields except the hidden states are None."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -227,10 +230,10 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _shadowed(owner: object, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Context manager that sets attributes of an object, which hide its submodules.
+    """Context manager that sets attributes of `owner`, which hide its submodules of the same names.
 
-    Python looks up submodules only after the attributes. So the modules stay registered, and their
-    hooks do not run.
+    Python looks up an object's attributes before submodules. The submodules stay registered, but
+    neither they nor their hooks run.
     """
     own = vars(owner)
     before = {name: own[name] for name in values if name in own}

@@ -1,4 +1,4 @@
-"""Computes cross entropy over a split vocabulary. No rank ever has all scores of a token."""
+"""Computes cross entropy over a split vocabulary. No rank ever holds all scores of a token."""
 
 from __future__ import annotations
 
@@ -107,17 +107,17 @@ def cross_entropy(
 def combine_classes(
     group: Collectives, highest: Tensor, total: Tensor, *sums: Tensor
 ) -> tuple[Tensor, ...]:
-    """Combine what the ranks of `group` computed over their own classes. Collective.
+    """Combine values that the ranks of `group` computed over their own classes. Collective.
 
     Args:
         group: The ranks that split the classes.
-        highest: (tokens,) largest score.
-        total: (tokens,) sum of exponentials of the scores minus `highest`.
-        sums: (tokens,) further values to add up.
+        highest: (tokens,) largest score of this rank's classes.
+        total: (tokens,) sum of exp(score - `highest`) over this rank's classes.
+        sums: (tokens,) further values to sum over the ranks.
 
     Returns:
-        The largest score over all classes, the sum of exponentials of all scores minus it, and the
-        sum over the ranks of each of `sums`.
+        `highest` and `total` over all classes, followed by the sum over the ranks of each of
+        `sums`.
     """
     own = torch.stack([highest, total, *sums])
     # (ranks, 2 + number of sums, tokens)
@@ -128,7 +128,7 @@ def combine_classes(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Computes the loss of each token. This rank's scores start at class `first`."""
+    """Computes each token's loss. `first` is the first of this rank's classes."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, target: Tensor, first: int, group: Collectives) -> Tensor:

@@ -1,9 +1,8 @@
 """Checks the operations between two split layers against the operations that a trial recorded.
 
-A trial records which operations a forward pass runs at that moment. Later forward passes may
-compute something else, for example from some step on or for some inputs. The autograd graph reveals
-this. An operation that no trial covered may combine features, so it is rejected and its result is
-never used.
+A trial records the operations of a single forward pass. Later forward passes may run others, for
+example after some step or for some inputs. The autograd graph reveals them. An operation that no
+trial covered may combine features, so it is rejected and its result is never used.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class AllowedOperations:
 
 
 class RecordedOperations(AllowedOperations):
-    """Records the operations during a trial instead of checking them."""
+    """Records operations in a trial, instead of checking them."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
         """Record the operations between `starts` and `value`."""

@@ -69,8 +69,7 @@ TrialResults = dict[tuple[str, tuple[str, ...]], TrialResult]
 class SplitTrials:
     """Tests splits, once per module signature.
 
-    If `reported` is given, it uses these results, which another rank has reported, instead of
-    testing.
+    If `reported` is given, these results, reported by another rank, replace the tests.
     """
 
     def __init__(self, reported: TrialResults | None = None) -> None:
@@ -83,7 +82,7 @@ class SplitTrials:
     ) -> bool:
         """Return whether `module` gives the same result if it is split as described by `group`.
 
-        `children` are the names of the split layers, `parts` is the number of parts.
+        `children` holds the names of the split layers. `parts` is the number of parts.
         """
         # One rank runs the trials, and the other ranks use its results. All ranks therefore split
         # in the same way, even if a trial's result depends on the machine.
@@ -113,7 +112,7 @@ class SplitTrials:
         return True
 
     def reasons_unsplit(self) -> dict[str, str]:
-        """Return the names of unsplit modules, mapped to the reason if it is worth reporting."""
+        """Map unsplit modules' names to the reasons, omitting reasons not worth reporting."""
         split_names = {name for (name, _), result in self.results.items() if result}
         return {
             name: result.why
@@ -129,9 +128,9 @@ def find(
     skip: set[nn.Module],
     trials: SplitTrials | None = None,
 ) -> list[SplitGroup]:
-    """Find the splits of `models` into `parts` parts.
+    """Return the possible splits of `models` into `parts` parts.
 
-    Ignores the modules in `skip`, and adds the split modules to it.
+    Modules in `skip` are ignored. The modules to be split are added to it.
     """
     groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()
@@ -156,7 +155,7 @@ def find(
 
 
 def _is_as_llama(module: nn.Module) -> bool:
-    """Return whether attention `module` has exactly Llama's four linear layers."""
+    """Return whether the attention module has exactly Llama's four linear layers."""
     # A parameter between the layers, such as a query norm, would receive only part of its gradient.
     from_transformers = type(module).__module__.startswith("transformers.")
     trained = {name.split(".")[0] for name, _ in module.named_parameters()}
@@ -206,10 +205,10 @@ def _groups_of(
 def _known_attention(
     name: str, module: nn.Module, how: Attention, parts: int, skip: set[nn.Module]
 ) -> Iterator[SplitGroup]:
-    """Split an attention module of a known class.
+    """Yield the split of an attention module whose class is known.
 
-    Yields nothing if the plan names one of its layers, or if one was replaced, for example with an
-    adapter.
+    Yields nothing if the plan names one of its layers (`skip`), or if one was replaced, for example
+    with an adapter.
     """
     if not skip & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
@@ -224,7 +223,7 @@ def _signature(module: nn.Module) -> object:
     """Return a value that is equal for modules that perform the same computation.
 
     It contains the classes, shapes and attributes of all submodules. Attributes that cannot be
-    compared (a function, a buffer) are compared by identity.
+    compared by value (a function, a buffer) are compared by identity.
     """
     return tuple(
         (path, type(each), each.extra_repr(), *map(_value, _attributes_of(each)))
@@ -253,7 +252,7 @@ def _value(value: object) -> object:
 def _candidates(
     name: str, module: nn.Module, free: Sequence[str], parts: int
 ) -> Iterator[tuple[SplitGroup, tuple[str, ...]]]:
-    """Yield possible splits, judged by the names and widths of linear layers."""
+    """Yield possible splits, based on the names and widths of linear layers."""
     if (how := _attention(module, free)) is not None:
         children = how.maps
         try:
@@ -289,9 +288,9 @@ def _attention(module: nn.Module, free: Sequence[str]) -> Attention | None:
 
 
 def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: int) -> SplitGroup:
-    """Split a feed-forward module.
+    """Return the split of a feed-forward module.
 
-    The widening layers `into` are split by output features, the narrowing layer `out` by input
+    The widening layers `into` are split by output features, and the narrowing layer `out` by input
     features.
     """
     last = module._modules[out]
@@ -312,9 +311,9 @@ def _pair(name: str, module: nn.Module, into: Sequence[str], out: str, parts: in
 def disable_fused_inference(
     models: Sequence[nn.Module], prefixes: Sequence[str], parts: int, groups: Sequence[SplitGroup]
 ) -> None:
-    """Turn off torch's fused inference for encoder layers that contain split modules.
+    """Disable torch's fused inference in encoder layers that contain split modules.
 
-    The fused kernel reads the weights directly, and would compute with this rank's parts.
+    The fused kernel reads the weights directly, and would treat this rank's parts as full weights.
     """
     group_of = {cut.module: group for group in groups for cut in group.splits}
     for model, prefix in zip(models, prefixes, strict=True):

@@ -26,7 +26,7 @@ class SplitMultiheadAttention(TensorParallelModule):
     """An nn.MultiheadAttention with only this rank's heads.
 
     torch's own function derives the total width of all heads from its input, so it cannot compute
-    only some of the heads. This class repeats its computation: projections,
+    only some of the heads. This class performs the same steps itself: projections,
     scaled_dot_product_attention (or softmax if weights are requested), output layer.
     """
 
@@ -52,7 +52,7 @@ class SplitMultiheadAttention(TensorParallelModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the same result as nn.MultiheadAttention.forward, with its shapes and masks.
+        """Compute the result of nn.MultiheadAttention.forward, with the same shapes and masks.
 
         Like torch, raises RuntimeError if `is_causal` is true and `attn_mask` is None.
         """
@@ -129,7 +129,7 @@ class SplitMultiheadAttention(TensorParallelModule):
         *,
         batched: bool,
     ) -> Tensor | None:
-        """Combine both masks into one that is added to the scores of this rank's heads."""
+        """Combine `padding` and `mask` into one mask to add to the scores of this rank's heads."""
         joined: Tensor | None = None
         if mask is not None:
             joined = _additive(mask, q.dtype)
@@ -152,7 +152,7 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def split_multihead(name: str, module: nn.MultiheadAttention, parts: int) -> SplitGroup:
     """Split an nn.MultiheadAttention by heads into `parts` parts.
 
-    Raises ModelError if impossible.
+    Raises ModelError if that is impossible.
     """
     if module.bias_k is not None or module.add_zero_attn:
         raise ModelError(

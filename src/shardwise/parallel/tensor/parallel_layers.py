@@ -1,7 +1,7 @@
 """Defines the classes of split modules.
 
 A split module keeps its name and attributes. Copies and pickles of a split module have its unsplit
-class. While parameters are gathered (`Replica.is_whole`), it runs the unsplit `forward`.
+class. While full parameters are gathered (`Replica.is_whole`), it runs the unsplit `forward`.
 """
 
 from __future__ import annotations
@@ -164,13 +164,13 @@ class VocabParallelEmbedding(TensorParallelModule):
 
 
 class SequenceParallelModule(TensorParallelModule):
-    """A module that computes token by token, such as a norm.
+    """A module that computes each token separately, such as a norm.
 
     If its input is split by tokens, it runs on this rank's tokens.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute outputs of shape (..., tokens, features) for the same tokens as in the input."""
+        """Compute outputs of shape (..., tokens, features) for the input's tokens."""
         shards = (
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, SequenceShard)
         )
@@ -199,7 +199,7 @@ class SequenceParallelModule(TensorParallelModule):
 
 
 class LocalModule(TensorParallelModule):
-    """A module inside a region whose own `forward` also works on a part."""
+    """A module between split layers whose own `forward` also works on this rank's part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unsplit `forward` on this rank's part."""
@@ -212,7 +212,7 @@ class LocalModule(TensorParallelModule):
 def check_in_range(numbers: Tensor, count: int, text: str) -> None:
     """Raise IndexError, like torch, unless all `numbers` (any shape) are in [0, count).
 
-    On an accelerator, a device-side assertion fails instead, so that the host need not synchronise.
+    On an accelerator, a device-side assertion fails instead, so that the host does not synchronise.
     """
     if is_fake(numbers):
         return
@@ -235,7 +235,7 @@ _classes: dict[tuple[type[nn.Module], type[TensorParallelModule]], type[TensorPa
 def _tensor_parallel_class(
     unsplit: type[nn.Module], style: type[TensorParallelModule]
 ) -> type[TensorParallelModule]:
-    """Return the class that splits `unsplit` in the style `style`."""
+    """Return the class that splits modules of class `unsplit` in the style `style`."""
     # Create each class only once, because scripts compare the classes of modules.
     if (unsplit, style) not in _classes:
         fields = {"_unsplit_class": unsplit, "__module__": unsplit.__module__}
@@ -259,7 +259,7 @@ def make_tensor_parallel(
         module: The module, whose parameters are already split.
         style: The class that determines how it is split.
         replica: The ranks that share the module.
-        local: The values of attributes for this rank's part.
+        local: Values for this rank's attributes, such as out_features.
         ranges: The range on each rank, for example of output features.
         gather_output: True if `forward` gathers the output.
         allowed: The operations allowed before the module if a trial accepted the split, or None.

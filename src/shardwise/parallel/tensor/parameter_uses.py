@@ -1,10 +1,10 @@
-"""Gathers a parameter for the user's own computations if this rank does not have all of it.
+"""Gathers parameters for the user's own computations, if this rank does not hold all of them.
 
 A split layer computes with its part, and a pipeline layer runs on its stage. Both bypass this
 module. Any other code (a weight penalty in the loss, a norm in a log) expects the full parameter.
-If the parameter is split, such code gets the gathered parameter. If it belongs to another stage,
-the code gets a stage tensor, and the computation runs on that stage. In the backward pass each rank
-receives the gradient of its part.
+If the parameter is split, such code receives the gathered parameter. If it belongs to another
+stage, the code receives a stage tensor, and the computation runs on that stage. In the backward
+pass, each rank receives the gradient of its part.
 
 The class of such a parameter is changed to a subclass of its original class. torch calls the
 subclass's `__torch_function__` for every operation. The engine's own operations on parameters are
@@ -44,7 +44,7 @@ _SHARD_WISE_WRITES = {getattr(Tensor, name) for name in _SHARD_WISE_NAMES}
 
 
 class ParameterUses:
-    """Intercepts user operations on parameters that are split or owned by one stage."""
+    """Intercepts user operations on parameters that are split or that belong to one stage."""
 
     def __init__(self, split: TensorParallelModels | None, pipeline: PipelineGroup | None) -> None:
         self._split = split
@@ -53,7 +53,7 @@ class ParameterUses:
         self._classes: dict[tuple[type[nn.Parameter], bool], type[nn.Parameter]] = {}
 
     def watch(self) -> None:
-        """Change the classes of these parameters, so that torch reports every use."""
+        """Change the parameters' classes, so that torch reports every use."""
         owners = () if self._pipeline is None else self._pipeline.partition.owners
         shards = () if self._split is None else self._split.shards
         for parameter in dict.fromkeys([*owners, *shards]):
@@ -69,7 +69,7 @@ class ParameterUses:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Context manager that gives parameters their original classes.
+        """Context manager that restores the parameters' original classes inside the block.
 
         Use it while all ranks have full parameters.
         """
@@ -169,7 +169,7 @@ class ParameterUses:
         return getattr(type(value), "is_split", False)
 
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Return metadata of the part inside a region, otherwise of the full parameter."""
+        """Return the part's metadata inside a tensor-parallel region, else the full parameter's."""
         split, first = self._split, args[0]
         if func not in SIZES or split is None or split.replica.randomness.in_region:
             return _call_plain(func, args, kwargs)
@@ -220,7 +220,7 @@ class ParameterUses:
     def _write(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Apply a write to a split parameter.
 
-        Raises UsageError unless each element depends only on its old value and on scalars.
+        Raises UsageError unless each new element depends only on its old value and on scalars.
         """
         leaves = pytree.tree_leaves((args[1:], kwargs))
         if func in _SHARD_WISE_WRITES and not any(isinstance(e, Tensor) and e.ndim for e in leaves):
@@ -234,8 +234,8 @@ class ParameterUses:
     ) -> Any:
         """Apply a write to a list of parameters, such as torch._foreach_mul_.
 
-        Raises UsageError unless each element depends only on its old value and on scalars, or if
-        there is a pipeline, because parameters of other stages have no values here.
+        Raises UsageError unless each new element depends only on its old value and on scalars. Also
+        raises it with a pipeline, because other stages' parameters have no values on this rank.
         """
         leaves = pytree.tree_leaves((args[1:], kwargs))
         is_shard_wise = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
@@ -256,7 +256,7 @@ def _write_error(what: str, parameter: Tensor) -> UsageError:
 
 
 def _called_by_this_library(frame: FrameType | None) -> bool:
-    """Return whether the caller is this library, directly or through torch."""
+    """Return whether this library makes the call in `frame`, directly or through torch."""
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         # Modules with PASSES_ON only forward their callers' operations (parameters_at_rest.py).
@@ -290,7 +290,7 @@ def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 class _ReadOnlyFull(Tensor):
     """A view of a gathered parameter.
 
-    It rejects writes, because they would not reach the parameter.
+    It rejects writes, because they would not change the parameter itself.
     """
 
     @classmethod
@@ -310,7 +310,7 @@ class _ReadOnlyFull(Tensor):
 
 
 def _read_only(result: Any, wholes: Iterable[Tensor]) -> Any:
-    """Make the tensors in `result` read-only if they share memory with one of `wholes`."""
+    """Make each tensor in `result` read-only if it shares memory with one of `wholes`."""
     with _without_torch_function():
         memory = {e.untyped_storage().data_ptr() for e in wholes if _has_memory(e)}
 
@@ -329,7 +329,7 @@ _CHANGES_NOTHING = ("__invert__", "__index__", "__int__")
 
 
 def _repr(parameter: nn.Parameter) -> str:
-    """Return a repr without communicating, because a traceback may call it on a single rank."""
+    """Return a repr without communication, because a traceback may call it on a single rank."""
     with _without_torch_function():
         return (
             f"<parameter of shape {tuple(parameter.shape)}, {parameter.dtype}, split over several "

@@ -1,4 +1,4 @@
-"""Matches the patterns in the user's tensor_plan with modules, and splits these modules."""
+"""Matches the patterns in the user's tensor_plan with modules, and describes their splits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def match_modules(
 ) -> list[PlannedModule]:
     """Return the modules that match a pattern of `plan`.
 
-    Raises ModelError if a pattern matches no module, or if several patterns match the same module.
+    Raises ModelError if a pattern matches no module, or if several match the same module.
     """
     _check_styles(plan)
     matches: dict[nn.Module, PlannedModule] = {}
@@ -111,7 +111,7 @@ def uses_sequence_parallel(plan: TensorPlan) -> bool:
 
 
 def split_by_plan(planned: Sequence[PlannedModule], parts: int) -> list[SplitGroup]:
-    """Describe how to split the modules of the plan into `parts` parts."""
+    """Describe how to split the modules in the plan into `parts` parts."""
     groups = []
     for each in planned:
         if each.style == WHOLE:

@@ -1,8 +1,8 @@
 """Implements the collectives at the boundaries of tensor-parallel regions.
 
-Inside a region each rank has a part of an activation. Outside, all ranks have the same tensor. The
+Inside a region, each rank has a part of an activation. Outside, all ranks have the same tensor. The
 backward pass of a copy is a sum, and vice versa. The first four are from Megatron-LM (Shoeybi et
-al., 2019, where f and g are the first two). The last two are from its sequence parallelism
+al., 2019, who call the first two f and g). The last two are from its sequence parallelism
 (Korthikanti et al., 2022).
 
                                 forward              backward
@@ -33,7 +33,7 @@ from shardwise.layout.bucket_layout import Span
 class ShardedDim:
     """A tensor dimension that is split into one range per rank.
 
-    `dim` is negative, which means that it counts from the last dimension.
+    `dim` is negative: it counts from the last dimension.
     """
 
     dim: int
@@ -45,7 +45,7 @@ class ShardedDim:
         return self.ranges[-1][1]
 
     def shard(self, whole: Tensor, rank: int) -> Tensor:
-        """Return the part of rank `rank`, as a view of the full tensor."""
+        """Return rank `rank`'s part of `whole`, as a view."""
         first, end = self.ranges[rank]
         return whole.narrow(self.dim, first, end - first)
 
@@ -98,7 +98,7 @@ def all_gather_tensors(
     """All-gather `shard` from all ranks. Return the shards in rank order.
 
     `shapes` holds the shape of each rank's shard. The results are views of `flat`, or of new memory
-    if it is None.
+    if `flat` is None.
     """
     edges = _edges(shapes)
     flat = shard.new_empty(edges[-1]) if flat is None else flat
@@ -123,7 +123,7 @@ def reduce_scattered(value: Tensor, group: Collectives, sharded: ShardedDim) -> 
 
 
 def _edges(shapes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the offsets in a flat buffer of consecutive tensors with these shapes."""
+    """Return the offsets of tensors with these shapes in a flat buffer, followed by its size."""
     edges = [0]
     for shape in shapes:
         edges.append(edges[-1] + torch.Size(shape).numel())
@@ -168,9 +168,10 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """All-gathers parts.
+    """All-gathers the ranks' parts.
 
-    If `sums` is true, ranks use the result differently, so the backward pass sums the gradients.
+    If `sums` is true, each rank uses the result differently, so the backward pass sums the
+    gradients.
     """
 
     @staticmethod
@@ -186,9 +187,10 @@ class _AllGather(torch.autograd.Function):
 
 
 class _TakeShard(torch.autograd.Function):
-    """Takes this rank's part of a value.
+    """Returns this rank's part of a value.
 
-    If `sums` is true, it takes the part of the sum over ranks, otherwise of a replicated value.
+    If `sums` is true, the value is first summed over the ranks. Otherwise it is identical on all
+    ranks.
     """
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""Represents a replica's tensor-parallel ranks, and enters and leaves regions of split layers."""
+"""Tracks the region in which each rank of a replica computes something different.
+
+A region starts at a split layer and ends at the layer that sums the outputs over the ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 class RegionInput:
     """The input of a layer at the start of a region.
 
-    For the backward pass it is saved either in full or by tokens.
+    For the backward pass, a rank saves either the full input or only its own tokens of it.
     """
 
     whole: Tensor
@@ -55,7 +58,7 @@ class ForwardHooks:
             self._replica.running_forwards += 1
 
     def end(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: gather the output of a model. Also called after a failed forward pass."""
+        """Forward hook: gather the model's output. Also called after a failed forward pass."""
         del model, args
         if self._replica is None:
             return None
@@ -70,7 +73,11 @@ class ForwardHooks:
 
 @dataclass(eq=False)
 class Replica:
-    """The ranks in `group`, which share split layers, and the state of the open region."""
+    """A replica's tensor-parallel ranks (`group`), and the current region.
+
+    A region is the part of a forward pass in which each rank computes something different. It
+    starts at a split layer, and ends at the layer that sums the outputs over the ranks.
+    """
 
     group: Collectives
     randomness: ReplicaRandomness
@@ -86,9 +93,9 @@ class Replica:
     """The number of nested forward passes of models in progress."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Start a region: run `layer` on the full `value`, differently on each rank.
+        """Start a region: run `layer`, which differs between ranks, on the full `value`.
 
-        Layers of a region with the same input (queries, keys, values) share it, so that the input
+        Layers with the same input in a region (queries, keys, values) share it, so that the input
         is gathered once and its gradient is summed once. Calls with and without gradient recording
         never share an input.
         """
@@ -111,13 +118,13 @@ class Replica:
         return self._record_start(self._inputs[key][1].run(layer))
 
     def _record_start(self, part: Tensor) -> Tensor:
-        """Record the autograd node of `part`, which is at the start of the region."""
+        """Record the autograd node of `part`, the output of a layer at the start of the region."""
         if part.grad_fn is not None:
             self.region_starts.append(part.grad_fn)
         return part
 
     def region_input(self, value: Tensor) -> RegionInput:
-        """Prepare `value` to be used differently by each rank, without starting a region."""
+        """Prepare `value` as input of layers that differ between ranks, without a region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
@@ -129,10 +136,10 @@ class Replica:
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
     def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
-        """Sum `part()` over the ranks, and end the region.
+        """Return `part()` summed over the ranks, and end the region.
 
-        The region also ends if `part` raises, because torch stops a recomputation early with an
-        exception.
+        The region also ends if `part` raises, because torch uses an exception to stop a
+        recomputation early.
         """
         sequence_parallel = self._outputs_tokens()
         try:
@@ -141,13 +148,14 @@ class Replica:
             self.close_region()
 
     def reduce_output(self, value: Tensor) -> Tensor:
-        """Sum `value` over the ranks, without a region."""
+        """Return `value` summed over the ranks. Used outside of regions."""
         return self._reduce(value, self._outputs_tokens())
 
     def _outputs_tokens(self) -> bool:
-        """Return whether the output may stay split by tokens.
+        """Return whether a layer's output may stay split by tokens.
 
-        It may in a forward pass or recomputation of a model, which gathers it at the end.
+        It may during a model's forward pass or recomputation, because the model's output is
+        gathered at the end.
         """
         # Use `once`, because a recomputation must decide in the same way as its forward pass.
         return self.sequence_parallel and once(
@@ -155,7 +163,7 @@ class Replica:
         )
 
     def _reduce(self, value: Tensor, sequence_parallel: bool) -> Tensor:
-        """Return the sum of `value` over the ranks, either in full or this rank's tokens."""
+        """Sum `value` over the ranks. If `sequence_parallel`, return only this rank's tokens."""
         parts = token_sharding(value, self.group) if sequence_parallel else None
         if parts is None:
             return reduce_from_region(value, self.group)
@@ -164,7 +172,7 @@ class Replica:
         )
 
     def end_forward(self, *, failed: bool) -> None:
-        """Drop the inputs of a completed forward pass. If it failed, close its region."""
+        """Drop the inputs that the forward pass shared. If `failed`, close the open region."""
         self._inputs.clear()
         self._close_hooks()
         if failed:
@@ -175,7 +183,6 @@ class Replica:
         self.region_starts.clear()
 
     def close_region(self) -> None:
-        """End the open region."""
         self._inputs.clear()
         self._close_hooks()
         self.randomness.leave_region()

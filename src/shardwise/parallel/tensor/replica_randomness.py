@@ -1,4 +1,4 @@
-"""Controls a replica's random numbers: the same on all ranks outside regions, different inside."""
+"""Controls a replica's random numbers: equal on all ranks except inside tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
-    """Seeds each rank differently inside a region, and restores the common state afterwards.
+    """Seeds each rank differently inside tensor-parallel regions, and equally outside of them.
 
-    A region starts with one draw that is the same on all ranks. Each rank derives its seed from
-    this draw and its rank. At the end of the region, all ranks restore their common state. Dropout
-    therefore uses the same mask on all ranks for a replicated tensor, and different masks for the
-    parts of a split tensor.
+    At the start of a region, all ranks draw the same random number. Each rank derives its seed from
+    this number and its rank. At the end of the region, all ranks restore their common generator
+    state. Dropout therefore uses the same mask on all ranks for a replicated tensor, and different
+    masks for the parts of a split tensor.
 
-    A recomputation enters and leaves the same regions as its forward pass. It leaves no region
-    open, although it stops at the last tensor that the backward pass needs, which may be inside a
-    region.
+    A recomputation enters and leaves the same regions as its forward pass. It stops at the last
+    tensor that the backward pass needs, which may be inside a region. Even then, it leaves no
+    region open.
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
@@ -52,13 +52,13 @@ class ReplicaRandomness:
         self._common_state = self._generator.get_state()
 
     def leave_region(self) -> None:
-        """Switch back to the random numbers that are the same on all ranks."""
+        """Switch back to the random numbers that all ranks share."""
         common = once(self._take_state)
         if common is not None:
             self._generator.set_state(common)
 
     def _take_state(self) -> Tensor | None:
-        """Return and clear the common state at the start of the region, or None outside regions."""
+        """Return and clear the common state saved by `enter_region`, or None outside of regions."""
         common, self._common_state = self._common_state, None
         return common
 
@@ -68,7 +68,7 @@ class ReplicaRandomness:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager that runs its block inside the open region, or inside a new region."""
+        """Context manager that uses the open region, or else opens one for its block."""
         if self.in_region:
             yield
             return

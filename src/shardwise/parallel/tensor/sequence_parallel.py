@@ -2,15 +2,16 @@
 
 The output of a split layer is a sum over the ranks. If each rank keeps only some of its tokens,
 norms, dropout and residuals are computed once instead of on every rank, and much less is saved for
-the backward pass (Korthikanti et al., 2022). The token dimension is the second to last. It may mean
-something else to the user, because token-wise operations give the same result regardless of its
-meaning.
+the backward pass (Korthikanti et al., 2022). Tokens are assumed to be the second-to-last dimension.
+If that dimension means something else, results do not change, because token-wise operations treat
+each index separately.
 
     full ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
-A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. Any other
-operation gets the gathered tensor, so every forward pass gives the same result. Writes to the
-gathered tensor, or to a view of it, are transferred to the parts when the parts are next read.
+A `SequenceShard` represents the full tensor. Token-wise operations run on the parts. All other
+operations receive the gathered tensor, so every forward pass computes the same result as without
+the split. Writes to the gathered tensor, or to a view of it, are transferred to the parts when the
+parts are next read.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
 
 
 class SequenceShard(StandsForPart):
-    """A tensor (..., tokens, features) split along the tokens. This rank holds one part."""
+    """A tensor (..., tokens, features) split by tokens. This rank holds one part."""
 
     sharded: ShardedDim
     group: Collectives
@@ -99,8 +100,8 @@ class SequenceShard(StandsForPart):
     def local(self) -> Tensor:
         """This rank's part.
 
-        Raises UsageError if autograd has recorded an operation on the wrapper, because the part
-        does not include its result.
+        Raises UsageError if autograd has recorded an operation on the SequenceShard itself, because
+        the part lacks the operation's result.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
@@ -119,7 +120,10 @@ class SequenceShard(StandsForPart):
         return self._full is not None
 
     def full(self) -> Tensor:
-        """Return the full tensor on all ranks. It is the same object each time. Collective."""
+        """Return the full tensor on all ranks. Collective.
+
+        It is gathered again only if the part has changed.
+        """
         local = self.local
         with torch._C.DisableTorchFunctionSubclass():
             full = self._full
@@ -133,7 +137,7 @@ class SequenceShard(StandsForPart):
             return full
 
     def like(self, local: Tensor) -> SequenceShard:
-        """Wrap `local` as this rank's part of a tensor that is split in the same way as this one.
+        """Return a SequenceShard with the part `local`, split in the same way as this tensor.
 
         If `local` is this tensor's own part, return this tensor itself.
         """
@@ -144,7 +148,7 @@ class SequenceShard(StandsForPart):
         )
 
     def constructor(self) -> Callable[[Tensor], Tensor]:
-        """Return a function that creates a tensor from a part, split like this one."""
+        """Return a function that maps a part to a SequenceShard, split like this one."""
         return partial(
             SequenceShard, group=self.group, randomness=self.randomness, sharded=self.sharded
         )
@@ -179,7 +183,7 @@ def _version(value: Tensor) -> int:
 
 
 def gather_nested(values: Any) -> Any:
-    """Replace split tensors with full tensors in a pytree and the objects in it.
+    """Replace split tensors with full tensors in a pytree, and in the attributes of its objects.
 
     Collective if any tensor is split.
     """
@@ -263,7 +267,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.TreeSpec) -> Any:
     """Call `func` with full tensors.
 
-    A full tensor in its result is replaced with its SequenceShard.
+    If its result contains one of these full tensors, return the SequenceShard instead.
     """
     # The result may contain an argument, and the caller must get its own object back. The id of the
     # full tensor identifies it.
@@ -278,10 +282,7 @@ def _call_on_full(func: Callable[..., Any], leaves: Sequence[Any], spec: pytree.
 
 
 class _GradientHook:
-    """A user's hook on the gradient of a part.
-
-    The hook receives a SequenceShard of the gradient.
-    """
+    """Calls a user's gradient hook with a SequenceShard, given the gradient of this rank's part."""
 
     def __init__(
         self, hook: Callable[[Tensor], Any], constructor: Callable[[Tensor], Tensor]
@@ -312,7 +313,7 @@ def _has_same_tokens(result: Any, local: Tensor) -> bool:
 
 
 def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether `func` computes each token only from that token's values."""
+    """Return whether `func` computes each token from that token's values only."""
     if kwargs.get("out") is not None or not (args and isinstance(args[0], Tensor)):
         return False
     if func in ELEMENTWISE_IN_PLACE or kwargs.get("inplace"):
@@ -336,7 +337,7 @@ def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
 
 
 def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
-    """Split the tensors of the pytree `nest` like `tokens`.
+    """Split the tensors in the pytree `nest` like `tokens`.
 
     Raises UsageError if that is impossible.
     """
@@ -353,11 +354,11 @@ def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
 def _local_arguments(
     tokens: SequenceShard, leaves: Sequence[Any], *, casts: bool = False
 ) -> list[Any] | None:
-    """Cut the arguments to this rank's part of `tokens`. Return None if that is impossible.
+    """Replace tensors that have tokens with their parts, split like `tokens`.
 
-    Tensors with tokens are replaced with their parts. Other arguments stay unchanged, but the
-    gradients of other tensors are summed over ranks. If `casts` is true, tensors only provide a
-    dtype and stay unchanged.
+    Other arguments stay unchanged, but the gradients of tensors among them are summed over ranks.
+    If `casts` is true, plain tensors only provide a dtype and stay unchanged. Returns None if a
+    tensor cannot be split like `tokens`.
     """
     arguments: list[Any] = []
     replicated: list[int] = []

@@ -1,4 +1,4 @@
-"""Saves only a rank's tokens for the backward pass, not the gathered input of a split layer.
+"""Saves only this rank's tokens for the backward pass, instead of a split layer's gathered input.
 
 The backward pass gathers the input again (Korthikanti et al., 2022).
 """
@@ -21,7 +21,7 @@ SavedTensorHooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class RegatheredInput:
-    """The gathered input of split layers. This rank saves only its own part of it.
+    """The gathered input of split layers, of which this rank saves only its own part.
 
     Layers that share the input gather it once per backward pass.
     """
@@ -38,7 +38,7 @@ class RegatheredInput:
     def run(self, layer: Callable[[Tensor], Tensor], whole: Tensor) -> Tensor:
         """Run `layer` on the gathered input `whole`.
 
-        Where autograd would save it, save a reference.
+        Where autograd would save `whole` or a view of it, it saves a _SavedView instead.
         """
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True) or _NO_HOOKS
         memory = whole.untyped_storage().data_ptr()
@@ -60,9 +60,9 @@ class RegatheredInput:
             return layer(whole)
 
     def whole(self) -> Tensor:
-        """Gather the full input, and keep it until its last use in this backward pass.
+        """Return the full input. Collective unless this backward pass has already gathered it.
 
-        Collective.
+        It is kept until its last use in the backward pass.
         """
         # A retained graph can run several backward passes. Each one gathers again.
         backward = torch._C._current_graph_task_id()
@@ -78,7 +78,7 @@ class RegatheredInput:
 
 @dataclass(frozen=True)
 class _SavedView:
-    """Represents a saved view of the full input."""
+    """Stands for a view of the full input in autograd's saved tensors."""
 
     owner: RegatheredInput
     size: Sequence[int]

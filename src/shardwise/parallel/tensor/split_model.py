@@ -61,9 +61,9 @@ class TensorParallelModels:
     ) -> None:
         """Split the models and the optimizers' state as described by `groups`.
 
-        Raises ModelError before anything is split if two groups contain the same module, if modules
-        share a parameter but split it differently, or if only the output layer of torch's attention
-        would be split.
+        Raises ModelError, before anything is split, if two groups contain the same module, if
+        modules share a parameter but split it differently, or if only the output layer of torch's
+        attention would be split.
         """
         cuts = [cut for group in groups for cut in group.splits]
         # Check everything first, so that a rejected split leaves the models unchanged.
@@ -153,10 +153,11 @@ class TensorParallelModels:
         return shard.joined(all_gather_tensors(staged, self.group, shapes)).to(part.device)
 
     def whole_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the full value of `parameter`, which all ranks must use in the same way.
+        """Return the full value of `parameter`. Differentiable and collective.
 
-        Collective. In the backward pass each rank receives the gradient of its part. Raises
-        UsageError between split layers, where each rank computes something different.
+        All ranks must use the result in the same way. In the backward pass, each rank receives the
+        gradient of its part. Raises UsageError between split layers, where ranks compute different
+        things.
         """
         shard = self.shards.get(parameter)
         if shard is None:
@@ -172,8 +173,8 @@ class TensorParallelModels:
     def joined_as(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """Gather the full tensor from each rank's `part`, split like `parameter`. Differentiable.
 
-        All ranks must use the result in the same way. Returns `part` if the parameter is not split.
-        Collective.
+        All ranks must use the result in the same way. Returns `part` itself if the parameter is not
+        split. Collective.
         """
         shard = self.shards.get(parameter)
         if shard is None:
@@ -200,9 +201,9 @@ class TensorParallelModels:
 
         Args:
             chosen: The parameters to gather. Parameters that are not split are ignored.
-            write: True to keep values written inside the block, which are split again at the end.
+            write: True to keep values written inside the block. They are split on exit.
             group: If given, the values written by this group's first rank are kept.
-            is_here: Parameters are gathered only if this returns True for them.
+            is_here: Only parameters for which it returns True are gathered.
         """
         # Keep the same order on all ranks, because each gather is collective.
         split = [p for p in dict.fromkeys(chosen) if p in self.shards]
@@ -231,7 +232,7 @@ class TensorParallelModels:
         return self.replica.is_whole
 
     def written(self) -> list[nn.Parameter]:
-        """Return the parameters that have been written to since they were gathered."""
+        """Return the gathered parameters that have been written to since `wholes` gathered them."""
         return [p for p, version in self._versions.items() if p._version != version]
 
     def _split_again(self, parts: Mapping[nn.Parameter, Tensor], group: Collectives | None) -> None:
@@ -266,7 +267,7 @@ class TensorParallelModels:
     ) -> None:
         """Restore the full models and optimizer state on every rank. Collective.
 
-        Parameters are gathered only if `is_here` returns True for them.
+        Only parameters for which `is_here` returns True are gathered.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -300,7 +301,7 @@ class _GatherParameter(torch.autograd.Function):
 
 
 class _TakeParameterShard(torch.autograd.Function):
-    """Takes this rank's part of a full parameter."""
+    """Returns this rank's part of a full parameter."""
 
     @staticmethod
     def forward(

@@ -32,7 +32,7 @@ class ModuleSplit:
         module: The module.
         style: The class of the split module.
         tensors: Maps each split parameter's key to its split dimension and each rank's ranges.
-        local_attributes: The attributes of each rank's part.
+        local_attributes: For each rank, the attributes of its part.
         ranges: The output range on each rank, or None.
         gather_output: True if `forward` gathers the output.
     """
@@ -50,7 +50,7 @@ class ModuleSplit:
 
 @dataclass(frozen=True)
 class SplitGroup:
-    """Splits of modules that must be split together. `kind` and `name` are for messages."""
+    """Modules that must be split together. `kind` and `name` appear in messages."""
 
     kind: str
     name: str
@@ -80,7 +80,7 @@ def range_length(ranges: Ranges) -> int:
 def even_split(
     what: str, size: int, parts: int, *, grain: int = 1, blocks: int = 1
 ) -> list[Ranges]:
-    """Split `size` elements with even_ranges. Raises ModelError, naming `what`, if impossible."""
+    """Split `size` elements with `even_ranges`. Raises ModelError, naming `what`, if impossible."""
     try:
         return even_ranges(size, parts, grain=grain, blocks=blocks)
     except ValueError as error:
@@ -93,7 +93,7 @@ def even_split(
 def colwise(
     name: str, module: nn.Module, parts: Sequence[Ranges], *, gather_output: bool = False
 ) -> ModuleSplit:
-    """Split a linear layer by output features into `parts`.
+    """Describe a linear layer's split by output features into `parts`.
 
     If `gather_output` is true, its `forward` gathers the output.
     """
@@ -111,7 +111,7 @@ def colwise(
 
 
 def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSplit:
-    """Split a linear layer by input features into `parts`."""
+    """Describe a linear layer's split by input features into `parts`."""
     _check_linear(name, module)
     columns = has_columns(type(module))
     attribute = "nx" if columns else "in_features"
@@ -124,7 +124,7 @@ def rowwise(name: str, module: nn.Module, parts: Sequence[Ranges]) -> ModuleSpli
 
 
 def embedding(name: str, module: nn.Module, parts: int) -> ModuleSplit:
-    """Split an embedding by its vocabulary. Raises ModelError if it is not supported."""
+    """Describe an embedding's split by vocabulary. Raises ModelError if it is not supported."""
     if type(module).forward is not nn.Embedding.forward:
         raise ModelError(
             f"{name} is a {type(module).__name__}, but only torch.nn.Embedding can be split by its "
@@ -152,14 +152,14 @@ def local_module(
     tensors: Mapping[str, tuple[int, Sequence[Ranges]]],
     local_attributes: Sequence[Mapping[str, Any]],
 ) -> ModuleSplit:
-    """Split a module whose own `forward` also works on a part."""
+    """Describe the split of a module whose own `forward` also works on a part."""
     return ModuleSplit(name, module, LocalModule, tensors, local_attributes)
 
 
 def sequence_parallel(name: str, module: nn.Module) -> ModuleSplit:
-    """Run a module on each rank's own tokens.
+    """Describe a module that runs on each rank's own tokens.
 
-    The module must compute token by token. Raises ModelError if it has submodules.
+    The module must compute each token separately. Raises ModelError if it has submodules.
     """
     if next(module.children(), None) is not None:
         raise ModelError(

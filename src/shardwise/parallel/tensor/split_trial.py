@@ -1,10 +1,10 @@
-"""Tests whether a module gives the same result if it is split, before it is split permanently.
+"""Tests whether a module gives the same result when it is split, before permanently splitting it.
 
-The parts of all ranks run in this process on the CPU, in one thread each, in evaluation and
-training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of inputs
-and of all parameters, must match the unsplit module's. The gradients matter because an unsplit
-parameter between split layers would receive only part of its gradient. A split is rejected if some
-of its layers did not run, because the test then proves nothing about them.
+The parts of all ranks run in this process on the CPU, in one thread each. They run in evaluation
+and in training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of
+inputs and of all parameters, must match the unsplit module's. The gradients matter because an
+unsplit parameter between split layers would receive only part of its gradient. A split is rejected
+if some of its layers did not run, because the test then proves nothing about them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LIMIT = 60.0
 
 
 class _ThreadGroup(Solo):
-    """A group of threads in this process, with the only collective that regions use."""
+    """A group of threads in this process, which offers only the collective that regions need."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _ThreadGroup(Solo):
 
 
 class _NoRandomness(ReplicaRandomness):
-    """Tracks regions without seeding, because a trial uses no random numbers."""
+    """Tracks tensor-parallel regions without seeding, because a trial uses no random numbers."""
 
     def enter_region(self) -> None:
         self._common_state = (
@@ -73,7 +73,10 @@ class _NoRandomness(ReplicaRandomness):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Whether a split module gives the same result, and why not, if that is worth reporting."""
+    """The result of a trial: whether a split module computes the same as the unsplit one.
+
+    `why` is None if it does, or if the reason is not worth reporting.
+    """
 
     accepted: bool
     why: str | None = None
@@ -91,8 +94,9 @@ HOOKED = "a hook is registered between its layers"
 def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
     """Test whether `module` gives the same result if it is split as described by `group`.
 
-    The split is also rejected if the module runs on no input of shape (rows, length, features) or
-    (rows, features), if its split layers do not run, or if a user's hook would see only a part.
+    The split is also rejected in three other cases: the module runs on no input of shape (rows,
+    length, features) or (rows, features), a split layer does not run, or a user's hook would see
+    only a part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
     # A trial must not advance the generators, because the script's own draws would then change.
@@ -137,7 +141,7 @@ class _TrialMode:
 
     @property
     def reached_parameters(self) -> set[str]:
-        """The names of the parameters that receive a gradient."""
+        """Names of the parameters that receive a gradient."""
         assert self.expected is not None
         return {name for name, grad in self.expected.grads.items() if grad is not None}
 
@@ -199,7 +203,7 @@ def _compare(modes: Sequence[_TrialMode]) -> TrialResult:
 
 @dataclass(frozen=True)
 class _TrialOutputs:
-    """The outputs followed by the input's gradient, and each parameter's gradient by name."""
+    """A list of the outputs and the input's gradient, and a dict of parameter gradients by name."""
 
     outputs: list[Tensor]
     grads: dict[str, Tensor | None]
@@ -208,7 +212,7 @@ class _TrialOutputs:
 def _expected_on_rank(
     whole: _TrialOutputs, splits: Sequence[ModuleSplit], paths: dict[int, str], rank: int
 ) -> _TrialOutputs:
-    """Return the outputs and gradients that a rank must have if the split is correct."""
+    """Return the outputs and gradients that rank `rank` must have if the split is correct."""
     grads = dict(whole.grads)
     for cut in splits:
         for key, (dim, ranges) in cut.tensors.items():
@@ -220,7 +224,7 @@ def _expected_on_rank(
 
 
 def _width_of(module: nn.Module, narrow: int) -> int:
-    """Return the input width of `module`'s first layer, or `narrow` if it is unknown."""
+    """Return the input width of the module's first layer, or `narrow` if it is unknown."""
     for each in module.children():
         if split_rules.is_linear(each):
             return split_rules.widths(each)[0]
@@ -255,7 +259,7 @@ def _run(
 ) -> _TrialOutputs | None:
     """Run `module` on `x`. Return its outputs and gradients, or None if the forward pass fails.
 
-    If a hook is the reason, `refused` is called.
+    `refused` is called if the pass fails because of a user's hook.
     """
     x = x.clone().requires_grad_()
     named = dict(module.named_parameters())
@@ -284,7 +288,7 @@ def _split_copy(
     replica: Replica,
     allowed: RecordedOperations,
 ) -> nn.Module:
-    """Copy `whole`, and split the copy for the rank of `replica`."""
+    """Copy `whole`, and split the copy for this thread's rank in `replica`."""
     clone = copy.deepcopy(whole)
     rank = replica.group.rank
     for cut in splits:

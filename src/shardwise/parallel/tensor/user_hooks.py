@@ -1,4 +1,4 @@
-"""Rejects user hooks on modules between split layers, in the first forward pass that calls one.
+"""Rejects user hooks on modules between split layers, in the first forward pass that runs one.
 
 Such a hook would see only part of the features, and mistake it for the full tensor.
 """
@@ -32,9 +32,10 @@ _WORDS = {
 
 
 class HookGuard:
-    """Checks modules whose forward pass starts or ends while a region is open.
+    """Rejects user hooks on modules that start or end their forward pass in an open region.
 
-    `name_of` returns a module's name for messages.
+    A region is where ranks have different parts of a tensor. `name_of` returns a module's name for
+    messages.
     """
 
     def __init__(self, name_of: Callable[[nn.Module], str] | None = None) -> None:
@@ -61,9 +62,9 @@ class HookGuard:
         ]
 
     def close(self) -> None:
-        """Stop checking.
+        """Stop checking modules.
 
-        Called at the end of a region, where all ranks have the same tensors again.
+        Called at the end of a region, after which all ranks have the same tensors again.
         """
         while self._handles:
             self._handles.pop().remove()
@@ -118,9 +119,9 @@ def silent_hook(*_: Any) -> None:
 
 @contextmanager
 def silence_hooks(module: nn.Module) -> Iterator[None]:
-    """Context manager that silences the user's hooks on `module` and its submodules.
+    """Context manager that disables the user's hooks on `module` and its submodules.
 
-    Copies made inside the block have the silenced hooks.
+    Copies made inside the block also have disabled hooks.
     """
     hooks_by_module = [
         (inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL

@@ -1,6 +1,6 @@
-"""Runs forward passes with fixed numbers instead of random ones.
+"""Replaces random numbers with fixed ones in forward passes.
 
-This makes an unsplit module and its parts comparable.
+An unsplit module and its parts can then be compared.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _FILLS: dict[Any, float] = {
 
 
 class SharedRandomness(Exception):
-    """Raised if every rank would draw a number that the unsplit module draws only once."""
+    """Raised if every rank would draw its own number where the unsplit module draws just one."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces random numbers with fixed ones inside the block.
+    """Context manager that replaces random numbers with fixed ones.
 
     `shapes` records the shapes of random tensors, in order. `whole` holds the shapes that the
-    unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor of
-    the same shape as in the unsplit module raises SharedRandomness. In the unsplit module all
-    features share its numbers (a dropped token), but in a region each rank has different features
-    and draws its own numbers.
+    unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor with
+    the unsplit module's shape raises SharedRandomness. Such a tensor does not depend on the number
+    of features. The unsplit module applies its numbers to all features (a dropped token), but
+    inside a region, each rank would draw different numbers for its features.
     """
 
     def __init__(
