@@ -160,7 +160,7 @@ class Agent:
         self._send("ready", address=address, **ports)
 
     def on_start(self, meeting: dict[str, Any], streams: dict[str, Any]) -> None:
-        """Start the ranks. `meeting` holds the fields of a Meeting, and `streams` of a WorkerStreams."""
+        """Start the ranks. `meeting` and `streams` hold the fields of Meeting and WorkerStreams."""
         self._run_part(0, meeting, streams, LocalWorkers, self._listener)
         if self._listener is not None:
             self._listener.close()
@@ -264,7 +264,7 @@ class Agent:
         self._write()
 
     def _write(self) -> None:
-        """Write as many messages as the connection accepts now. The selector calls this for the rest."""
+        """Write as much as the connection accepts now. The selector calls this for the rest."""
         waiting = OUT in self._selector.get_map()
         try:
             self._out = self._out[os.write(OUT, self._out) :]

@@ -203,7 +203,7 @@ def bytes_of(text: str) -> bytes:
 
 
 def rank_exit(message: Message, offset: float) -> RankExit:
-    """Create a RankExit from a message of kind "end". Raises ProtocolError if the message is invalid.
+    """Create a RankExit from a message of kind "end". Raises ProtocolError if it is invalid.
 
     Args:
         message: The message.
