@@ -30,7 +30,7 @@ from shardwise.world.current_batch import Batch
 class BackwardRunner:
     """Runs backward passes, and accumulates their gradients until the next step.
 
-    `timing` measures the time per layer, if it is not None.
+    `timing` measures the time per layer. It may be None.
     """
 
     def __init__(
@@ -206,10 +206,10 @@ class BackwardRunner:
     # -- before and after -------------------------------------------------------------------
 
     def _begin(self, *, weighted: bool, anew: bool) -> Batch | None:
-        """Check that a backward pass is allowed now, and return its batch.
+        """Return the batch of a new backward pass. Raise UsageError if no pass is allowed now.
 
-        `anew` is True if the user passed a weight, and no earlier backward pass is known to have
-        counted the same items.
+        `anew` is True if the user passed a weight and did not say that an earlier backward pass has
+        already counted the same items.
         """
         state, world = self._state, self._world
         self._world.draws.check_outside("engine.backward")
@@ -261,7 +261,7 @@ class BackwardRunner:
     def _announce_loss(self, terms: LossTerms, *, is_said: bool) -> None:
         """At the first backward pass, print how a loss with these `terms` is weighted.
 
-        `is_said` is True if the user has passed a weight or a reduction.
+        `is_said` is True if the user passed a weight or a reduction.
         """
         if not self._announced_loss:
             self._announced_loss = True
@@ -302,10 +302,10 @@ class BackwardRunner:
         is_sole: bool = False,
         keep_graph: bool = False,
     ) -> None:
-        """Run autograd from `loss`, and collect its gradients multiplied by `factor`.
+        """Run autograd from `loss`, and accumulate its gradients multiplied by `factor`.
 
-        `share` is the loss's share of the loss of a single process. `is_sole` is True if no other
-        loss is expected in this step.
+        `share` is the fraction that `loss` contributes to the loss that a single process would
+        compute. `is_sole` is True if no other loss is expected in this step.
         """
         # The previous backward pass left out a weight that is 0. Drop its gradients: they would
         # count with weight 1, and may be NaN.
@@ -330,7 +330,7 @@ class BackwardRunner:
             usage_checks.check_reachable(loss, several=len(living) > 1)
 
     def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Run before autograd, which starts from `loss` with `seed`. Overridden by the guard."""
+        """Called before autograd starts from `loss` with `seed`. The guard overrides it."""
 
     def _one_by_one(
         self,
@@ -340,9 +340,9 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run the forward and backward passes for each of `parts`, and return their mean loss.
+        """Run the forward and backward passes of each micro-batch in `parts`.
 
-        The loss is a 0-dim fp64 tensor.
+        Returns the mean loss, a 0-dim fp64 tensor.
         """
         losses = []
         for number, (weight, part, share) in enumerate(parts):
@@ -356,7 +356,7 @@ class BackwardRunner:
         return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
-        """Return autograd's `inputs`: this engine's parameters, or None without other engines."""
+        """Return autograd's `inputs`: this engine's parameters, or None if it is the only one."""
         if len(living) == 1:
             return None
         # Without inputs=, autograd would also run the hooks of other engines' parameters. Leave out
@@ -376,9 +376,9 @@ class BackwardRunner:
         among: frozenset[int] | None = None,
         usual: bool = True,
     ) -> Iterator[None]:
-        """Collect gradients from hooks inside the block.
+        """Accumulate gradients by hooks while the block runs autograd.
 
-        If `by_hand` is true, collect them all at the end of the block instead.
+        If `by_hand` is true, accumulate them from `param.grad` at the end of the block instead.
         """
         gradients = self._objects.states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
@@ -400,7 +400,7 @@ class BackwardRunner:
 
     @contextmanager
     def _units(self, *, keep_graph: bool) -> Iterator[None]:
-        """Gather each unit when the backward pass reaches it, if parameters are sharded."""
+        """With sharded parameters, gather each unit when the backward pass reaches it."""
         shown = self._objects.states.shown
         if shown is None:
             yield
@@ -424,7 +424,7 @@ class BackwardRunner:
         last: bool,
         look_at: LookAtLoss,
     ) -> Tensor:
-        """Run forward and backward passes for `parts` in the pipeline. Return the mean loss."""
+        """Run the micro-batches in `parts` through the pipeline, and return the mean loss."""
         assert self._pipeline is not None
         coordinates = self._state.coordinates
         return self._pipeline.train(
@@ -441,10 +441,9 @@ class BackwardRunner:
         )
 
     def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:
-        """Return the error if a parameter `used` outside of layers is freed too early, or None.
+        """Return the error if a parameter `used` outside of the layers is freed too early, or None.
 
-        Some units stay gathered from the forward pass to the backward pass; others are freed in
-        between.
+        Only some units stay gathered between the forward and the backward pass.
         """
         shown = self._objects.states.shown
         if shown is None:
@@ -459,7 +458,7 @@ class BackwardRunner:
         return None if first is None else str(parameters_at_rest.used_outside(first))
 
     def _show_stage(self, stage: int | None) -> None:
-        """From now on, gather the units of `stage`, if parameters are sharded."""
+        """With sharded parameters, gather only units of pipeline stage `stage` from now on."""
         shown = self._objects.states.shown
         if shown is not None:
             shown.residency.part = stage
@@ -467,7 +466,7 @@ class BackwardRunner:
     def _stage_by_stage(
         self, loss: StageTensor, part: Part, *, last: bool, keep_graph: bool
     ) -> Tensor:
-        """Run the backward pass of a loss whose layers are on several ranks, stage by stage."""
+        """Run the backward pass of a loss, one pipeline stage after another."""
         assert self._pipeline is not None
         return self._pipeline.backward(
             loss,
@@ -481,9 +480,9 @@ class BackwardRunner:
 
 
 def layer_times_of(state: EngineState) -> LayerTimes | None:
-    """Return the layer timing for the first engine's first model on rank 0, or None.
+    """Return the layer timing of this process's first model if `time_layers` is set.
 
-    None on other ranks, for other engines, and if `time_layers` is not set.
+    Only rank 0's first engine has one. Returns None for other ranks and engines.
     """
     path = state.spec.settings.time_layers
     if path is None or state.number or not state.world.is_main:

@@ -1,4 +1,4 @@
-"""Builds the three states from the user's models and optimizers, and takes them apart again."""
+"""Builds an engine's states (parameters, gradients, optimizer state), and dismantles them again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 @dataclass(frozen=True)
 class ShardedUnits:
-    """The units of sharded parameters, and the residency manager that gathers and frees them."""
+    """The units of sharded parameters, with the object that gathers and frees them."""
 
     sections: Sections
     residency: Residency
@@ -50,9 +50,9 @@ class ShardedUnits:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """The parameters of one bucket, and the size of each of their states on one rank.
+    """A bucket's parameters, and the bytes that one rank stores for it.
 
-    `sizes` are in bytes, in the order of STATES.
+    `sizes` has one entry per state, in the order of STATES.
     """
 
     named: Sequence[NamedParameter]
@@ -61,10 +61,11 @@ class BucketBytes:
 
 @dataclass(frozen=True)
 class States:
-    """Parameters, gradients and optimizer state, laid out and connected.
+    """The parameters, gradients and optimizer state of an engine.
 
-    `shown` gathers parameters if they are sharded. `averages` is set if `ema_decay` is. `hooks` is
-    `spec.hooks`. `copies` are those of another rank's optimizer state, with `--survive`.
+    `shown` gathers sharded parameters, and is None if parameters are replicated. `averages` is set
+    if `ema_decay` is. `hooks` is `spec.hooks`. `copies` are this rank's copies of another rank's
+    optimizer state, with `--survive`.
     """
 
     parameters: Parameters
@@ -79,13 +80,16 @@ class States:
 
     @property
     def state_bytes(self) -> int:
-        """Current size in bytes of the three states, averages and anchor on this rank."""
+        """Current size in bytes of this rank's states, including those of `extra_bytes`."""
         gradients = self.gradients.state_bytes
         states = self.parameters.state_bytes + gradients + self.optimizer.state_bytes
         return states + sum(self.extra_bytes().values())
 
     def extra_bytes(self) -> dict[str, int]:
-        """Return the sizes of averages and anchor in bytes by name, if they exist."""
+        """Return the sizes in bytes of averages, second copies and anchor, by name.
+
+        Omits those that do not exist or are empty.
+        """
         kept = {
             "averages": self.averages,
             "second copies": self.copies,
@@ -94,7 +98,7 @@ class States:
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """Group bucket indices by the `key` of the parameters in the buckets."""
+        """Return, for each value of `key`, the indices of the buckets that hold such parameters."""
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
@@ -102,19 +106,22 @@ class States:
         return {value: frozenset(numbers) for value, numbers in buckets_of.items()}
 
     def expected_bytes(self) -> int:
-        """Return what `state_bytes` will be once the optimizers have created all their state."""
+        """Return the value of `state_bytes` once the optimizers have created all their state."""
         return sum(self.extra_bytes().values()) + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Return the expected size in bytes of each of STATES on this rank, on any tier.
+        """Return the expected size in bytes of each of STATES on this rank, on all tiers together.
 
-        Excludes averages and anchor.
+        Excludes averages, second copies and anchor.
         """
         sizes = zip(*(bucket.sizes for bucket in self.bytes_by_bucket()), strict=True)
         return dict(zip(STATES, map(sum, sizes), strict=True))
 
     def bytes_by_bucket(self) -> list[BucketBytes]:
-        """Return the expected size of each bucket in bytes, with sharded frozen parameters last."""
+        """Return the expected size of each bucket in bytes.
+
+        Sharded frozen parameters, which are in no bucket, are at the end of the list.
+        """
         parameters, buckets = self.parameters, self.gradients.buckets
         trained = [
             BucketBytes(
@@ -137,7 +144,7 @@ def build(
     averages: Mapping[nn.Parameter, Tensor] | None = None,
     anchor: Kept | None = None,
 ) -> States:
-    """Lay out the three states for the models and optimizers of `spec`. Collective.
+    """Create the states for the models and optimizers of `spec`. Collective.
 
     Args:
         spec: The models, optimizers, settings and process groups.
@@ -211,7 +218,7 @@ def build(
 def _gradients(
     spec: EngineSpec, parameters: Parameters, shown: ShardedUnits | None, factory: StorageFactory
 ) -> Gradients:
-    """Create the gradients of `parameters`, and decide when their buckets may be launched."""
+    """Create the gradients of `parameters`, and set when a bucket's reduction may be launched."""
     gradients = Gradients(
         parameters,
         spec.placement,
@@ -244,9 +251,9 @@ def _gradients(
 
 
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
-    """Return the buckets that all ranks of the replica hold unsplit and another rank counts.
+    """Return the indices of the buckets that this rank leaves out of the gradient norm.
 
-    Their squares must enter the norm only once.
+    Every tensor-parallel rank holds these buckets in full, and only rank 0 counts them.
     """
     if spec.tensor_rank == 0:
         return set()
@@ -262,7 +269,7 @@ def take_apart(
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
     """Move parameters and optimizer state back into the user's objects. Collective.
 
-    Returns masters, averages and anchor, keyed by parameter, as `build` takes them.
+    Returns masters, averages and anchor in the form that `build` accepts.
     """
     # Gather everything first: `release` frees the flat buffers that hold the values.
     masters = states.gathering.masters()
@@ -277,7 +284,7 @@ def take_apart(
 def give_back(
     spec: EngineSpec, states: States, gathered: Mapping[nn.Parameter, dict[str, Any]]
 ) -> None:
-    """Move parameters, and the `gathered` state of each, back into the user's objects.
+    """Move parameters and their `gathered` optimizer state back into the user's objects.
 
     Collective if parameters are sharded.
     """
@@ -363,9 +370,10 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
 
 
 def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
-    """Raise ModelError if an optimizer of this `kind` cannot work on parts of tensors.
+    """Raise ModelError if an optimizer of this `kind` cannot update parts of tensors.
 
-    `split` is the number of tensors in its parameter group `group` that tensor parallelism splits.
+    `split` is the number of tensors in parameter group `group` that tensor or expert parallelism
+    splits.
     """
     if not kind.separable and spec.placement.is_sharded("optimizer"):
         raise ModelError(
@@ -478,7 +486,7 @@ def _parameters(
 def _spec(
     spec: EngineSpec, named: NamedParameter, owner: ParameterGroup | None, unit: int
 ) -> bucket_layout.Spec:
-    """Return the layout's description of a parameter, which is frozen if `owner` is None."""
+    """Describe a parameter to the bucket layout. It is frozen if `owner` is None."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
     return bucket_layout.Spec(
         name=named.name,
@@ -497,7 +505,7 @@ def _spec(
 
 
 def _room(spec: EngineSpec, shard: Shard) -> int:
-    """Return the number of elements to count for a split parameter in its bucket's capacity."""
+    """Return the number of elements that a split parameter counts towards its bucket's capacity."""
     # Of several experts' parameters in a bucket, a rank holds only a part.
     holders = 1 if spec.experts is None else spec.experts.group.size
     return -(-shard.most // holders)

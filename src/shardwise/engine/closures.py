@@ -1,4 +1,4 @@
-"""Checks steps with a closure, which some optimizers (L-BFGS) call several times."""
+"""Checks whether a step may use a closure, which some optimizers (L-BFGS) call several times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.errors import UsageError
 def check(
     spec: EngineSpec, states: States, accumulation: LossAccumulation, *, scaled: bool
 ) -> None:
-    """Raise UsageError if a step with a closure is not possible.
+    """Raise UsageError if this step cannot use a closure.
 
     `scaled` is True if there is a loss scale.
     """
@@ -62,12 +62,12 @@ def check(
 
 
 def may_call_repeatedly(states: States) -> bool:
-    """Return whether an optimizer updates all tensors at once, and may call a closure often."""
+    """Return whether an optimizer updates all tensors together, and so may repeat the closure."""
     return any(group.together for group in states.optimizer.groups)
 
 
 def check_given(states: States, *, given: bool) -> None:
-    """Raise UsageError if an optimizer needs a closure, unless one was `given`."""
+    """Raise UsageError if an optimizer needs a closure and none was `given`."""
     for group in states.optimizer.groups:
         if group.kind.needs_closure and not given:
             name = type(group.optimizer).__name__
@@ -78,7 +78,7 @@ def check_given(states: States, *, given: bool) -> None:
 
 
 def _check_known(states: States) -> None:
-    """Raise UsageError if an optimizer is not one of torch's own."""
+    """Raise UsageError unless all optimizers are torch's own."""
     # torch's elementwise optimizers call the closure once, before the update.
     for group in states.optimizer.groups:
         if not group.kind.known:

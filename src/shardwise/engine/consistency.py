@@ -1,4 +1,7 @@
-"""Checks that all ranks train the same model with the same options, and copies rank 0's state."""
+"""Checks that all ranks train the same model with the same options.
+
+It also copies rank 0's optimizer state to the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def check_same_model(spec: EngineSpec) -> None:
 def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Set[int]) -> None:
     """Raise ModelMismatch on all ranks if the parameters in `written` differ between ranks.
 
-    Otherwise each rank would train a different model. Collective.
+    Without this check, each rank would train a different model. Collective.
 
     Args:
         spec: The engine's models and process groups.
@@ -72,9 +75,10 @@ def check_written(spec: EngineSpec, named: Sequence[NamedParameter], written: Se
 def _gathered_values(
     spec: EngineSpec, named: Sequence[NamedParameter], names: Set[str]
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
-    """Return, for each rank, a fingerprint of each parameter in `names`. Collective.
+    """Gather each rank's fingerprints of the parameters in `names`. Collective.
 
-    The key includes the index of the part if the parameter is split, because its parts differ.
+    Returns one dict per rank. Its keys are (part, name), because the parts of a split parameter
+    differ; `part` is 0 for other parameters.
     """
     mine = {
         (0 if each.shard is None else spec.part_rank, each.name): fingerprints.sums_of(
@@ -114,7 +118,7 @@ def _first_difference(mine: Sequence[str], other: Sequence[str]) -> tuple[str, s
 
 
 def make_state_alike(spec: EngineSpec) -> None:
-    """Broadcast rank 0's optimizer state to every rank, as for parameters. Collective."""
+    """Broadcast rank 0's optimizer state to every rank. Collective."""
     # Send the structure as an object without tensors; `make_alike` then broadcasts the tensors.
     mine = [_outline(optimizer) for optimizer in spec.optimizers]
     gathered = spec.world_group.gather_objects(mine)
@@ -146,7 +150,7 @@ class _Tensor:
 
 
 def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
-    """Return each parameter's optimizer state in order, with tensors reduced to shape and dtype."""
+    """Return each parameter's optimizer state, with tensors replaced by their shape and dtype."""
     states = [
         optimizer.state.get(p, {}) for group in optimizer.param_groups for p in group["params"]
     ]
@@ -162,7 +166,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """Return `entry`, or the tensor that it describes, whose values are filled in later."""
+    """Return `entry`. If it describes a tensor, return one to receive the values into instead."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:
@@ -172,7 +176,7 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 
 
 def everything(spec: EngineSpec) -> list[Tensor]:
-    """Return all parameters and buffers of all models, trained or frozen, except meta tensors."""
+    """Return all parameters and buffers of all models, also frozen ones, except meta tensors."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     tensors = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in tensors if not tensor.is_meta]
@@ -184,7 +188,7 @@ _PLAIN = (bool, int, float, str, complex, type(None))
 
 
 class OptionChecksum:
-    """Computes a checksum of the options in the optimizers' parameter groups, to compare ranks.
+    """A checksum of the options in the optimizers' parameter groups, to compare ranks.
 
     It covers numbers, strings, sequences of these, and tensors on the CPU.
     """
@@ -195,7 +199,7 @@ class OptionChecksum:
         self._number = 0.0
 
     def number(self) -> float:
-        """Return the checksum. Takes microseconds, because it is cached until a value changes."""
+        """Return the checksum. It is cached until an option changes."""
         values = [value for _, value in self._named()]
         # A 32-bit number is exact in the exchange's fp64 vector. `repr` of a float is exact and the
         # same on every host.
@@ -204,7 +208,7 @@ class OptionChecksum:
         return self._number
 
     def difference(self, group: Collectives) -> ModelMismatch:
-        """Return the error that names the first option that differs between ranks. Collective."""
+        """Return an error that names the first option that differs between ranks. Collective."""
         gathered: list[list[tuple[str, Any]]] = group.gather_objects(list(self._named()))
         for rank, named in enumerate(gathered):
             for (name, here), (_, there) in zip(gathered[0], named, strict=False):

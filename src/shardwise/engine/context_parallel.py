@@ -1,4 +1,4 @@
-"""Connects a model whose sequences are cut over ranks (`--context`) with the engine."""
+"""Connects the engine with a model whose sequences are split across ranks (`--context`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from shardwise.world.world import World
 
 
 class ContextParallel:
-    """The engine's side of `--context`: hooks on its model, and the trial of its first batch.
+    """The engine's part of `--context`: the hooks on its model, and a trial of the first batch.
 
-    Create it before the engine changes the model, because the trial copies it.
+    Create it before the engine changes the model, because the trial copies the model.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
@@ -42,7 +42,7 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """Number of ranks over which each sequence is cut."""
+        """Number of ranks that share each sequence."""
         return self.run.group.size
 
     def install(self) -> None:
@@ -115,7 +115,7 @@ class ContextParallel:
     def check_loss(
         self, terms: LossTerms, batch: Batch | None, reduction: str, *, is_weighted: bool
     ) -> None:
-        """Raise UsageError if the number of items of a loss on this rank is unknown.
+        """Raise UsageError if it is unknown how many items a loss averages over on this rank.
 
         `is_weighted` is True if the user passed a weight.
         """
@@ -145,7 +145,11 @@ class ContextParallel:
                 )
 
     def begin_backward(self, loss: Tensor, weight: float | Tensor) -> float:
-        """Prepare a backward pass of `loss`. Returns the weight that keeps its gradients."""
+        """Prepare a backward pass of `loss`, and return the weight to collect its gradients with.
+
+        The result is 1 even if `weight` is 0, because other ranks' losses depend on this rank's
+        keys and values.
+        """
         if loss.grad_fn is None:
             raise UsageError(
                 "This loss has no graph, but the backward pass of attention needs every worker "
@@ -156,14 +160,14 @@ class ContextParallel:
         return 1.0
 
     def refuse(self, call: str) -> UsageError:
-        """Return the error for a `call` that cannot be combined with `--context`."""
+        """Return the error to raise for a `call` that does not work with `--context`."""
         return UsageError(
             f"{call} cannot be combined with --context {self.size} yet: write engine.backward on "
             "batches from sw.Loader or world.share."
         )
 
     def describe(self) -> str:
-        """Return the method in words, for the startup summary."""
+        """Describe the method for the startup summary."""
         return {
             "auto": "attention exchanges heads (Ulysses), or gathers keys if heads do not divide",
             "ulysses": "attention exchanges heads (Ulysses)",
@@ -172,9 +176,9 @@ class ContextParallel:
 
 
 def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> ContextParallel | None:
-    """Return the context-parallel state of an engine, or None without `--context`.
+    """Create the context-parallel state of an engine, or return None without `--context`.
 
-    Raises ConfigError or ModelError if the settings or models cannot be combined with it.
+    Raises ConfigError or ModelError if the settings or models do not work with `--context`.
     """
     size = world.context_size
     if size == 1:

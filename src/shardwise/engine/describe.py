@@ -1,4 +1,4 @@
-"""Builds and prints the table of engine.describe(): units, buckets, and sizes per rank and tier."""
+"""Builds and prints the table of `engine.describe()`: units, buckets, bytes per rank and tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.messages.printable import in_bytes, printable
 
 @dataclass
 class _Row:
-    """One unit, or several equal units in sequence."""
+    """A table row: one unit, or several consecutive equal units."""
 
     names: list[str]
     parameters: int = 0
@@ -49,7 +49,7 @@ class _Row:
 def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
     """Return a table of this rank's sizes, with one row per unit and a row of totals.
 
-    Equal units in sequence share a row.
+    Consecutive equal units share a row.
     """
     rows = _rows(states)
     total = _Row(["all"])
@@ -79,7 +79,7 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
 
 
 def show(table: Table) -> None:
-    """Print `table`. In a narrow terminal its lines wrap, so that no number is cut off."""
+    """Print `table`. Lines wrap in a narrow terminal, so no number is cut off."""
     console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
     # Widen the console: rich would otherwise shorten numbers with an ellipsis.
@@ -100,7 +100,7 @@ def _title(spec: EngineSpec, transport: str) -> str:
 
 
 def _rows(states: States) -> list[_Row]:
-    """Return one row per unit, or a single row for the model if parameters are replicated."""
+    """Return one row per unit. If parameters are replicated, return one row for the whole model."""
     # If parameters are replicated, a bucket may span several units, so there is only one row.
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
@@ -116,7 +116,7 @@ def _rows(states: States) -> list[_Row]:
 
 
 def _merge(rows: list[_Row]) -> list[_Row]:
-    """Merge equal rows in sequence."""
+    """Merge consecutive equal rows."""
     merged: list[_Row] = []
     for row in rows:
         if merged and merged[-1].is_like(row):

@@ -24,7 +24,10 @@ class Skips:
         self._count = 0
 
     def words(self, *, finite: bool) -> str:
-        """Record whether a step's gradient was `finite`, and return a warning or (usually) ""."""
+        """Record whether a step's gradient was `finite`.
+
+        Returns a warning if too many consecutive steps were skipped, otherwise "".
+        """
         self._count = 0 if finite else self._count + 1
         if self._count != SKIPS:
             return ""
@@ -36,8 +39,6 @@ class Skips:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankReport:
-    """One rank's report about the failed step."""
-
     parameters: list[str]
     loss_is_bad: bool
     gradient_is_bad: bool | None
@@ -54,7 +55,7 @@ class _RankReport:
 def nonfinite_error(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
-    """Return the NonFiniteError that all ranks raise. Collective."""
+    """Return the NonFiniteError for all ranks to raise. Collective."""
     return NonFiniteError(
         f"{nonfinite_cause(step, states, accumulation, group)} Nothing was updated. Check these "
         "samples, lower the learning rate, or clip with engine.step(max_norm=1.0). To skip such "
@@ -65,7 +66,7 @@ def nonfinite_error(
 def nonfinite_cause(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> str:
-    """Return sentences that name the parameters, ranks and samples. Collective."""
+    """Describe which parameters, ranks and samples caused a non-finite gradient. Collective."""
     named = states.parameters.named
     mine = _RankReport(
         parameters=[named[index].name for index in states.gradients.nonfinite()],
@@ -81,7 +82,7 @@ def nonfinite_cause(
 
 
 def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
-    """Return a sentence that names the rank with the largest loss, and its samples. Collective."""
+    """Describe which rank has the largest loss, and its samples. Collective."""
     weight = float(sum(accumulation.weights))
     mine = float(sum(accumulation.losses)) / (accumulation.divisor or weight or 1.0)
     samples = [index for indices in accumulation.indices for index in indices]
@@ -93,7 +94,7 @@ def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
 
 
 def _origin(reports: Sequence[_RankReport]) -> str:
-    """Return a sentence that names the cause of the bad gradient, as far as it is certain."""
+    """Describe the cause of the non-finite gradient, or say that it is unknown."""
     accused = [text for rank, each in enumerate(reports) if (text := each.accusation(rank))]
     if accused:
         return f"The cause is {' and '.join(accused)}."

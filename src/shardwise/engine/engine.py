@@ -1,13 +1,13 @@
-"""Implements the `Engine` that users call. It delegates the work to its parts:
+"""Defines `Engine`, which users call. It delegates the work to these objects:
 
-    EngineState     shared by the parts: the user's objects, the states, the accumulation
+    EngineState     shared by the others: the user's objects, the states, the accumulation
     BackwardRunner  weights losses, runs autograd, collects gradients     (backward.py)
     StepRunner      reduces, exchanges, decides, updates, clears          (step.py)
     StateAccess     full parameters, averages, plain optimizer state      (state_access.py)
     Checkpoints     saves, resumes, loads, saves on preemption            (checkpoint/)
     RandomState     this rank's random generators                         (random_state.py)
 
-Only the entries of the placement decide what a step does.
+What a step does is determined only by the entries of the placement.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Engine(HintsAtAttributes):
         models: One module or a sequence of modules. The engine changes them in place.
         optimizers: One torch optimizer or a sequence. Learning-rate schedulers and edits of
             `param_groups` keep working.
-        scaler: The GradScaler that `step` calls (fp16). Default: none.
+        scaler: The GradScaler that `step` uses (fp16). Default: none.
         tensor_plan: With `--tensor`, how to split layers that the engine does not recognise. Keys
             are patterns of module names: `{"blocks.*.up": "colwise", "blocks.*.down": "rowwise",
             "head": "whole"}`. See docs/parallel.md.
-        expert_plan: With `--expert`, blocks with experts that are no `sw.MoE`. Keys are patterns of
-            module names, values the options of the `sw.MoE` that computes the same:
+        expert_plan: With `--expert`, the blocks of experts that are not an `sw.MoE`. Maps patterns
+            of module names to the options of an `sw.MoE` that computes the same result:
             `{"blocks.*.moe": {"router": "gate", "experts": "experts", "top_k": 2}}`. See
             docs/experts.md.
         **settings: Keywords of `shardwise.config.Settings`, such as `zero=2` or
@@ -184,7 +184,7 @@ class Engine(HintsAtAttributes):
         Only this engine's parameters get gradients. If gradients are sharded, every call is
         collective, so every rank must make the same number of calls.
 
-        Losses of the same batch are added, as in plain PyTorch: its samples are counted once.
+        Losses of the same batch are added, as in plain PyTorch, and their samples are counted once.
 
         Args:
             loss: Scalar floating-point tensor, of shape () or with one element. It is a mean over
@@ -197,18 +197,18 @@ class Engine(HintsAtAttributes):
                 without a Loader.
             reduction: How losses are combined. `"mean"` (default): a weighted mean over all items.
                 `"sum"`: each loss is a sum over items, and the losses of all workers and backward
-                passes are added. `"ddp"`: as in DistributedDataParallel, the losses of each worker
-                are added, and these sums are averaged across workers.
+                passes are added. `"ddp"`: as in DistributedDataParallel, each worker's losses are
+                added, and these sums are averaged across workers.
             same_items: With `weight`, whether an earlier backward pass of this step has already
-                counted the items of this loss. Default: detected from the batch.
+                counted this loss's items. Default: detected from the batch.
             last: False if more backward passes follow in this step. This saves communication and
                 does not change the result.
             retain_graph: Keep the autograd graph, as in `torch.Tensor.backward`. Default: False.
 
         Raises:
             UsageError: The loss is not a scalar with a graph (unless its weight is 0), or its
-                weight cannot be determined. If no single weight fits all terms of all workers'
-                losses, the error is raised by `step`.
+                weight cannot be determined. If the terms of the workers' losses need different
+                weights, `step` raises the error instead.
 
         Example:
             loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -248,11 +248,11 @@ class Engine(HintsAtAttributes):
                 over. Default: the number of rows.
             reduction: As for `backward`.
             same_items: As for `backward`.
-            cut: If False, each element of `batch` is already one micro-batch: a tuple of the
-                arguments of `loss_of`. Default: True.
+            cut: If False, each element of `batch` is already a micro-batch: the tuple of arguments
+                to pass to `loss_of`. Default: True.
 
         Returns:
-            The mean loss (with `reduction="sum"` or `"ddp"` the sum), a 0-dim fp64 tensor that is
+            The mean loss, or the sum if `reduction` is "sum" or "ddp": a 0-dim fp64 tensor,
             identical on all ranks of the replica.
 
         Raises:
@@ -278,9 +278,10 @@ class Engine(HintsAtAttributes):
         Args:
             max_norm: Clip to this global 2-norm, like `torch.nn.utils.clip_grad_norm_`. Default: no
                 clipping.
-            closure: Computes the loss and calls `engine.backward`, instead of backward passes
-                before the step. The optimizer may call it several times (L-BFGS, which needs
-                replicated states: `--zero 0`). The returned statistics describe its first call.
+            closure: Function that computes the loss and calls `engine.backward`. It replaces the
+                backward passes before the step. Some optimizers call it several times, such as
+                L-BFGS, which needs replicated states (`--zero 0`). The returned statistics describe
+                the first call.
 
         Returns:
             `StepStats`: the mean loss, the gradient norm before clipping, the number of items, and
@@ -300,9 +301,10 @@ class Engine(HintsAtAttributes):
         return self._stepper.step(max_norm, closure)
 
     def reduce(self) -> float:
-        """Reduce this step's gradients across all workers, before `step` is called.
+        """Reduce this step's gradients across all workers before `step` is called.
 
-        `engine.step()` then uses these sums. Don't call `backward` in between. Collective.
+        `engine.step()` then uses the reduced gradients. Don't call `backward` in between.
+        Collective.
 
         Returns:
             The global 2-norm of the mean gradient.
@@ -318,10 +320,10 @@ class Engine(HintsAtAttributes):
         """Set `param.grad` to the full averaged gradient inside the block, to read or change it.
 
         Use it between backward and step. Inside, every trained parameter's `grad` is the gradient
-        of the mean over all items of all workers, unscaled and unclipped, with the parameter's
-        shape and dtype. It is None if no worker has a gradient. `engine.step()` updates with the
-        gradients that rank 0 has at the end of the block. Setting a gradient to None excludes the
-        parameter from the step. Collective: every rank must enter and leave the block.
+        of the mean over all workers' items, unscaled and unclipped, with the parameter's shape and
+        dtype. It is None if no worker has a gradient. `engine.step()` uses rank 0's gradients, as
+        they are at the end of the block. Setting a gradient to None excludes the parameter from the
+        step. Collective: every rank must enter and leave the block.
 
         Raises:
             UsageError: There was no backward pass since the last step, or no worker has the full
@@ -337,10 +339,10 @@ class Engine(HintsAtAttributes):
             yield
 
     def zero_grad(self) -> None:
-        """Discard the gradients accumulated since the last step.
+        """Discard the gradients accumulated since the last step, if there are any.
 
-        Must be called on every rank. Without gradients it does nothing. A training loop does not
-        need it, because `step` already clears the gradients.
+        Must be called on every rank. A training loop does not need it, because `step` already
+        clears the gradients.
         """
         self._stepper.zero_grad()
 
@@ -353,7 +355,7 @@ class Engine(HintsAtAttributes):
         """Gather full parameters inside the block, to read or write them with autograd off.
 
         Collective: every rank must enter and leave the block. Replicated parameters can also be
-        read at any time outside it.
+        read outside of it at any time.
 
         Args:
             module: Module whose parameters to gather. Default: all models.
@@ -374,9 +376,9 @@ class Engine(HintsAtAttributes):
         """Allow ranks to run different numbers of forward passes inside the block.
 
         Use it to generate sequences of different lengths, or to evaluate on rank 0 only. Training
-        inside is an error. All ranks must enter and leave the block. A rank that has finished keeps
-        participating in the gathers of the other ranks until all have finished. Does nothing if
-        parameters are not sharded.
+        inside is an error. All ranks must enter and leave the block. A rank that has finished
+        participates in the other ranks' gathers until all have finished. Does nothing if parameters
+        are not sharded.
 
         Raises:
             UsageError: With `--pipeline`, because a forward pass needs all workers of a replica.
@@ -391,7 +393,7 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Swap in the exponential moving average of the parameters (`ema_decay`) inside the block.
+        """Replace parameters by their exponential moving average (`ema_decay`) inside the block.
 
         Only parameters that an optimizer trains have an average; the others keep their values.
         Collective.
@@ -405,7 +407,7 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Swap in the anchor inside the block: the parameters after the islands' last averaging.
+        """Replace parameters by their anchor, the islands' last average, inside the block.
 
         Use it for evaluation. `export`, `model_state_dict` and checkpoints always use the anchor.
         Collective. Does nothing without `--islands`.
@@ -421,8 +423,8 @@ class Engine(HintsAtAttributes):
 
         Names, shapes and dtypes are those of the plain model. Tied weights are written once. Inside
         `engine.ema()` the averages are written. With `--trial` nothing is written. Call it on every
-        rank: it is collective if parameters are sharded. Rank 0 writes the file, and holds the full
-        model meanwhile.
+        rank, because it is collective if parameters are sharded. Rank 0 writes the file, and holds
+        the full model in memory meanwhile.
 
         Args:
             path: File to write. Its format is that of `torch.save` if it ends in .pt, .pth or .bin,
@@ -448,7 +450,7 @@ class Engine(HintsAtAttributes):
     def optimizer_state_dict(
         self, optimizer: optim.Optimizer | None = None, *, for_resume: bool = False
     ) -> dict[str, Any]:
-        """Return on every rank the state_dict that the optimizer would have in a single process.
+        """Return, on every rank, the state_dict that the optimizer would have in a single process.
 
         Collective. For 16-bit parameters it has the additional key `fp32_master_weights`, which
         torch's `load_state_dict` ignores.
@@ -463,7 +465,7 @@ class Engine(HintsAtAttributes):
     def load_optimizer_state_dict(
         self, state: Mapping[str, Any] | None, optimizer: optim.Optimizer | None = None
     ) -> None:
-        """Load the state_dict of a plain optimizer over the same parameters.
+        """Load a plain optimizer's state_dict for the same parameters.
 
         Load the weights first. An fp32 master in `state` is used only if it rounds to the loaded
         weight; otherwise the weight itself becomes the master. Collective.
@@ -484,12 +486,12 @@ class Engine(HintsAtAttributes):
     def track(self, **objects: Any) -> None:
         """Save and load additional objects with the engine's checkpoints.
 
-        Rank 0's state is saved, and is loaded on every rank.
+        Checkpoints contain rank 0's state, which is loaded on every rank.
 
         Args:
-            **objects: The objects, by the names they get in the checkpoint. An object can be
-                anything with `state_dict` and `load_state_dict`; a generator of torch, numpy or
-                random; or a dict, list, deque or tensor, which is filled in place on load.
+            **objects: The objects, by their names in the checkpoint. An object can be anything with
+                `state_dict` and `load_state_dict`; a generator of torch, numpy or random; or a
+                dict, list, deque or tensor, which is filled in place on load.
 
         Raises:
             UsageError: An object has an unsupported type.
@@ -596,17 +598,17 @@ class Engine(HintsAtAttributes):
     ) -> Path | None:
         """Publish the weights for inference, without gathering them on any rank.
 
-        Each rank writes its own parts of the folder `target`/weights-N, where N is `steps`. It is
-        a model of Transformers, which vLLM and SGLang load, with the fingerprint of every tensor in
-        fingerprints.json. The link `target`/latest then refers to it. With `--trial` nothing is
-        published. Collective.
+        Each rank writes its own parts to the folder `target`/weights-N, where N is `steps`. The
+        folder is a Transformers model, which vLLM and SGLang can load. It also has a file
+        fingerprints.json with every tensor's fingerprint. The link `target`/latest is then changed
+        to point to the folder. With `--trial` nothing is published. Collective.
 
         Args:
             target: The folder, or a function that each rank calls with its own parts of tensors.
             dtype: Dtype of the published floating-point tensors. Default: their own.
             keep: Number of versions to keep in the folder.
             only_changed: Send only tensors that have changed since the last call with the same
-                function. In a folder, link the files in which no tensor has changed.
+                function. In a folder, link files in which no tensor has changed.
 
         Returns:
             The folder of this version, or None if `target` is a function.
@@ -626,14 +628,14 @@ class Engine(HintsAtAttributes):
     def leave_folders(self) -> None:
         """Release the folders that this engine has saved to, so that other jobs can save there.
 
-        The next save to a folder acquires it again. Call this if each save goes to a new folder.
+        The next save to a folder locks it again. Call this if each save goes to a new folder.
         """
         self._checkpoints.saver.leave()
 
     # -- the engine itself --------------------------------------------------------------------
 
     def describe(self) -> None:
-        """Print a table of units and buckets on rank 0, with bytes per rank and tier."""
+        """Print a table of units and buckets on rank 0, with their sizes per rank and tier."""
         if self.world.is_main:
             name = self.world.collectives.name
             describe.show(describe.table_of(self._spec, self._states, name))
@@ -660,7 +662,7 @@ class Engine(HintsAtAttributes):
             _engines.discard(self)
 
     def _leave_in_child(self) -> None:
-        """Turn the models into plain ones in a forked child, and make all further calls raise."""
+        """In a forked child, turn the models into plain ones, and make all further calls raise."""
         self._state.objects.leave_in_child()
         parts = ("_randoms", "_access", "_checkpoints", "_backward", "_stepper")
         # Every public method uses one of these parts, so every call raises.
@@ -668,7 +670,7 @@ class Engine(HintsAtAttributes):
 
 
 class _RefusedInChild:
-    """Replaces the parts of an engine in a forked child of rank `rank`, and raises on any use."""
+    """Replaces an engine's parts in a process that was forked from rank `rank`. Any use raises."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

@@ -40,7 +40,10 @@ from shardwise.states.step_hooks import StepHooks
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Models, optimizers, settings and process groups, which outlive a rebuild of the states."""
+    """The models, optimizers, settings and process groups of an engine.
+
+    They stay the same when the engine rebuilds its states.
+    """
 
     models: tuple[nn.Module, ...]
     optimizers: tuple[optim.Optimizer, ...]
@@ -81,7 +84,7 @@ class EngineSpec:
 
     @property
     def has_peers(self) -> bool:
-        """True if there are several islands, or an elastic one that is currently alone."""
+        """True if there are several islands, or if this is an elastic island without others."""
         return self.peers.size > 1 or self.peers.has_changing_ranks
 
     @cached_property
@@ -108,12 +111,12 @@ class EngineSpec:
 
     @property
     def gradient_group(self) -> Collectives:
-        """Ranks whose gradients are summed."""
+        """The ranks whose gradients are summed."""
         return self.step_group if self.staleness is None else self.world_group
 
     @property
     def apart(self) -> Collectives:
-        """Ranks with the same index in each island, if islands have different weights.
+        """If islands have different weights, the ranks with this rank's index in every island.
 
         Otherwise only this rank.
         """
@@ -121,7 +124,7 @@ class EngineSpec:
 
     @property
     def replicas(self) -> int:
-        """Number of replicas of the model that step together."""
+        """Number of model replicas that step together."""
         return self.data_group.size * (1 if self.staleness is None else self.peers.size)
 
     @property
@@ -131,33 +134,33 @@ class EngineSpec:
 
     @property
     def shares_whole_tensors(self) -> bool:
-        """True if a split starts from full tensors, which must be in memory first."""
+        """True if layers or experts are split, which needs their full tensors in memory first."""
         return self.tensor is not None or self.experts is not None
 
     @property
     def part_rank(self) -> int:
-        """The index of this rank's parts of split parameters: of layers, or of experts."""
+        """Index of the parts that this rank holds, of split layers or of experts."""
         return self.tensor_rank if self.experts is None else self.experts.group.rank
 
     @property
     def part_copies(self) -> Collectives:
-        """The ranks that share the states of the same parts as this rank."""
+        """The ranks that hold the same part of the model, and share its states."""
         return self.shard_group if self.experts is None else self.experts.copies
 
     @cached_property
     def shard_groups(self) -> ShardGroups:
-        """The ranks that share each kind of bucket."""
+        """The ranks that buckets are sharded across, for each axis of a bucket."""
         return ShardGroups(self.shard_group, None if self.experts is None else self.part_copies)
 
     @cached_property
     def gather_groups(self) -> ShardGroups:
-        """The same ranks on separate channels, for gathers."""
+        """The ranks of `shard_groups` on separate channels, for gathers."""
         if self.experts is None:
             return ShardGroups(self.gather_group)
         return ShardGroups(self.gather_group, self.experts.copies.second_group())
 
     def axis_of(self, parameter: Tensor) -> str:
-        """Return the axis of the bucket that holds `parameter`."""
+        """Return the mesh axis that the bucket of `parameter` is sharded along."""
         return (
             DATA if self.experts is None or parameter not in self.experts.shards else EXPERT_COPIES
         )
@@ -172,21 +175,18 @@ class EngineSpec:
 
     @property
     def is_whole(self) -> bool:
-        """True inside `full_parameters` of a model that no rank holds in full otherwise."""
+        """True inside `full_parameters` of a model that is otherwise split across ranks."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.is_whole for split in splits)
 
     @property
     def takes_writes(self) -> bool:
-        """True if values written inside the current `full_parameters` block persist after it.
-
-        Applies to models that `--tensor` or `--pipeline` splits.
-        """
+        """True inside a `full_parameters` block of a split model whose writes persist after it."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.writes for split in splits)
 
     def runs(self, module: nn.Module) -> bool:
-        """Return whether this rank runs `module` (for a container, the first layer in it)."""
+        """Return whether this rank runs `module`. For a container, its first layer decides."""
         return (
             self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
         )
@@ -197,7 +197,7 @@ class EngineSpec:
         return 0 if self.pipeline is None else self.pipeline.group.rank
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return which part of the full tensor `parameter` holds, or None if it is not split."""
+        """Return which part of a full tensor `parameter` is, or None if it is not split."""
         # A parameter is split over layers' parts or over experts, never both.
         split = self.experts if self.tensor is None else self.tensor
         if split is None or not isinstance(parameter, nn.Parameter):
@@ -206,7 +206,7 @@ class EngineSpec:
 
     @cached_property
     def summation(self) -> Summation:
-        """The way gradients are added across passes and ranks: in any order, or in a tree."""
+        """The order in which gradients are added across passes and ranks: any order, or a tree."""
         return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
 
     @cached_property
@@ -216,13 +216,13 @@ class EngineSpec:
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:
-        """The prefix of each model's parameter names; "" if there is only one model."""
+        """Each model's prefix for parameter names; "" if there is only one model."""
         several = len(self.models) > 1
         return tuple(f"models[{i}]" if several else "" for i in range(len(self.models)))
 
     @cached_property
     def shard_group(self) -> Collectives:
-        """Ranks that states are sharded across: all data-parallel ranks, or those on this host."""
+        """The ranks that states are sharded across: all data-parallel ranks, or this host's."""
         # Replicated states are not sharded, so don't create a group per host for them.
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return shard_within_hosts(self.data_group) if within else self.data_group
@@ -231,7 +231,8 @@ class EngineSpec:
     def cuts_nothing(self) -> bool:
         """True if optimizers can update full tensors.
 
-        Their state is then neither sharded nor on a disk, and exact mode is off.
+        This requires that optimizer state is not sharded, no state is on disk, and exact mode is
+        off.
         """
         # In exact mode every update must work on intervals: updates of full tensors may round
         # differently, so results would depend on whether the state is sharded.
@@ -250,16 +251,16 @@ class EngineSpec:
 
     @cached_property
     def gather_group(self) -> Collectives:
-        """The ranks of `shard_group` on separate channels, for gathers.
+        """The ranks of `shard_group` on a separate channel, for gathers.
 
-        The order of gathers relative to other collectives may differ between ranks.
+        Ranks may order gathers differently relative to other collectives.
         """
         # Creating the side channel is collective, so don't wait for the first forward pass.
         side = self.gather_order.group
         return side if self.shard_group is self.data_group else self.shard_group.second_group()
 
     def leave_groups(self) -> None:
-        """Close the process groups that belong to this engine only. Collective."""
+        """Close the process groups that only this engine uses. Collective."""
         self.world_group.barrier()  # now no rank is still in a collective on one of these groups
         # `cached_property` stores its value in `vars`. Popping it there avoids creating a group
         # only to close it.
@@ -275,16 +276,16 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> ParameterUses:
-        """Detects user code that computes with split parameters."""
+        """Detects computations of user code with split parameters."""
         return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property
     def unit_hooks(self) -> UnitHooks:
-        """Module hooks that gather a unit's parameters when its forward pass starts."""
+        """Module hooks that gather a unit's parameters before its forward pass."""
         return UnitHooks()
 
     def located(self) -> list[NamedParameter]:
-        """Return all parameters of the models, and those that only an optimizer holds."""
+        """Return all of the models' parameters, and parameters that only an optimizer holds."""
         located = locate(self.models, self.prefixes)
         known = {named.parameter for named in located}
         for number, optimizer in enumerate(self.optimizers):
@@ -308,7 +309,7 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """Return the current shape of parameter groups, which determines the states' layout."""
+        """Return the facts about the parameter groups that determine the states' layout."""
         with unguarded():
             # Use the parameters cached in `_census`, because this runs before every backward pass.
             trained = [p.requires_grad for p in self._census.parameters()]
@@ -317,16 +318,16 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Shape:
-    """The lengths of the parameter groups, and whether each parameter is trainable."""
+    """The parameter groups' lengths, and whether each parameter is trainable."""
 
     groups: list[int]
     trained: list[bool]
 
     def fits(self, now: Shape) -> bool:
-        """Return whether states laid out for this shape can also be used for `now`.
+        """Return whether states that were laid out for this shape can also be used for shape `now`.
 
-        A parameter that has been frozen since keeps its slot, without a gradient: a GAN freezes its
-        discriminator in every step.
+        They can if parameters were only frozen, because a frozen parameter can leave its slot
+        unused. A GAN freezes its discriminator in every step.
         """
         # A different number of parameters or different groups always needs a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):

@@ -1,4 +1,4 @@
-"""Holds the state that the parts of an engine share."""
+"""Defines the state that an engine's parts share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from shardwise.world.world import World
 class EngineState:
     """The state that the parts of one engine share.
 
-    `number` is the engine's index in this process. The fields before `steps` never change; `steps`
-    and those after it track the progress of training.
+    `number` is the engine's index in this process. Fields from `steps` on change during training;
+    those before it do not.
     """
 
     world: World
@@ -94,7 +94,7 @@ class EngineState:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """The indices that seed the next backward pass: engine, step, replica, backward pass."""
+        """Indices of engine, step, replica and backward pass that seed the next backward pass."""
         return (
             self.number,
             self.steps,
@@ -108,14 +108,14 @@ class EngineState:
         return self.accumulation.backwards == 0 and not self.in_ema
 
     def continue_at(self, steps: int) -> None:
-        """Set the number of completed steps, after loading a checkpoint."""
+        """Set the number of completed steps after loading a checkpoint."""
         # Otherwise schedulers created after a resume warn that the optimizer has not stepped.
         if steps:
             usage_checks.mark_schedulers(self.spec.optimizers)
         self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if `call` is made during a step, or in an EMA or anchor block."""
+        """Raise UsageError for `call` if a step has begun, or inside an EMA or anchor block."""
         if self.accumulation.backwards:
             raise UsageError(
                 f"{call} between engine.backward and engine.step: call it after the step."
@@ -125,7 +125,10 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Swap in the anchor inside the block, if islands have different weights. Collective."""
+        """Replace parameters by the anchor inside the block if islands have different weights.
+
+        Collective.
+        """
         hooks = self.states.hooks
         if hooks is None or not hooks.have_own_weights:
             yield
@@ -145,7 +148,7 @@ class EngineState:
             self.parameters_changed()
 
     def squared_norm(self) -> float:
-        """Return the squared norm of the current gradient sums of all layers. Collective."""
+        """Return the squared norm of the gradient sums of all layers. Collective."""
         spec = self.spec
         squared = squared_norm(
             self.aggregation, self.states.gradients, spec.stage_group, spec.shard_group.copies
@@ -157,12 +160,15 @@ class EngineState:
         return float(group.read(group.gather_rows(row)).sum())
 
     def returns_of(self, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return the object that lets islands rejoin from `checkpoints`; None without islands."""
+        """Return the object by which islands rejoin from `checkpoints`, or None without islands."""
         hooks = self.spec.hooks
         return None if hooks is None else hooks.returns(self, checkpoints)
 
     def parameters_changed(self) -> None:
-        """Invalidate copies of parameters on other pipeline stages after their values change."""
+        """Invalidate the copies of tied weights on other pipeline stages.
+
+        Call it after parameters have changed.
+        """
         if self.spec.pipeline is not None:
             self.spec.pipeline.tied_weights.invalidate()
 
@@ -175,7 +181,7 @@ def spec_of(
     tensor_plan: TensorPlan | None,
     expert_plan: ExpertPlan | None,
 ) -> EngineSpec:
-    """Collect the inputs of an engine.
+    """Create the spec of an engine from the arguments of `Engine`.
 
     Raises ModelError if an argument is not a model or an optimizer, and ConfigError if settings
     cannot be combined.
@@ -213,7 +219,7 @@ def build_state(
     scaler: GradScaler | None,
     tensor_plan: TensorPlan | None,
 ) -> EngineState:
-    """Prepare the user's objects and build the states. Collective."""
+    """Prepare the user's objects, and build the engine's states. Collective."""
     _refuse_second_engine(spec)
     accumulation = LossAccumulation()
     # Pass only the accumulation, so that the engine itself can be freed.
@@ -262,7 +268,7 @@ def _refuse_second_engine(spec: EngineSpec) -> None:
 
 
 def _as_tuple(argument: Any, kind: type[Any]) -> tuple[Any, ...]:
-    """Return one object or a sequence as a tuple. Raises ModelError for other types."""
+    """Return an object, or a sequence of objects, as a tuple. Raises ModelError for other types."""
     is_one = isinstance(argument, kind) or not isinstance(argument, Iterable)
     items = (argument,) if is_one else tuple(argument)
     wrong = [item for item in items if not isinstance(item, kind)]

@@ -1,4 +1,4 @@
-"""Saves and resumes several engines of one script (such as a GAN's) together.
+"""Saves and resumes a script's engines together, such as those of a GAN.
 
 checkpoints/
 ├── generator/step-100/           a checkpoint of each engine, like any other
@@ -36,7 +36,7 @@ class Engines:
     to `engine.track` of one of the engines.
 
     Args:
-        **engines: The engines by name. Each gets a subfolder of that name.
+        **engines: The engines by name. Each saves to a subfolder with its name.
 
     Attributes:
         saves: Number of saves, including those before a resume.
@@ -71,17 +71,16 @@ class Engines:
         self.saves = 0
 
     def save(self, folder: str | PathLike[str], keep: int | None = None) -> Path | None:
-        """Save every engine in `folder`, then write the file that ties the checkpoints together.
+        """Save every engine in `folder`, then write a file that lists their checkpoints.
 
         A save is valid only if that file exists. With `--trial` nothing is written. Collective.
 
         Args:
             folder: Folder of the run's checkpoints.
-            keep: Number of saves to keep; one additional checkpoint of each engine is kept.
-                Default: keep all.
+            keep: Number of saves to keep. One more checkpoint is kept per engine. Default: all.
 
         Returns:
-            The path of the file that ties the checkpoints together, or None if the save failed and
+            The path of the file that lists the checkpoints, or None if the save failed and
             `--save-failure continue` is set.
 
         Raises:
@@ -159,7 +158,7 @@ class Engines:
         return number
 
     def _settle_in(self, home: Path) -> None:
-        """Use `home` for saves on a signal too."""
+        """Use folder `home` also for saves that a signal triggers."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._join_at_the_end)
         if home != self._home:
@@ -169,14 +168,17 @@ class Engines:
         return True  # each engine has its own check
 
     def _join_at_the_end(self) -> Path:
-        """Tie the engines' last checkpoints together, unless that is already done for this step."""
+        """List the engines' last checkpoints in a file, unless this step already has one.
+
+        Returns the path of the file.
+        """
         assert self._home is not None
         if self._joined is not None and self._joined[0] == self._world.steps_made:
             return self._joined[1]
         return self._join(self._home)
 
     def _join(self, home: Path) -> Path:
-        """Write the file that ties the engines' checkpoints in `home` together. Collective."""
+        """Write the file in `home` that lists the engines' current checkpoints. Collective."""
         # The engines' steps differ, so the file records each, and which engine stepped last.
         steps = {name: engine.steps for name, engine in self._engines.items()}
         named = {engine._state.number: name for name, engine in self._engines.items()}
@@ -196,12 +198,12 @@ class Engines:
 
 
 def _sum(checkpoint: Path) -> str:
-    """Return the CRC-32 of a checkpoint's document, which lists the checksums of all its files."""
+    """Return the CRC-32 of a checkpoint's checkpoint.json, which has its files' checksums."""
     return crc_of((checkpoint / DOCUMENT).read_bytes())
 
 
 def _marks(home: Path) -> list[tuple[int, Path]]:
-    """Return the (number, path) of each file that ties checkpoints together, newest first."""
+    """Return (number, path) of each `together-*.json` file in `home`, newest first."""
     paths = home.iterdir() if home.is_dir() else ()
     marks = [(int(match[1]), path) for path in paths if (match := _NAME.fullmatch(path.name))]
     return sorted(marks, reverse=True)
@@ -209,7 +211,7 @@ def _marks(home: Path) -> list[tuple[int, Path]]:
 
 @dataclass(frozen=True)
 class _Found:
-    """A save of all engines: its number, its content, and the checkpoint of each engine.
+    """A save of all engines: its number, its content, and each engine's checkpoint.
 
     `wrong` is the error message if there is no valid save.
     """

@@ -1,4 +1,4 @@
-"""Implements exact mode, whose results are bit-identical on any number of workers."""
+"""Implements exact mode, in which results are bit-identical on any number of workers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _WITHOUT = {
 def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
     """Return the micro-shards of a step, or None if exact mode is off.
 
-    Raises ConfigError if a setting cannot be combined with it, or if the number of workers cannot
-    give bit-identical results.
+    Raises ConfigError if exact mode cannot be combined with another setting, or with this number of
+    workers.
     """
     if settings.exact is None:
         return None
@@ -52,9 +52,9 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
 
 
 class ExactAggregation(Aggregation):
-    """Adds up the ranks' reports in exact mode, rounding only once.
+    """Adds up the ranks' reports in exact mode, and rounds only once.
 
-    Each micro-shard is reported separately.
+    Ranks report one number per micro-shard.
     """
 
     def __init__(self, shards: MicroShards) -> None:
@@ -62,14 +62,14 @@ class ExactAggregation(Aggregation):
         self._shards = shards
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """Return the seed of the next micro-shard, which is the same on any rank."""
+        """Return the next micro-shard's seed, which does not depend on the number of ranks."""
         number = self._shards.number(backwards)
         return seed_from(seed, "micro-shard", engine, step, number)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate the step's total weight and number of backward passes.
+        """Estimate the first step's total weight and its number of backward passes.
 
-        Uses the first micro-shard, which rank 0 runs for any number of ranks.
+        Both are computed from the first micro-shard, which rank 0 runs for any number of ranks.
         """
         return weights[0] * self._shards.count, self._shards.count
 

@@ -1,4 +1,4 @@
-"""The single small collective in each step that lets every rank apply the same update."""
+"""The one small collective per step that lets every rank apply the same update."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def exchange(
     counts: bool = True,
     experts: Sequence[int] = (),
 ) -> StepTotals:
-    """Report this rank's statistics of the step, and return the global totals. Collective.
+    """Exchange the step's statistics, and return their totals across all ranks. Collective.
 
-    It also averages the buffers that forward passes change, weighted by rows, and reduces gradients
-    that arrived after some rank had already launched their bucket.
+    It also averages the buffers that forward passes change, weighted by rows. Gradients that
+    arrived after some rank had launched their bucket are reduced too.
 
     copies    number of ranks that hold the same part of the summed gradient
     options   checksum of the optimizer options, which must be the same on all ranks
@@ -45,7 +45,7 @@ def exchange(
     asked     the signal that asks this rank to stop, or 0
     written   True if user code has written to parameters
     counts    True on exactly one rank per replica, because all ranks of a replica see the same
-    batches
+              batches
     experts   this rank's number of token copies per expert
 
     Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
@@ -122,17 +122,17 @@ def squared_norm(
 def _squared_in_fp64(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
-    """Return the squared norm in fp64, after fp32 has overflowed or met a NaN. Collective."""
+    """Return the squared norm, computed in fp64. Call it if fp32 gave inf or NaN. Collective."""
     row = (gradients.squared_in_fp64().double() / copies).reshape(-1)
     report = group.gather_rows(row.to(group.small_device))
     return aggregation.total_of_squares(report.tolist())
 
 
 def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
-    """Combine the `totals` of all pipeline stages; `group` has one rank per stage. Collective.
+    """Combine the `totals` of all pipeline stages. Collective.
 
-    Weights and losses are already the same on every stage, because all stages have the same
-    batches.
+    `group` has one rank per stage. Weights and losses are already the same on every stage, because
+    all stages have the same batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]
     flags += [float(totals.rows_differ), totals.calls, float(totals.is_mixed)]

@@ -1,4 +1,4 @@
-"""Connects mixture-of-experts layers with the engine, and splits experts over ranks."""
+"""Connects mixture-of-experts layers with the engine, and splits their experts across ranks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ from shardwise.world.world import World
 def begin(
     world: World, settings: Settings, models: Sequence[nn.Module], plan: ExpertPlan | None
 ) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
-    """Return the run of the models' layers, and an empty expert-parallel state.
+    """Find the models' mixture-of-experts layers.
 
-    Both are None if there are no such layers; the second one also if every rank holds all experts.
-    Collective if there are layers.
+    Returns a RoutingRun for the layers, and an ExpertParallelModels that has not split anything
+    yet. Both are None if there are no layers. The second is also None if every rank holds all
+    experts. Collective if there are layers.
 
     Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
     with mixture-of-experts layers.
@@ -69,7 +70,7 @@ def _restore_blocks(planned: Iterable[PlannedBlock]) -> None:
 
 
 def _check_islands(world: World) -> None:
-    """Raise ConfigError with islands, because each would balance only its part of the batch."""
+    """Raise ConfigError with islands, because each island has only its own part of the batch."""
     if world.mesh.islands > 1 or world.collectives.has_changing_ranks:
         raise ConfigError(
             f"--islands {world.settings.islands} cannot be combined with balance, z_loss and "
@@ -84,7 +85,7 @@ def _find_experts(
     layers: Sequence[tuple[str, MoE]],
     planned: list[PlannedBlock],
 ) -> ExpertParallelModels:
-    """Return an expert-parallel state that knows the modules to split besides `layers`. Collective.
+    """Find the modules to split in addition to `layers`. Collective.
 
     Raises ModelError on all ranks if there is nothing to split.
     """
@@ -128,7 +129,7 @@ def _find_experts(
 def _check(
     settings: Settings, layers: Sequence[tuple[str, MoE]], models: Sequence[nn.Module], size: int
 ) -> None:
-    """Raise ConfigError if settings cannot be combined with the layers."""
+    """Raise ConfigError if `settings` cannot be combined with `layers`."""
     for name, layer in layers:
         statistics = [
             word
@@ -167,7 +168,7 @@ def _check(
 
 
 def split(spec: EngineSpec) -> None:
-    """Connect the layers with the run, and free the experts of other ranks."""
+    """Connect the layers with `spec.routing`, and free other ranks' experts."""
     layers = _layers_of(spec)
     for _, layer in layers:
         layer.join_run(spec.routing)
@@ -185,7 +186,7 @@ def split(spec: EngineSpec) -> None:
 
 
 def restore(spec: EngineSpec) -> None:
-    """Give every rank all experts again, and disconnect the layers. Collective."""
+    """Restore all experts on every rank, and disconnect the layers. Collective."""
     if spec.experts is not None:
         spec.experts.undo(spec.optimizers)
     _disconnect(spec)
@@ -214,10 +215,10 @@ def begin_backward(
     *,
     is_sole: bool,
 ) -> float | Tensor:
-    """Prepare the layers for a backward pass of `loss`.
+    """Prepare the mixture-of-experts layers for a backward pass of `loss`.
 
-    Collective if the layers have router losses. Returns `weight`, or 1.0 if gradients must be kept
-    although the weight is 0.
+    Collective if the layers have router losses. Returns the weight to collect gradients with:
+    `weight`, or 1.0 if it is 0 but the layers still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
     run.drops = weight == 0

@@ -1,4 +1,4 @@
-"""Rejects nonlinear hooks on parameters, if the backward pass gives them only part of the gradient.
+"""Rejects nonlinear hooks on parameters if a backward pass computes only part of the gradient.
 
 A hook from `parameter.register_hook` runs on every worker, on the gradient of that worker's rows,
 and the engine adds up the results. For a linear hook (a mask, a factor) the sum is the same as in a
@@ -25,9 +25,10 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def watch(named: Iterable[NamedParameter]) -> None:
-    """Make the next backward pass test every hook on these parameters that changes the gradient.
+    """Test the hooks on the parameters in `named` during the next backward pass.
 
-    That backward pass raises UsageError if a hook is not linear.
+    Hooks that only read the gradient are not tested. The backward pass raises UsageError if a hook
+    is not linear.
     """
     with unguarded():
         for each in named:
@@ -37,7 +38,7 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Stands in for a hook and tests it on the first gradient that is finite and nonzero."""
+    """Replaces a hook until it has tested it on a finite, nonzero gradient."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook
@@ -83,12 +84,12 @@ class _Trial:
 
 
 def _trial_factor(largest: float, dtype: torch.dtype) -> float:
-    """Return the factor by which to scale a gradient to test a hook.
+    """Return the factor that a gradient is scaled by to test a hook.
 
     `largest` is the largest absolute value in the gradient and in the hook's result. The factor is
     negative to expose abs(), and as large as `dtype` allows to expose clamping. If `largest` is too
-    close to the maximum of `dtype`, the factor is small instead, which exposes clamping that has
-    already taken effect.
+    close to the maximum of `dtype`, the factor is small instead, which exposes clamping in the
+    hook's first result.
     """
     room = math.log2(torch.finfo(dtype).max / 8) - math.log2(largest)
     return -(2.0 ** (min(math.floor(room), 20) if room >= 2 else -4))

@@ -12,13 +12,12 @@ the rows of the global batch. Nonlinear code in the graph (a hook that clamps) t
 gradients of the same size as in a single process. With one worker and an undivided batch the seed
 is 1, as in `loss.backward()`. The seed of a sum (reduction="sum" or "ddp") is always 1.
 
-The unit is the total weight of the last step divided by its total of shares. As long as weights are
-proportional to rows and batches have the same size, the rest is then 1 and costs nothing. The rest
-is not 1 if weights count tokens, around a short batch, and if the seed of a 16-bit loss is rounded.
+The unit is the last step's total weight divided by its total share. The rest is therefore 1, and
+costs nothing, as long as weights are proportional to rows and batches have the same size. It is not
+1 if weights count tokens, around a short batch, or if the seed of a 16-bit loss is rounded.
 
-- The weight cancels out if a step has only one backward pass and there is only one worker, so it is
-  left out (`is_sole`). If another backward pass follows, the unit is set so that the first rest is
-  1.
+- If a step has only one backward pass on only one worker, the weight cancels out, so it is left out
+  (`is_sole`). If another backward pass follows, the unit is set so that the first rest is 1.
 - With --sync-batch-norm the seed is the entire factor. Gradients then cross between ranks inside
   the graph, so a rest that is applied afterwards would also multiply other ranks' gradients.
 """
@@ -45,7 +44,7 @@ REDUCTIONS = ("mean", "sum", "ddp")
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeight:
-    """The weight of a loss in its step.
+    """A loss's weight in its step.
 
     The loss's gradient is multiplied by `factor`, and `items` are added to the step's number of
     items. If losses are means, both equal the weight, and the sum is divided by the total number of
@@ -72,8 +71,8 @@ def weigh(
 
     Args:
         batch: The batch of the loss, or None.
-        weight: Number of items that the loss is a mean over. If None, it is read from `terms`,
-            falling back to the number of samples of the batch, or 1 without a batch.
+        weight: Number of items that the loss is a mean over. If None, it is read from `terms`. If
+            `terms` has no number, it is the number of samples in the batch, or 1 without a batch.
         summed: Whether the loss is a sum over the items instead of a mean.
         terms: The terms found in the loss's graph.
     """
@@ -90,11 +89,12 @@ def weigh(
 
 
 def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 1) -> float:
-    """Return the loss's share of a single process's loss, which is the seed of its backward pass.
+    """Return the loss's share of the loss that a single process would compute.
 
-    For a mean, this is its fraction of the rows of the global batch. Without a batch, all
-    `replicas` are assumed to have equal parts. For a sum the share is 1. With islands (`groups` of
-    ranks that step separately), each group averages over its own part of the global batch.
+    The share is the seed of the loss's backward pass. For a mean, it is the fraction of the global
+    batch's rows that are in `batch`. Without a batch, all `replicas` are assumed to have equal
+    parts. For a sum, it is 1. With islands (`groups` of ranks that step separately), each group
+    averages over its own part of the global batch.
     """
     if batch is not None and batch.samples == 0:
         return 0.0
@@ -106,11 +106,11 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
-    """Return the divisor of the summed losses of a step.
+    """Return the number that the sum of a step's losses is divided by.
 
-    It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", whose divisor is the
-    number of items. Raises UsageError if `reduction` is unknown, or if a weight is combined with
-    "sum" or "ddp".
+    It is 1 for "sum" and the number of `replicas` for "ddp". It is 0 for "mean", where the divisor
+    is the number of items. Raises UsageError if `reduction` is unknown, or if a weight is combined
+    with "sum" or "ddp".
     """
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
@@ -178,7 +178,7 @@ class GradientWeighting:
     def begin(self, weight: float | Tensor, share: float) -> None:
         """Estimate the unit from every rank's first `weight` and `share`.
 
-        The first call is collective; later calls do nothing.
+        The first call is collective. Later calls do nothing.
         """
         if self._unit is None:
             # Use fp64, so that the unit is bit-identical on all ranks.
@@ -189,25 +189,24 @@ class GradientWeighting:
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
     def begin_again(self) -> None:
-        """Estimate the unit again, because only some ranks may have completed the first estimate.
+        """Discard the unit, so that the next backward pass estimates it again.
 
-        All ranks call it if the first step was interrupted.
+        All ranks call it if the first step was interrupted, because some may not have an estimate.
         """
         self._unit = None
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
-        """Return whether this is probably the step's only backward pass, on the only worker."""
+        """Return whether this is the only worker, and probably the step's only backward pass."""
         # After a step with several backward passes, expect several again: `settle` would
         # synchronise.
         has_weight = isinstance(weight, Tensor) or weight > 0
         return self._alone and not self._had_several and has_weight and share > 0
 
     def settle(self) -> bool:
-        """Prepare for another backward pass after one whose weight was left out.
+        """Prepare for another backward pass if the previous one left out its weight.
 
-        Returns False if the gradients so far must be dropped, because their weight is 0 and they
-        may be NaN. Synchronises if the weight is on a GPU; later steps then do not leave weights
-        out.
+        Returns False if the weight was 0. The gradients must then be dropped, because they may be
+        NaN. Reading a weight on a GPU synchronises, so later steps do not leave out weights.
         """
         if self._sole is None:
             return True
@@ -220,14 +219,15 @@ class GradientWeighting:
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float, *, is_sole: bool = False
     ) -> tuple[Tensor, float | Tensor]:
-        """Return the seed of a backward pass of `loss`, in its shape and dtype, and the rest.
+        """Return the seed for a backward pass of `loss`, and the rest (see the module).
 
-        The rest is the factor to apply to the gradients afterwards. The first call is collective.
+        The seed has the loss's shape and dtype. The rest is the factor to apply to the gradients
+        afterwards. The first call is collective.
 
         Args:
             loss: The loss, with one element.
-            weight: Its weight.
-            share: Its share of the loss of a single process.
+            weight: The loss's weight.
+            share: The loss's share of the loss that a single process would compute.
             is_sole: True to leave the weight out, because it cancels out.
         """
         self.begin(weight, share)
@@ -253,14 +253,14 @@ class GradientWeighting:
         return filled.view_as(loss), rest
 
     def seed_of(self, total: float, share: float, *, is_sole: bool) -> float:
-        """Return the seed of a term that has the weight `total` of the loss on all ranks.
+        """Return the seed for a term that has the weight `total`, summed over all ranks.
 
         `share` and `is_sole` are those of this rank's loss. Call it after `seed`.
         """
         return share * self._scale.value if is_sole else total / self._divisor
 
     def divisor(self, total_weight: float) -> float:
-        """Return the number that summed gradients are divided by to get their mean."""
+        """Return the number by which to divide summed gradients to get the mean gradient."""
         if self._sole is not None:
             return self._sole[1] * self._scale.value
         return total_weight / self._divisor
@@ -274,21 +274,24 @@ class GradientWeighting:
         self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
-        """Set the unit from a step with `count` backward passes, whose seeds add up to `shares`."""
+        """Compute the unit from a step's total weight and its sum of `shares`.
+
+        `count` is the step's number of backward passes.
+        """
         self._varies = total_weight != count
         # Round, because exact mode needs the same unit in whichever order ranks add the shares.
         shares = round(shares * _SHARE_GRAIN) / _SHARE_GRAIN
         self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Set the unit from the totals of a step with a nonzero weight."""
+        """Compute the unit from the totals of a step with a nonzero weight."""
         # Each sum has a factor of 1, so a step's factors add up to its number of backward passes.
         factors = totals.backwards if totals.divisor else totals.weight
         self.follow(factors, totals.backwards, totals.shares)
 
     @property
     def unit(self) -> float | None:
-        """The weight whose seed is 1, or None before the first backward pass."""
+        """The weight for which the seed is 1, or None before the first backward pass."""
         return self._unit
 
     @unit.setter
@@ -298,10 +301,10 @@ class GradientWeighting:
 
     @property
     def lasting_unit(self) -> float | None:
-        """The unit to save in a checkpoint for a bit-identical resume.
+        """The unit that a checkpoint must contain for a bit-identical resume.
 
-        None if all weights are 1, because the first backward pass after the resume then computes
-        the same unit.
+        It is None if all weights are 1, because the first backward pass after the resume then
+        computes the same unit.
         """
         return self._unit if self._varies else None
 

@@ -1,7 +1,7 @@
-"""The backward and step runners of an engine with `--guard`.
+"""Defines the backward and step runners of an engine with `--guard`.
 
-They call the guard around the code of their base classes, so an engine without a guard has nothing
-to call.
+They override methods of the plain runners to call the guard, so an engine without a guard has no
+additional calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["GuardedBackward", "GuardedSteps", "attach", "check"]
 
 
 class GuardedBackward(BackwardRunner):
-    """Computes each backward pass of a checked step twice."""
+    """Runs backward passes, and repeats those of a checked step to compare the results."""
 
     guard: EngineGuard
 
@@ -39,7 +39,7 @@ class GuardedBackward(BackwardRunner):
 
     @contextmanager
     def _dropped_pass(self) -> Iterator[None]:
-        """Context manager for a backward pass whose gradients are dropped."""
+        """Context manager for a backward pass whose gradients are not used."""
         shown = self._objects.states.shown
         if shown is None:
             yield
@@ -59,7 +59,7 @@ class GuardedBackward(BackwardRunner):
 
 
 class GuardedSteps(StepRunner):
-    """Checks the memory of the states before each step, and the results after it."""
+    """Runs steps. Checks the states' memory before each step, and its results afterwards."""
 
     guard: EngineGuard
     _searches = False
@@ -125,7 +125,7 @@ class GuardedSteps(StepRunner):
 
     @contextmanager
     def _abandoning_if_found(self) -> Iterator[None]:
-        """Discard the step if the guard raises."""
+        """Discard the step if the block raises GuardError."""
         try:
             yield
         except GuardError:
@@ -141,9 +141,9 @@ class GuardedSteps(StepRunner):
 def attach(
     state: EngineState, backward: GuardedBackward, steps: GuardedSteps, checkpoints: Checkpoints
 ) -> str:
-    """Create the guard of an engine, and give it to the engine's runners.
+    """Create the guard of an engine, and set it on the engine's runners.
 
-    Returns the guard's start line.
+    Returns the guard's line of the startup summary.
     """
 
     def residency() -> Residency | None:
@@ -151,7 +151,7 @@ def attach(
         return None if shown is None else shown.residency
 
     def set_aside(step: int) -> list[str]:
-        """Rename the checkpoints after `step`, so that a resume does not load them."""
+        """Rename all checkpoints later than `step`, so that no resume loads them."""
         place, renamed = checkpoints.folder, []
         for found in complete(place) if place is not None else ():
             if found.step > step:

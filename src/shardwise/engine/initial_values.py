@@ -33,8 +33,8 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
 def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
     """Initialise meta tensors that were built outside `on_meta`, by calling `reset_parameters`.
 
-    Includes buffers. Raises ModelError if a module has no `reset_parameters`, or if it leaves some
-    of the module's tensors uninitialised.
+    Also initialises buffers. Raises ModelError if a module with such tensors has no
+    `reset_parameters`, or if `reset_parameters` leaves some of them uninitialised.
     """
     names = []
     for model in models:
@@ -52,7 +52,7 @@ def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
 
 
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
-    """Compute the values of all parameters that were built inside `on_meta`, on `device`."""
+    """Materialise all parameters that were built inside `on_meta`, on `device`."""
     for named in located:
         # Parameters that are not on the meta device keep their values.
         if named.parameter.is_meta:
@@ -63,8 +63,8 @@ def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> No
 def value_of(named: NamedParameter, group: Collectives, peers: Collectives) -> Tensor:
     """Return the initial value of a parameter.
 
-    If it is on the meta device, rank 0 of the first island in `peers` computes it and broadcasts it
-    to all ranks; the call is then collective.
+    If the parameter is on the meta device, the call is collective: rank 0 of the first island in
+    `peers` computes the value and broadcasts it to all ranks.
     """
     parameter = named.parameter
     if not parameter.is_meta:

@@ -21,13 +21,13 @@ _PLACES = 1 << 20
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One loss's contribution to its step.
+    """A loss's contribution to its step.
 
-    batch    the batch it was computed from
-    weight   its weight in the mean
+    batch    the batch that the loss was computed from
+    weight   the loss's weight in the mean
     given    True if the user passed the weight
     of       index of the earlier backward pass of this step that counted the same items, or None
-    terms    the terms found in its autograd graph
+    terms    the terms found in the loss's autograd graph
     parts    terms and weight of each micro-batch, if the loss is a mean over several
     """
 
@@ -40,17 +40,17 @@ class LossTerm:
 
     @property
     def is_repeated(self) -> bool:
-        """True if an earlier backward pass of this step has already counted its items."""
+        """True if an earlier backward pass of this step has already counted this loss's items."""
         return self.of is not None
 
 
 @dataclass
 class LossAccumulation:
-    """This rank's backward passes since the last step (gradient accumulation without `no_sync`).
+    """This rank's backward passes since the last step.
 
-    The four lists have one entry per backward pass: its number of items (`weights`), that number as
-    shown in messages (`shown`), its loss times its factor (`losses`), and its sample indices
-    (`indices`). Values on a GPU stay there.
+    Each of the four lists has one entry per backward pass: its number of items (`weights`), the
+    number of items to print in messages (`shown`), its loss times its factor (`losses`), and its
+    sample indices (`indices`). Values on a GPU stay there.
     """
 
     weights: list[Number] = field(default_factory=list)
@@ -88,24 +88,28 @@ class LossAccumulation:
 
     @property
     def weighted_backwards(self) -> int:
-        """Number of backward passes since the last step, without those known to have weight 0."""
+        """Number of backward passes since the last step that are not known to have weight 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens and of positions of all ranks in the batches of this step."""
+        """Number of tokens and of positions in this step's batches, on all ranks together."""
         # Several losses may have the same batch.
         batches = {id(term.batch): term.batch for term in self._terms if term.batch is not None}
         known = batches.values()
         return sum(each.tokens for each in known), sum(each.positions for each in known)
 
     def divisor_from(self, terms: LossTerms) -> float:
-        """Return the divisor of a loss, judged by its `terms` alone: 1 for a sum, 0 for a mean."""
+        """Return the divisor of a loss without an explicit reduction, from its `terms`.
+
+        It is 1 for a sum and 0 for a mean. If an earlier loss has set the step's divisor, that one
+        is returned.
+        """
         return float(terms.is_sum) if self._is_open else self.divisor
 
     @property
     def _is_open(self) -> bool:
-        """True if the next loss may be a mean or a sum: all losses so far have weight 0."""
+        """True if the step's next loss may still be either a mean or a sum."""
         return not self.is_said and not self.weighted_backwards
 
     def term(
@@ -121,15 +125,14 @@ class LossAccumulation:
         """Return how a loss of `batch` contributes to the step.
 
         Losses of the same items are added. Losses of different items are averaged, weighted by
-        their number of items. By default, losses of the same batch are taken to be of the same
-        items, as in plain PyTorch, if the weight is the size of the batch. `same_items` overrides
-        this.
+        their number of items. By default, losses of the same batch are assumed to be of the same
+        items, as in plain PyTorch. `same_items` overrides this.
 
         Args:
             batch: The batch of the loss, or None.
             weight: The loss's weight.
             given: True if the user passed the weight.
-            divisor: Divisor of the summed losses; 0 for means.
+            divisor: Number by which the sum of losses is divided; 0 for means.
             same_items: Whether an earlier loss of this step has counted these items, or None to
                 infer it.
             terms: The terms found in the loss's graph.
@@ -161,11 +164,11 @@ class LossAccumulation:
 
         Args:
             loss: The loss, a scalar.
-            term: How it contributes, from `term()`.
-            divisor: Divisor of the summed losses; 0 for means.
+            term: The loss's contribution, from `term()`.
+            divisor: Number by which the sum of losses is divided; 0 for means.
             share: The loss's fraction of the loss that a single process would compute.
-            compares: If True, also record whether the number of items in its graph matches its
-                weight.
+            compares: If True, also record whether the number of items in the loss's graph matches
+                its weight.
         """
         number = self.backwards
         self.shares += 0.0 if term.is_repeated else share
@@ -212,8 +215,8 @@ class LossAccumulation:
     def mix_range(self) -> tuple[Number, Number]:
         """Return the minimum and maximum of this rank's values in `_mixes`.
 
-        If the weights fit all losses, both are equal on all ranks. Returns (inf, -inf) if there are
-        no values.
+        If the weights are right for all losses, all values on all ranks are equal, so the minimum
+        equals the maximum. Returns (inf, -inf) if there are no values.
         """
         mixes = list(self._mixes.values())
         # Compare values on a GPU there, because reading them would synchronise.
@@ -241,14 +244,17 @@ class LossAccumulation:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Sources of the losses of this step whose weight was read from their graph."""
+        """The distinct sources, such as "cross_entropy", of the means in the step's losses.
+
+        Includes only losses whose weight was read from their graph.
+        """
         # Skip losses with a weight from the user, who has already decided how to weight them.
         mains = [t.terms.main for t in self._terms if not (t.given or t.is_repeated)]
         return tuple(dict.fromkeys(main.source for main in mains if main is not None))
 
     @property
     def first_terms(self) -> LossTerms | None:
-        """Terms of the step's first loss if its weight was read from its graph, otherwise None."""
+        """Terms of the step's first loss, or None if its weight was not read from its graph."""
         first = self._terms[0] if self._terms else None
         return None if first is None or first.given or self.divisor else first.terms
 
@@ -271,9 +277,9 @@ class LossAccumulation:
     ) -> int | None:
         """Return the index of the earlier backward pass that counted a loss's items, or None.
 
-        Raises UsageError if a weight was `given` for one of two losses of a batch, because each may
-        be a mean over only part of it. Also raises for means over different numbers of the same
-        items.
+        Raises UsageError if a weight was `given` for one of two losses of a batch without
+        `same_items`, because each may be a mean over only part of the batch. Also raises it if two
+        means over the same items have different numbers of items.
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return None

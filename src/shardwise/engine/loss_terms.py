@@ -39,9 +39,9 @@ class Term:
     """A part of a loss that depends on the batch.
 
     `items` is the number of items of a "mean", and 1 for a "sum". For an "unread" term it is an
-    estimate, which is the same per row on all ranks if they have the same fraction of labels.
-    `source` names the operation. `has_rows` is True if the first dimension of its input is the
-    batch dimension.
+    estimate, whose value per row is the same on all ranks if they have the same fraction of labels.
+    `source` names the operation. `has_rows` is True if the first dimension of the operation's input
+    is the batch dimension.
     """
 
     kind: Kind
@@ -55,7 +55,7 @@ class LossTerms:
     """The terms of a loss.
 
     curved    names of nonlinear operations on a mean or a sum over the batch; such a loss depends
-    on how the batch is split
+              on how the batch is split
     guessed   divisors of sums that are assumed to be a number of items, but may be constants
     is_zero   True if the loss was multiplied by 0
     """
@@ -78,22 +78,22 @@ class LossTerms:
 
     @property
     def main(self) -> Term | None:
-        """The term whose number of items is the loss's weight, or None if there is no mean."""
+        """The term whose number of items is the loss's weight, or None if the loss has no mean."""
         means = [term for term in self.terms if term.kind == "mean"]
         counted = [term for term in means if not term.has_rows]
         return next(iter(counted or means), None)
 
     def mixes_sums(self, *, summed: bool) -> bool:
-        """Return whether means, sums and penalties are added, so that no single factor fits all.
+        """Return whether the loss adds terms that need different factors, such as a mean and a sum.
 
-        `summed` is True if the losses of several workers are added.
+        `summed` is True if several workers' losses are added.
         """
         if summed:
             return self.has_penalty or any(term.kind != "sum" for term in self.terms)
         return self.has_sum
 
     def mix(self, weight: Number) -> Number:
-        """Return a number that is equal on all ranks and micro-batches if `weight` is correct."""
+        """Return a number that is the same for all micro-batches and ranks if `weight` is right."""
         terms = [term for term in self.terms if term.kind != "sum"]
         if len(terms) == 1 and terms[0].items is weight:
             return 1.0
@@ -102,7 +102,7 @@ class LossTerms:
         return total / weight if terms else -1.0
 
     def describe(self) -> str:
-        """Return the terms in words. Synchronises if a count is on a GPU."""
+        """Return the terms in words. Synchronises if a number of items is on a GPU."""
         return " and ".join(map(_words, self.terms)) or "nothing that depends on the batch"
 
 
@@ -111,10 +111,10 @@ UNKNOWN = LossTerms()
 
 
 def _known(number: Any) -> float:
-    """Return the value of a number that autograd has saved on the CPU.
+    """Return a number that autograd has saved on the CPU, as a Python number or a 0-dim tensor.
 
-    Autograd saves a Python number as a 0-dim tensor. Don't call `item` on it: an active
-    TorchDispatchMode would then receive a number instead of a tensor.
+    Don't call `item` on such a tensor: an active TorchDispatchMode would then receive a number
+    instead of a tensor.
     """
     value: Any = number.tolist() if isinstance(number, Tensor) else number
     return float(value)
@@ -132,8 +132,8 @@ def _words(term: Term) -> str:
 def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     """Read the terms of `loss` from its autograd graph.
 
-    Tensors kept by a saved-tensor hook are not read: they may be on a disk, or
-    torch.utils.checkpoint would rerun a forward pass to produce them.
+    Saved tensors that a saved-tensor hook has replaced are not read: they may be on a disk, or
+    torch.utils.checkpoint would rerun a forward pass to recompute them.
 
     Args:
         loss: A scalar.
@@ -153,10 +153,10 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """Scaling of a scalar between its term and the loss.
+    """How a scalar is scaled between its term and the loss.
 
-    `factor` is the product of the known numbers that it is multiplied by. `count` is the number
-    that it is divided by: None if there is no division, NaN if a hook keeps the number.
+    `factor` is the product of the known numbers by which it is multiplied. `count` is the number by
+    which it is divided: None if there is no division, NaN if a hook has replaced the number.
     """
 
     factor: float = 1.0
@@ -169,7 +169,7 @@ class _Scale:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that is equal for equal scales. Counts on a GPU are compared by identity."""
+        """A key that is equal for equal scales. Compares counts on a GPU by identity."""
         count = id(self.count) if isinstance(self.count, Tensor) else self.count
         return self.factor, count, self.siblings, self.is_multiplied, self.is_bent
 
@@ -263,7 +263,7 @@ SMALL = 0.05
 
 @dataclass
 class _Walk:
-    """Finds the terms of one loss."""
+    """Finds a loss's terms in its autograd graph."""
 
     rows: int | None
     total: int
@@ -274,7 +274,7 @@ class _Walk:
     has_penalty: bool = False
 
     def visit(self, node: Any, output: int, scale: _Scale) -> None:
-        """Find the terms under `output` of `node`, a scalar that enters the loss with `scale`."""
+        """Add the terms below `node`, whose scalar `output` enters the loss with `scale`."""
         # Use a stack instead of recursion: a loss may be a Python sum of thousands of terms. The
         # same node with the same scale gives the same terms. Without `seen`, a recurrence such as s
         # = s + f(s) would be walked once for each of its exponentially many paths.
@@ -321,7 +321,7 @@ class _Walk:
     # -- scalars of scalars -----------------------------------------------------------------
 
     def _scaled(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Yield the scalar that `node` multiplies or divides, with its new scale."""
+        """Yield the scalar that `node` multiplies or divides, as (node, output, new scale)."""
         edges: Sequence[Any] = (*node.next_functions, (None, 0))
         first, second = edges[0], edges[1]
         both = first[0] is not None and second[0] is not None
@@ -360,7 +360,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor, or yield the scalars that it stacks."""
+        """Add the term of a mean or sum over a tensor. If it stacks scalars, yield them instead."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
@@ -389,7 +389,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """Add the term of one of torch's built-in losses."""
+        """Add the term of a loss function of torch."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
@@ -416,9 +416,9 @@ class _Walk:
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """Add the term of a sum of `numel` elements. `counted` is the number of unmasked ones.
+        """Add the term of a sum over `numel` elements, `counted` of which are unmasked.
 
-        The term becomes a mean if the sum was divided by that number.
+        The term is a mean if the sum is divided by a number of items.
         """
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
         if isinstance(count, float) and math.isnan(count):
@@ -478,7 +478,7 @@ class _Walk:
         return None
 
     def _unread(self, node: Any) -> None:
-        """Add a term of unknown kind. Its number of items is estimated from its inputs' sizes."""
+        """Add a term of unknown kind, whose number of items is estimated from its inputs' sizes."""
         sizes = [_sizes(*edge) for edge in _edges(node) if not _of_parameters(edge[0])]
         items: Number = float(self._largest(sizes))
         if _is_opaque(node):
@@ -491,9 +491,9 @@ class _Walk:
         self.terms.append(Term("unread", items, node.name().removesuffix("Backward")))
 
     def _largest(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Return the number of elements of the largest shape that may have the batch dimension.
+        """Return the number of elements in the largest shape that may have the batch dimension.
 
-        Tables and positions have the same size for any number of rows, and are usually smaller.
+        Shapes of tables and positions do not depend on the number of rows, and are usually smaller.
         """
         of_rows = (shape for shape in shapes if shape and shape[0] % (self.rows or 1) == 0)
         return max(map(math.prod, of_rows), default=0)
@@ -505,7 +505,7 @@ def _kind(node: Any) -> str:
 
 @cache  # a graph has many nodes with few distinct names, and is read in each step
 def _operation(name: str) -> str:
-    """Return the operation of an autograd node name, such as "Mul" for `MulBackward0`."""
+    """Return the operation in an autograd node's name, such as "Mul" for `MulBackward0`."""
     return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
 
 
@@ -522,14 +522,13 @@ def _edges(node: Any) -> list[tuple[Any, int]]:
 
 
 def _sizes(node: Any, output: int) -> tuple[int, ...]:
-    """Return the shape of an output of `node`."""
     if hasattr(node, "variable"):
         return tuple(node.variable.shape)
     return tuple(node._input_metadata[output].shape)
 
 
 def _is_times_zero(node: Any) -> bool:
-    """Return whether `node` multiplies by the number 0. Values on a GPU are not read."""
+    """Return whether `node` multiplies by the number 0. A number on a GPU is not read."""
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
     number = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
@@ -539,13 +538,13 @@ def _is_times_zero(node: Any) -> bool:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """Return the tensor or number that `node` has saved as `name`, or None if a hook keeps it."""
+    """Return the value that `node` has saved as `name`, or None if a hook has replaced it."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return getattr(node, f"_saved_{name}") if raw is None else _kept(raw)
 
 
 def _kept(raw: Any) -> Tensor | None:
-    """Return the tensor in autograd's saved variable `raw`, or None if a hook keeps it."""
+    """Return the tensor in autograd's saved variable `raw`, or None if a hook has replaced it."""
     kept: Any = raw.data
     if isinstance(kept, Kept):  # our own hooks leave the tensor unchanged
         return kept.tensor
@@ -554,7 +553,7 @@ def _kept(raw: Any) -> Tensor | None:
 
 
 def _is_zeros(node: Any) -> bool:
-    """Return whether the output of `node` was multiplied by the number 0 anywhere below it."""
+    """Return whether `node` is a product with the number 0, possibly scaled or reshaped later."""
     while node is not None and not _is_times_zero(node):
         edges = _edges(node)
         passes = _kind(node) in ("Mul", "Neg", "View", "UnsafeView", "ReshapeAlias", "ToCopy")
@@ -574,7 +573,7 @@ def _number(value: Tensor) -> Any:
 
 
 def _signed(index: int) -> int:
-    """Restore the sign of a number that autograd saved as an unsigned 64-bit integer."""
+    """Return the signed value of an integer that autograd has saved as unsigned 64-bit."""
     return index - 2**64 if index >= 2**63 else index
 
 
@@ -584,7 +583,7 @@ def _is_opaque(node: Any) -> bool:
 
 
 def _stacked(node: Any) -> list[tuple[Any, int]]:
-    """Return the graph edges of the scalars that `node` stacks, or [] if it stacks none."""
+    """Return the graph edges of the scalars that `node` stacks, or [] if it does not stack any."""
     if _kind(node) not in ("Stack", "Cat"):
         return []
     edges = _edges(node)
@@ -592,7 +591,7 @@ def _stacked(node: Any) -> list[tuple[Any, int]]:
 
 
 def _added(node: Any) -> list[Any]:
-    """Return the scalars that `node` adds, by `+` or by summing a stacked tensor."""
+    """Return the nodes of the scalars that `node` adds, by `+` or by summing a stacked tensor."""
     opened, scalars = [node], []
     while opened:
         one = opened.pop()
@@ -606,7 +605,7 @@ def _added(node: Any) -> list[Any]:
 
 
 def _rows_reduced(node: Any) -> int:
-    """Return the size of the first dimension if `node` reduced that dimension only, otherwise 0."""
+    """Return the size of the first dimension if `node` reduces only that dimension, otherwise 0."""
     dims: Any = getattr(node, "_saved_dim", None)
     sizes: Any = getattr(node, "_saved_self_sym_sizes", ())
     if not isinstance(dims, tuple) or len(dims) != 1 or len(sizes) < 2:
@@ -658,10 +657,10 @@ _BY_ELEMENT = frozenset(
 
 
 def _statistic_under(node: Any) -> str:
-    """Return the name of a batch statistic under `node` (such as a variance), or "".
+    """Return the name of a batch statistic below `node`, such as a variance over rows, or "".
 
-    A batch statistic reduces the rows. A sum or mean above it reduces features, whose number does
-    not depend on the items.
+    A batch statistic reduces the rows, so a sum or mean over its result counts features and not
+    items.
     """
     opened, seen = [node], set[Any]()
     while opened and len(seen) < 50:
@@ -687,11 +686,11 @@ def _statistic_under(node: Any) -> str:
 
 
 def _of_parameters(node: Any) -> bool:
-    """Return whether the output of `node` depends on parameters only, and not on the batch.
+    """Return whether the output of `node` depends only on parameters, and not on the batch.
 
-    Data has no edge in the graph, so an operation that takes data has fewer edges than inputs. The
-    exception is a constant of the parameter's shape, such as the weights that a penalty pulls
-    towards.
+    Data has no edge in the graph, so an operation on data has fewer edges than inputs. An
+    element-wise operation may still have a constant input of the parameter's shape, such as the
+    values that a penalty pulls the weights towards.
     """
     # Penalties are shallow. Without a depth limit, this would walk the whole model in each step.
     opened, seen = [(node, 0)], set[Any]()

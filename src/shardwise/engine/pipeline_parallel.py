@@ -16,7 +16,7 @@ from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> PipelineGroup | None:
-    """Return a pipeline that has no layers yet, or None if every rank has all layers.
+    """Create a pipeline that has no layers yet, or return None if every rank has all layers.
 
     Raises ConfigError if settings are incompatible with pipeline parallelism.
     """
@@ -60,7 +60,7 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Pipe
 
 
 def stages_of(settings: Settings) -> int:
-    """Return the number of stages per replica.
+    """Return the number of pipeline stages per replica.
 
     Raises ConfigError if workers would have different numbers of stages.
     """
@@ -80,7 +80,8 @@ def stages_of(settings: Settings) -> int:
 def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
     """Assign layers to stages, identically on all ranks.
 
-    Raises ModelError or ConfigError on all ranks if the model cannot be divided into these stages.
+    Raises ModelError or ConfigError on all ranks if the model cannot be split into the number of
+    stages in `spec`.
     """
     settings = spec.settings
     partition = partitions.partition_model(
@@ -105,9 +106,9 @@ def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
 
 
 def _check_recomputed(spec: EngineSpec, partition: Partition) -> None:
-    """Raise ConfigError if a recomputed unit contains several layers.
+    """Raise ConfigError if a recomputed unit contains several layers of the partition.
 
-    Recomputing it would send the activations between its layers again.
+    Recomputing such a unit would send the activations between its layers a second time.
     """
     if spec.settings.activations != "recomputed":
         return

@@ -8,10 +8,11 @@ optimizer does not have are therefore stored under additional keys:
     fp32_master_weights  {0: ..., ...}, for 16-bit parameters
     fp32_gradients       True if gradients of 16-bit parameters are summed in fp32, which starts
                          after the first step with several backward passes
-    loss_weight_divisor  for a resume, if not all loss weights are 1: the divisor of these weights
-                         in the backward pass. The update cancels it, except for rounding.
-    attributes           values that the optimizer keeps in attributes and changes in its steps, and
-                         the optimizer that it wraps: see `attribute_values`
+    loss_weight_divisor  for a resume, if not all loss weights are 1: the number that loss weights
+                         are divided by in the backward pass. It cancels out in the update, except
+                         for rounding.
+    attributes           values that the optimizer stores in attributes and changes in its steps,
+                         and the optimizer that it wraps: see `attribute_values`
 
 fp32 masters are not in `state`: torch would round them to 16 bits and keep them forever, and it
 would treat a parameter that has only a master in its state as already initialised.
@@ -40,7 +41,11 @@ ATTRIBUTES = "attributes"
 
 
 def only(spec: EngineSpec, optimizer: optim.Optimizer | None) -> optim.Optimizer:
-    """Return `optimizer`, or the engine's only one. Raises UsageError if ambiguous or unknown."""
+    """Return `optimizer`, or the engine's only optimizer if it is None.
+
+    Raises UsageError if `optimizer` belongs to another engine, or if it is None and there are
+    several.
+    """
     if optimizer is None and len(spec.optimizers) != 1:
         raise UsageError("This engine has several optimizers: pass one of them as `optimizer`.")
     if optimizer is not None and not any(optimizer is each for each in spec.optimizers):
@@ -58,10 +63,10 @@ def make(
     unit: float | None,
     resting: Mapping[nn.Parameter, Tensor],
 ) -> dict[str, Any]:
-    """Build the state_dict of Engine.optimizer_state_dict. Collective.
+    """Build the state_dict that `Engine.optimizer_state_dict` returns. Collective.
 
-    `unit` is the divisor of loss weights, or None. `resting` contains the fp32 masters of frozen
-    parameters.
+    `unit` is the number that loss weights are divided by, or None to omit it. `resting` contains
+    the fp32 masters of frozen parameters.
     """
     # A parameter that was frozen during training has its state in the user's optimizer.
     whole = _whole(spec, optimizer, {**held(optimizer), **states.gathering.optimizer_state()})
@@ -90,7 +95,7 @@ def make(
 def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
     """Return the fp32 master of each 16-bit parameter. Collective.
 
-    A parameter that user code has written to is its own master, as it will be in the next step.
+    If user code has written to a parameter, its new value is the master, as in the next step.
     """
     masters = states.gathering.wide_masters()
     # Sharded parameters can only be written in full_parameters, which updates the masters itself.
@@ -104,7 +109,7 @@ def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
 def _whole(
     spec: EngineSpec, optimizer: optim.Optimizer, held: dict[Any, dict[str, Any]]
 ) -> dict[Any, dict[str, Any]]:
-    """Gather the full optimizer state from all ranks' layers and split tensors. Collective."""
+    """Gather the full optimizer state across pipeline stages and split tensors. Collective."""
     if spec.pipeline is not None:
         held = held | spec.pipeline.ownership.gather_other_states(held, spec.optimizers)
     if spec.tensor is not None:
@@ -116,7 +121,7 @@ def _whole(
 
 
 def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return why `state` does not fit `optimizer` (different groups or shapes), or None."""
+    """Return the error if groups or shapes in `state` do not fit `optimizer`, otherwise None."""
     name = type(optimizer).__name__
     if not {"state", "param_groups"} <= set(state):
         return (
@@ -135,7 +140,7 @@ def misfit(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
 
 
 def _wrong_extra_keys(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | None:
-    """Return the error in a key that torch ignores, or None if all are correct."""
+    """Return the error if a key that torch ignores has an invalid value, otherwise None."""
     unit = state.get(DIVISOR, 1.0)
     if not isinstance(unit, int | float) or not 0 < unit < math.inf:
         return (
@@ -172,9 +177,9 @@ def _wrong_shape(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> str | 
 
 
 def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load the options and the state in `state` into `optimizer`, cast to the engine's dtypes.
+    """Load `state` into `optimizer`, cast to the engine's dtypes.
 
-    State that a plain optimizer has kept in 16 bits, like its parameter, becomes fp32.
+    16-bit state of a 16-bit parameter, as in a plain optimizer, becomes fp32.
     """
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
@@ -195,7 +200,7 @@ def give(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
 def _as_updated(
     optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """Return the state of each parameter, in the dtypes of the engine's updates."""
+    """Return each parameter's optimizer state, in the dtypes that the engine's updates use."""
     # A state_dict with masters was saved by an engine, so its state is already fp32.
     mastered = _masters(optimizer, state)
     return {
@@ -205,14 +210,14 @@ def _as_updated(
 
 
 def numbers(state: Mapping[str, Any]) -> tuple[bool, float | None]:
-    """Return whether gradients are summed in fp32, and the divisor of loss weights or None."""
+    """Return whether gradients are summed in fp32, and the divisor of loss weights (or None)."""
     return bool(state.get(WIDE)), state.get(DIVISOR)
 
 
 def refine(
     known: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, Tensor]:
-    """Update the masters in `known` from `state`, and return the masters of frozen parameters."""
+    """Replace masters in `known` by those in `state`. Return the masters of frozen parameters."""
     saved = _masters(optimizer, state)
     for parameter in saved.keys() & known.keys():
         known[parameter] = _finer(parameter, saved[parameter], known[parameter])
@@ -222,15 +227,15 @@ def refine(
 
 
 def thawed(resting: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Remove the masters of parameters that are trainable again from `resting`, and return them."""
+    """Remove from `resting` the masters of parameters that are trainable again. Return them."""
     trained = [parameter for parameter in resting if parameter.requires_grad]
     return {p: _finer(p, resting.pop(p), p.detach().float()) for p in trained}
 
 
 def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
-    """Return the `saved` master where it rounds to the parameter's current value, otherwise `now`.
+    """Return `saved` where it rounds to the current value of `parameter`, and `now` elsewhere.
 
-    Loading an optimizer's state_dict must not change weights.
+    Both are fp32 masters. Loading an optimizer's state_dict must not change weights.
     """
     saved = saved.to(now.device, now.dtype)
     return torch.where(saved.to(parameter.dtype) == parameter.detach(), saved, now)
@@ -243,7 +248,10 @@ def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Pa
 def _by_parameter(
     optimizer: optim.Optimizer, state: Mapping[str, Any], entries: Mapping[int, Any]
 ) -> dict[nn.Parameter, Any]:
-    """Return `entries` keyed by parameter instead of by the parameter's number in `state`."""
+    """Replace parameter numbers by parameters in the keys of `entries`.
+
+    The numbers are those in `state`.
+    """
     by_parameter: dict[nn.Parameter, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):

@@ -13,10 +13,10 @@ from shardwise.world import randomness
 
 
 class RandomState:
-    """Controls this rank's random generators while an engine trains.
+    """Seeds this rank's random generators while an engine trains.
 
-    They are unchanged until the first training batch, or until the first forward pass with
-    gradients in one of the engine's models.
+    The generators stay unchanged until the first training batch, or until the first forward pass
+    with gradients in one of the engine's models.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -33,19 +33,19 @@ class RandomState:
         ]
 
     def _begin(self) -> None:
-        """Seed this rank's own generators when training starts."""
+        """Seed this rank's generators. Called when training starts."""
         # This is a method instead of a closure because `CommonRandomStream` holds it weakly.
         self.stop_waiting()
         if not self._is_apart:
             self.reseed()
 
     def stop_waiting(self) -> None:
-        """Remove the hooks from the models. Idempotent."""
+        """Remove the hooks that wait for the first forward pass. Safe to call twice."""
         while self._hooks:
             self._hooks.pop().remove()
 
     def _forget_common_draws(self) -> None:
-        """Reset the random streams that the ranks of a replica share."""
+        """Reset the random streams that a replica's ranks share."""
         spec = self._state.spec
         if spec.tensor is not None:
             spec.tensor.replica.reset()

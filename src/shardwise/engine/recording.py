@@ -1,7 +1,7 @@
 """Records the results of every engine step, for `shardwise verify` (--record-tensors).
 
-Without the flag it has no cost. With it, each step is followed by a pass over all tensors of this
-rank in checkpoint form, so the records do not depend on the placement.
+Without the flag nothing is recorded, at no cost. With it, each step also reads all of this rank's
+tensors as a checkpoint would store them, so the records do not depend on the placement.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 class Recording:
     """Writes records of an engine's steps to `folder`.
 
-    Its creation and `stepped` are collective, because listing the tensors is.
+    Creating one and calling `stepped` are collective, because listing the tensors is.
     """
 
     def __init__(self, state: EngineState, folder: Path) -> None:
@@ -70,12 +70,12 @@ class Recording:
             self._log.write(self._state.number, self._rows, figures, _parts(tensors, reported))
 
     def close(self) -> None:
-        """Stop recording. Removes the hooks that record inputs."""
+        """Stop recording, and remove the hooks that record the model's inputs."""
         self._inputs.close()
 
 
 def _parts(tensors: EngineTensors, reported: ReportedState) -> Iterator[Part]:
-    """Yield all tensors and parts of tensors that this rank holds."""
+    """Yield all tensors, and parts of tensors, that this rank holds."""
     odd = tensors.out_of_order(reported)
     for span in tensors.trained:
         yield from _of_holding(span, odd)
@@ -112,7 +112,7 @@ def _of_holding(
 
 
 def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float]:
-    """Return the optimizer state that is a single number per parameter, such as a step count."""
+    """Return the optimizer state that is one number per parameter, such as a step count."""
     named = tensors.states.parameters.named
     return {
         state_name(named[number].name, key): float(value)
@@ -123,7 +123,7 @@ def _numbers(tensors: EngineTensors, reported: ReportedState) -> dict[str, float
 
 
 def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Return the name and shape of each optimizer's parameters, in the optimizer's order."""
+    """Return the name and shape of each optimizer's parameters, in the order of its groups."""
     known = {named.parameter: named for named in spec.located()}
     return [
         [
@@ -136,6 +136,9 @@ def _parameters(spec: EngineSpec) -> list[list[tuple[str, tuple[int, ...]]]]:
 
 
 def recording_of(state: EngineState) -> Recording | None:
-    """Return the recording for `shardwise verify`, or None without --record-tensors. Collective."""
+    """Create the recording for `shardwise verify`, or return None without --record-tensors.
+
+    Collective.
+    """
     folder = state.world.settings.record_tensors
     return None if folder is None else Recording(state, Path(folder))

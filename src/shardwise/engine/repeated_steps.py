@@ -1,16 +1,17 @@
-"""Runs backward passes and steps that are repeated after a loss, with `--survive`.
+"""Runs backward passes and steps that can be repeated after a rank is lost, with `--survive`.
 
-A step ends in two small collectives: the exchange, after which a rank knows all totals, and a
-confirmation, after which it knows that every rank does. Only then does it update. If a rank is
-lost, all that are left agree (comm/survivors/membership.py) whether the step stands.
+A step ends in two small collectives. After the first, the exchange, a rank knows all totals. After
+the second, the confirmation, it knows that every rank has them. Only then does it update. If a rank
+is lost, the remaining ranks agree on whether to complete the step (comm/survivors/membership.py):
 
-    no rank that is left has confirmed    nothing has changed: discard the gradients, and repeat
-    one of them has                       all know the totals: finish the step with them
+    no remaining rank has confirmed    nothing has changed: discard the gradients, and repeat
+    at least one has confirmed         all know the totals: complete the step with them
 
-If the optimizer state is sharded, every rank sends its reduced gradients to the holder of its
-second copy before it confirms, and updates both states (states/second_copies.py). After a loss the
-states are laid out again for the ranks that are left: at once if the step is repeated, otherwise
-after its update, whose all-gather is then left out.
+If the optimizer state is sharded, every rank also holds a second copy of another rank's state
+(states/second_copies.py). Before a rank confirms, it sends its reduced gradients to the rank that
+holds its copy, so that both update it. After a loss, the states are laid out again for the
+remaining ranks. If the step is repeated, this happens at once. Otherwise it happens after the
+update, whose all-gather is then skipped.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from shardwise.world.survival import Survival
 
 
 class RepeatableBackward(BackwardRunner):
-    """Runs backward passes, and notices the loss of a rank instead of raising it.
+    """Runs backward passes, and records the loss of a rank instead of raising PeerLost.
 
-    After a loss, the rest of the step's backward passes do nothing: the step is repeated.
+    The step will then be repeated, so its remaining backward passes do nothing.
     """
 
     def backward(self, loss: Tensor, **keywords: Any) -> None:
@@ -54,7 +55,7 @@ class RepeatableBackward(BackwardRunner):
     def forward_backward(
         self, loss_of: Callable[..., Tensor], batch: Any, **keywords: Any
     ) -> Tensor:
-        """See Engine.forward_backward. The loss is NaN if the step will be repeated."""
+        """See Engine.forward_backward. Returns NaN if a rank was lost in this step."""
         survival = _survival(self._state)
         if survival.loss is None:
             with survival.noticing():
@@ -63,14 +64,16 @@ class RepeatableBackward(BackwardRunner):
 
 
 class RepeatableSteps(StepRunner):
-    """Runs steps in two parts: `confirm`, after which a step stands, and the update.
+    """Runs each step in two phases: all ranks confirm it, then they update.
+
+    A step that at least one rank has confirmed is completed even if a rank is lost.
 
     Args:
         state: See StepRunner.
         backward: See StepRunner.
         randoms: See StepRunner.
-        checkpoints: See StepRunner. Their tracked objects return to the start of a step that a
-            plain loop repeats.
+        checkpoints: See StepRunner. If a plain loop repeats a step, the objects tracked here are
+            restored to their state at its start.
         *others: See StepRunner.
     """
 
@@ -118,7 +121,10 @@ class RepeatableSteps(StepRunner):
         return stats
 
     def _part(self) -> None:
-        """Leave the run, or continue without the ranks that leave. Collective."""
+        """Leave the run if this rank is in `_leaving`. Otherwise continue without those ranks.
+
+        Collective.
+        """
         survival, leaving, self._leaving = self._survival, self._leaving, ()
         if self._world.collectives.status_server.rank in leaving:
             self._world.preemption.leave_alone(self._state.steps)
@@ -138,7 +144,7 @@ class RepeatableSteps(StepRunner):
         return self._survival.loss is not None or self._accumulation.backwards > 0
 
     def _confirm(self, plain: bool) -> bool:
-        """Reduce and confirm the step, if there is one. Return whether it must be repeated."""
+        """Reduce and confirm the pending step, if any. Return whether it must be repeated."""
         if not self._is_pending:
             return False
         if plain:
@@ -150,7 +156,10 @@ class RepeatableSteps(StepRunner):
         return self._ended_by_loss()
 
     def _ended_by_loss(self) -> bool:
-        """Reduce and confirm the step, and return whether a loss ended it. Collective."""
+        """Reduce and confirm the step. Return whether it must be repeated after a rank was lost.
+
+        Collective.
+        """
         survival = self._survival
         try:
             if survival.loss is not None:
@@ -174,7 +183,10 @@ class RepeatableSteps(StepRunner):
         return self._continue_with_the_others()
 
     def _continue_with_the_others(self) -> bool:
-        """Join the ranks that are left. Return whether the step must be repeated. Collective."""
+        """Form a group of the remaining ranks. Return whether the step must be repeated.
+
+        Collective.
+        """
         if self._survival.replace_group(self._state.steps + 1):
             self._survival.in_step = False
             return False
@@ -187,7 +199,10 @@ class RepeatableSteps(StepRunner):
         return True
 
     def _follow_group(self) -> None:
-        """Adopt this rank's number among the ranks that are left. Forget calls with the others."""
+        """Update this rank's number after its group has changed.
+
+        Also forget pending calls with the lost ranks.
+        """
         state = self._state
         state.states.gradients.forget_calls()
         state.aggregation.follow(self._world.data_rank)
@@ -199,7 +214,7 @@ class RepeatableSteps(StepRunner):
             self._randoms.reseed()
 
     def _lay_out(self) -> None:
-        """Lay the states out for the ranks that are left, if that is due. Collective."""
+        """If ranks were lost since the last layout, lay the states out again. Collective."""
         if not self._is_layout_due:
             return
         self._is_layout_due = False  # if ranks are lost meanwhile, the others gather again
@@ -210,7 +225,10 @@ class RepeatableSteps(StepRunner):
         self._survival.loss = None
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
-        """Update both states that this rank holds. A loss no longer changes the result."""
+        """Update this rank's optimizer state, and the second copy that it holds.
+
+        Losing a rank no longer changes the result.
+        """
         states, survival = self._objects.states, self._survival
         if states.copies is None:
             super()._update(totals, stats, max_norm)
@@ -242,7 +260,10 @@ class RepeatableSteps(StepRunner):
 
 
 class _StepStart:
-    """The values that a step may change before it is confirmed: buffers and tracked objects."""
+    """Restores the values that a step may change before it is confirmed.
+
+    These are buffers, tracked objects and the optimizers' options.
+    """
 
     def __init__(self, state: EngineState, checkpoints: Checkpoints) -> None:
         self._state = state
@@ -257,7 +278,7 @@ class _StepStart:
     # -- buffers ------------------------------------------------------------------------------
 
     def keep_buffers(self) -> None:
-        """Copy the models' buffers that have changed since the last copy."""
+        """Copy the models' buffers that have changed since the last call."""
         kept: dict[tuple[int, str], tuple[Tensor, int, Tensor]] = {}
         for number, model in enumerate(self._state.spec.models):
             for name, buffer in model.named_buffers():
@@ -270,9 +291,9 @@ class _StepStart:
         self._buffers = kept
 
     def go_back(self) -> None:
-        """Write the buffers' copies back, because the step's forward passes run again.
+        """Restore the buffers, because the step's forward passes will run again.
 
-        Also undo agreements with other ranks in the interrupted step.
+        Also drop agreements that the interrupted step has made with other ranks.
         """
         with torch.no_grad():
             for buffer, version, copied in self._buffers.values():
@@ -285,12 +306,12 @@ class _StepStart:
     # -- tracked objects, in a plain loop -----------------------------------------------------
 
     def remember(self, *, plain: bool) -> None:
-        """Remember the start of a step.
+        """Store the values at the start of a step.
 
-        In a `plain` loop also copy the state of tracked objects and the optimizers' options, which
-        the loop's body may change after a step that is then repeated.
+        A `plain` loop may change tracked objects and the optimizers' options in its body, after a
+        step that is later repeated. With `plain`, they are therefore stored too.
 
-        Raises UsageError if such a loop uses a learning-rate scheduler that is not tracked.
+        Raises UsageError if a plain loop uses a learning-rate scheduler that is not tracked.
         """
         self._agreed = self._state.buffers.agreed()
         self._calls = self._state.world.calls.kept()
@@ -313,7 +334,7 @@ class _StepStart:
         ]
 
     def return_tracked(self) -> None:
-        """Return tracked objects and options to the start of the step, after the loop's body."""
+        """Restore tracked objects and options, after the loop's body has changed them."""
         for each, state in self._tracked:
             each.load_state_dict(state)
         for group, options in self._options:

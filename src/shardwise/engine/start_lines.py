@@ -29,9 +29,9 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
     """Print the startup summary of a new engine.
 
     The first line shows workers, transport, placement and precision. The second shows the model,
-    the size of its states, and tiers. More lines follow for split layers, exact mode, islands, and
-    optimizers that were classified by a trial update. With `--trial`, a message about it is printed
-    even if the summary is disabled.
+    the size of its states, and their tiers. More lines follow for split layers, exact mode,
+    islands, and optimizers that were classified by a trial update. With `--trial`, a message about
+    it is printed even if the summary is disabled.
     """
     if world.settings.trial:
         world.print("shardwise: trial: nothing is resumed, saved or exported")
@@ -88,11 +88,10 @@ def announce_activations(world: World, spec: EngineSpec, activations: Activation
 def announce_batch(
     world: World, spec: EngineSpec, parts: int | None, *, averaged: bool = False
 ) -> None:
-    """Print how the first batch is split, and what depends on the number of workers.
+    """Print how the first batch is split, and why results depend on the number of workers.
 
     `averaged` is True if losses are averaged across workers. `parts` is the number of micro-batches
-    that pass through the pipeline, or None if the batch passes through it undivided, stage after
-    stage.
+    that pass through the pipeline, or None if the whole batch passes through it at once.
     """
     if spec.pipeline is None and parts is None and spec.settings.microbatches is not None:
         world.say_once(
@@ -119,9 +118,10 @@ def announce_batch(
 
 
 def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
-    """Print how the first loss is weighted, if that is uncertain, and if it depends on the workers.
+    """Print warnings about the first loss, unless its weight is certain.
 
-    `is_said` is True if the user has passed a weight or a reduction.
+    They say how a loss is weighted if its graph does not show that, and whether the result depends
+    on the number of workers. `is_said` is True if the user passed a weight or a reduction.
     """
     if spec.settings.quiet:
         return
@@ -153,7 +153,7 @@ def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: 
 
 
 def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: float) -> None:
-    """After the first step, print the number of items of a loss that is not a mean over rows."""
+    """After the first step, print the number of items if the loss is not a mean over rows."""
     main = terms.main
     if main is not None and not main.has_rows and not spec.settings.quiet:
         noun = "labels" if main.source == "cross_entropy" else "items"
@@ -161,10 +161,10 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 
 
 def _optimizers_by_trial(states: States) -> dict[str, str]:
-    """Return the names of optimizers whose tensors are split because of a trial update.
+    """Return the optimizers whose tensors are split because a trial update has allowed it.
 
-    Each name is mapped to a note on groups whose tensors are not split, or "". If there are such
-    groups, the name includes the groups that are split.
+    Maps each optimizer's name to a note. The note is "" if all parameter groups are split.
+    Otherwise it lists the other groups, and the key lists those that are split.
     """
     notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):
@@ -199,7 +199,7 @@ def _run_line(world: World, spec: EngineSpec) -> str:
 
 
 def precision_in_words(spec: EngineSpec) -> str:
-    """Return the precision preset. For fp32, which casts nothing, return the trained dtypes."""
+    """Return the precision preset, or for fp32 the dtypes of the trained parameters."""
     if spec.settings.precision != "fp32":
         return spec.settings.precision
     dtypes = dict.fromkeys(t.dtype for t in spec.located() if t.parameter.requires_grad)
@@ -239,7 +239,7 @@ def _model_line(spec: EngineSpec, states: States) -> str:
 
 
 def _unit_count(spec: EngineSpec, states: States) -> int:
-    """Return the number of units, including the rest of each model if it has parameters."""
+    """Return the number of units. A model's parameters outside of its blocks form one more unit."""
     if states.shown is not None:
         return sum(bool(unit.buckets) for unit in states.shown.residency.units)
     count = 0
@@ -251,7 +251,7 @@ def _unit_count(spec: EngineSpec, states: States) -> int:
 
 
 def _elsewhere(spec: EngineSpec, states: States) -> str:
-    """Describe the states that are not on the device's tier, or return "" if there are none."""
+    """Describe the states on tiers other than the device, or return "" if there are none."""
     offloaded: dict[Tier, list[str]] = {}
     for state, nbytes in states.bytes_by_state().items():
         tier = spec.placement.tier(state)
@@ -265,7 +265,10 @@ def _elsewhere(spec: EngineSpec, states: States) -> str:
 
 
 def _replicated_bytes(spec: EngineSpec, states: States) -> int:
-    """Return the size in bytes of the same states, unsharded on every rank, without padding."""
+    """Return the bytes per rank that the same states would need if they were replicated.
+
+    Excludes padding.
+    """
     total = 0
     anchor = 0 if states.hooks is None else states.hooks.copies
     for index, bucket in enumerate(states.parameters.buckets):
@@ -313,7 +316,7 @@ def _batch_line(world: World, *, averaged: bool) -> str:
 
 
 def _shares(world: World) -> str:
-    """Return the number of shares of a batch, in words."""
+    """Return in words how many workers, replicas or context groups share a batch."""
     if world.context_size > 1:
         return many(world.data_size, "context group")
     return many(world.data_size, "worker" if world.mesh.replica == 1 else "replica")
@@ -330,7 +333,7 @@ def _unknown_batch(world: World) -> str:
 
 
 def outside_promise(spec: EngineSpec, micro_batches: int = 1) -> list[str]:
-    """Return why results depend on the number of workers, or of `micro_batches` per step."""
+    """Return the reasons why results depend on the number of workers or `micro_batches`."""
     counts: dict[str, int] = {}
     for module in (m for model in spec.models for m in model.modules()):
         reason = _reason(module, spec.settings.sync_batch_norm, micro_batches)
@@ -360,7 +363,7 @@ def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | 
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    """Return whether the forward pass of `module` drops values at random in training."""
+    """Return whether the forward pass of `module` drops values at random in training mode."""
     # Treat an attribute `p` as a probability only if the module's name, or that of a function
     # called in its forward, contains a word of _DRAWING. Otherwise it may be the exponent of a
     # norm.

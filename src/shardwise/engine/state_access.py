@@ -1,4 +1,4 @@
-"""Gives the user full parameters, averages and plain optimizer state between steps."""
+"""Provides full parameters, averages and plain optimizer state to the user between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import UsageError
 
 
 class StateAccess:
-    """The context managers and methods that give the user full tensors."""
+    """The engine's context managers and methods that provide full tensors."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -65,9 +65,9 @@ class StateAccess:
                 state.in_uneven = False
 
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
-        """Return the context for an evaluation batch that some ranks skip.
+        """Return a context manager for an evaluation batch that some ranks skip.
 
-        Inside it, those ranks participate in the gathers of the other ranks.
+        While the others run, these ranks participate in their gathers.
         """
         state = self._state
         shown = state.states.shown
@@ -115,7 +115,7 @@ class StateAccess:
             yield
 
     def _check_enters(self, block: str) -> None:
-        """Raise UsageError if parameters cannot be swapped now (inside a step, or gathered)."""
+        """Raise UsageError if parameters cannot be swapped now: in a step, or while gathered."""
         state = self._state
         if state.accumulation.backwards:
             raise UsageError(
@@ -143,7 +143,7 @@ class StateAccess:
             return whole_tensors.model_state_dict(self._state.spec, self._state.states, model)
 
     def _common(self) -> AbstractContextManager[None]:
-        """Swap in the anchor, unless the parameters already hold averages."""
+        """Context manager that swaps in the anchor, unless averages are already swapped in."""
         return nullcontext() if self._state.in_ema else self.anchor()
 
     def optimizer_state_dict(

@@ -4,7 +4,7 @@ reduce      wait for pending reductions
 exchange    one small collective: weights, losses, norm, which parameters have a gradient
 (delay)     with `--behind`: replace the sums with those of an earlier step
 (between)   give the user full gradients to read or change
-decide      skip the step, stop the run, or compute the factor that clips and averages
+decide      skip the step, stop the run, or compute the factor that averages and clips
 update      update each bucket (states/optimizer), then all-gather it if parameters are replicated
 clear       free the gradients, and seed the generators for the next step
 (average)   with islands: average their parameters if an average is due
@@ -145,12 +145,12 @@ class StepRunner:
                 self._randoms.reseed()
 
     def close(self) -> None:
-        """Remove hooks from the models. Overridden by the guard."""
+        """Remove hooks from the models. The guard overrides it."""
 
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError if this step has had no backward pass, or inside `world.alike()`."""
+        """Raise UsageError if no backward pass precedes `call`, or inside `world.alike()`."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
@@ -200,9 +200,10 @@ class StepRunner:
             self._world.calls.clear()
 
     def _report_mixed(self) -> None:
-        """Raise UsageError because no weight fits all losses of the step. Collective.
+        """Raise UsageError because no weight is right for all losses of the step. Collective.
 
-        If the user passed all weights, only warn, once: the script may weight items on purpose.
+        If the user passed all weights, print one warning instead: the script may intend these
+        weights.
         """
         accumulation = self._accumulation
         gathered = self._world.step_group.gather_plain(
@@ -217,7 +218,7 @@ class StepRunner:
     # -- reduce and exchange ----------------------------------------------------------------
 
     def _reduced(self, call: str) -> StepTotals:
-        """Reduce this step's gradients unless already done, and return the global totals."""
+        """Reduce this step's gradients, unless they already are, and return the global totals."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
         state.aggregation.check(self._accumulation.backwards)
@@ -244,7 +245,7 @@ class StepRunner:
         return state.totals
 
     def _exchange(self) -> StepTotals:
-        """Report this rank's part of the step, and return the totals across all ranks."""
+        """Report this rank's statistics of the step, and return the totals across all ranks."""
         try:
             totals = exchange(
                 self._accumulation,
@@ -271,18 +272,15 @@ class StepRunner:
     # -- decide -----------------------------------------------------------------------------
 
     def _scale_of(self, totals: StepTotals) -> float:
-        """Return the factor that turns gradient sums into means; 0 if the total weight is 0."""
+        """Return the factor that turns gradient sums into means, or 0 if the total weight is 0."""
         return 1.0 / self._state.weighting.divisor(totals.denominator) if totals.weight else 0.0
 
     def _factor(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> float:
-        """Return the factor that averages and clips the summed gradients in the update.
-
-        Clips by the global norm, like torch.nn.utils.clip_grad_norm_.
-        """
+        """Return the factor that averages the summed gradients and clips their global norm."""
         return self._scale_of(totals) * clip_coefficient(stats.grad_norm, max_norm)
 
     def _decide(self, totals: StepTotals) -> StepStats:
-        """Return the step's statistics, including whether to skip it."""
+        """Return the step's statistics, which say whether to skip it."""
         state = self._state
         if totals.weight == 0:
             return StepStats(loss=math.nan, grad_norm=0.0, weight=0.0, skipped=True)
@@ -302,8 +300,8 @@ class StepRunner:
     def _check_finite(self, totals: StepTotals) -> None:
         """Raise NonFiniteError on all ranks if a gradient is not finite.
 
-        Does nothing if a loss scale or `--nonfinite skip` is active, because the step is then
-        skipped. Collective if it raises.
+        Does nothing with a loss scale or `--nonfinite skip`, because the step is then skipped.
+        Collective if it raises.
         """
         state, settings = self._state, self._spec.settings
         skips = state.scale.active or settings.nonfinite != "stop"
@@ -325,7 +323,7 @@ class StepRunner:
             raise
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
-        """Update bucket by bucket. Each bucket is all-gathered while the next one is updated."""
+        """Update the buckets in turn. Each is all-gathered while the next one is updated."""
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
         publishes = self._spec.placement.is_sharded("optimizer")
@@ -350,7 +348,7 @@ class StepRunner:
             states.parameters.settle()
 
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
-        """Run a step of an optimizer that calls the closure itself, possibly often (L-BFGS)."""
+        """Run a step of an optimizer that may call the closure several times (L-BFGS)."""
         objects = self._objects
         # `closures.check` has ensured that there is exactly one inner optimizer.
         (inner,) = objects.states.optimizer.inners
@@ -390,7 +388,7 @@ class StepRunner:
     def _finish(self, totals: StepTotals, stats: StepStats) -> StepStats:
         """Complete the step: clear gradients, advance counters, record results.
 
-        Returns the step's statistics.
+        Returns the final statistics.
         """
         # Announce the weight before `_clear`, which drops the terms.
         if self._state.steps == 0 and (terms := self._accumulation.first_terms) is not None:
@@ -428,7 +426,7 @@ class StepRunner:
         return stats
 
     def _clear(self, totals: StepTotals) -> None:
-        """Reset the gradients, weights and losses of this step."""
+        """Clear the step's gradients, weights and losses, and adapt the loss scale."""
         state, gradients = self._state, self._objects.states.gradients
         # A step with weight 0 contains no information about overflow or about the weight of the
         # next step.
@@ -447,7 +445,7 @@ class StepRunner:
         state.parameters_changed()
 
     def _count(self) -> None:
-        """Advance the step counters, and report the step to progress, watchdog and timeline."""
+        """Advance the step counters, and report the step to the progress, timeline and watchdog."""
         state, world = self._state, self._world
         usage_checks.mark_schedulers(self._spec.optimizers)
         state.steps += 1

@@ -1,4 +1,4 @@
-"""Defines what a rank reports about its backward passes, and combines reports into totals."""
+"""Defines the statistics that each rank reports per step, and adds them up into totals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Number = float | Tensor
 
 
 class Aggregation:
-    """Adds up the ranks' reports, after each rank has added up its own backward passes.
+    """Adds up the statistics of ranks that each report the sum over their backward passes.
 
     In the methods below, `rows` has one row of numbers per rank.
     """
@@ -30,36 +30,36 @@ class Aggregation:
         self._rank = rank
 
     def follow(self, rank: int) -> None:
-        """Adopt this rank's number after other ranks were lost."""
+        """Set this rank's new number, after other ranks were lost."""
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
-        """Return the seed after `backwards` backward passes of `step`.
+        """Return the seed for the random generators after `backwards` backward passes of `step`.
 
-        None leaves the generators unchanged.
+        If it is None, the generators stay unchanged.
         """
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate a step's total weight and number of backward passes.
+        """Estimate the first step's total weight and its number of backward passes.
 
         `weights` has the weight of each rank's first backward pass.
         """
         return sum(weights), sum(weight > 0 for weight in weights)
 
     def check(self, backwards: int) -> None:
-        """Raise UsageError if a step cannot have this number of backward passes."""
+        """Raise UsageError if a step must not have `backwards` backward passes."""
 
     def report(self, values: Sequence[Number]) -> list[Number]:
-        """Return the numbers that a rank reports for `values`, which has one per backward pass."""
+        """Return the numbers that this rank reports for `values`, one of each backward pass."""
         return [sum(values)]
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the sum of all ranks' reports."""
+        """Return the total of all ranks' reported sums."""
         return sum(row[0] for row in rows)
 
     def total_of_squares(self, rows: Sequence[Sequence[float]]) -> float:
-        """Return the sum of all ranks' sums of squares."""
+        """Return the total of all ranks' sums of squares."""
         return self.total(rows)
 
     def refuse_late(self, names: Sequence[str], group: Collectives) -> None:
@@ -71,7 +71,7 @@ class Aggregation:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """One rank's report to all others in a step, sent as one fp64 vector.
+    """One rank's statistics of a step, sent to all other ranks as one fp64 vector:
 
     | weights | losses x factor | squared norm |
     backwards | shares | options | calls | rows | shown | mix | copies |
@@ -135,7 +135,10 @@ class StepReport:
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
-        """Return the step's totals: sums, and flags set by any rank. `table` has a row per rank."""
+        """Return the step's totals. `table` has one row per rank.
+
+        Numbers are added up, and a flag is set if any rank has set it.
+        """
         lengths = (
             len(self.weights),
             len(self.losses),
@@ -185,14 +188,14 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """Return the number that all ranks have, or NaN if they differ."""
+    """Return the number if all ranks have the same one, otherwise NaN."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
-    """Concatenate numbers into one fp64 vector on `device`, with a single copy from the host.
+    """Concatenate `numbers` to an fp64 vector on `device`, with one copy from the host.
 
-    Numbers on an accelerator stay there, so the host does not synchronise.
+    Numbers on an accelerator are not copied to the host, which would synchronise.
     """
     near: list[float] = []
     for number in numbers:
@@ -214,5 +217,5 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
 
 
 def _is_far(number: Number) -> bool:
-    """Return whether reading the number would make the host synchronise with a device."""
+    """Return whether reading `number` would synchronise the host with a device."""
     return isinstance(number, Tensor) and number.device.type != "cpu"

@@ -17,7 +17,7 @@ from shardwise.world.world import World
 
 
 def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorParallelModels | None:
-    """Return an empty tensor-parallel state, or None if layers are not split.
+    """Create an empty tensor-parallel state, or return None if layers are not split.
 
     Raises ConfigError if settings are incompatible with tensor parallelism.
     """
@@ -36,7 +36,7 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
 def find_and_split(
     spec: EngineSpec, split_models: TensorParallelModels, plan: TensorPlan | None
 ) -> None:
-    """Find the layers to split, and reduce this rank's models to its parts. Collective.
+    """Find the layers to split, and replace them by this rank's parts. Collective.
 
     Raises on all ranks: ModelError if there is nothing to split, and ModelMismatch if ranks find
     different splits.
@@ -56,7 +56,10 @@ def find_and_split(
 def _agree_on_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan
 ) -> tuple[list[SplitGroup], dict[str, str]]:
-    """Return the splits that all ranks find, and why candidate modules are unsplit. Collective."""
+    """Return the splits that all ranks agree on, and the reasons why other modules are unsplit.
+
+    Collective.
+    """
     run = spec.world_group
     trials = known_modules.SplitTrials()
     # Run the trials on rank 0 only. A trial with a different result on a busy rank would leave that
@@ -86,7 +89,7 @@ def _agree_on_splits(
 def _find_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
-    """Return the splits that this rank finds, or its error, to raise on all ranks later."""
+    """Return the splits that this rank finds, or the error that all ranks raise together later."""
     try:
         planned = plans.match_modules(spec.models, spec.prefixes, plan)
         groups = plans.split_by_plan(planned, parts)
@@ -110,7 +113,7 @@ def _details(groups: list[SplitGroup]) -> list[str]:
 
 
 def describe_split(split_models: TensorParallelModels) -> str:
-    """Describe the split layers, counting equal names: "attention blocks.*.attend (2)"."""
+    """Describe the split layers and how often each occurs: "attention blocks.*.attend (2)"."""
     names = _counted(
         " ".join(part for part in (group.kind, _starred(group.name)) if part)
         for group in split_models.groups
@@ -121,7 +124,7 @@ def describe_split(split_models: TensorParallelModels) -> str:
 
 
 def describe_unsplit(split_models: TensorParallelModels) -> list[str]:
-    """Describe unsplit layers, and why: "0.block (2): its layers did not run in a trial"."""
+    """Describe unsplit layers with reasons: "0.block (2): its layers did not run in a trial"."""
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in split_models.reasons_unsplit.items():
         names_by_reason.setdefault(reason, []).append(_starred(name) or "the model")

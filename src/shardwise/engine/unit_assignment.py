@@ -1,4 +1,4 @@
-"""Assigns each parameter to the unit that it is gathered with, if parameters are sharded.
+"""Assigns each sharded parameter to the unit that it is gathered with.
 
 A model consists of its units (the smallest blocks that all ranks execute) and the rest, which forms
 one more unit. A parameter shared by two units belongs to the rest. Parameters outside all models
@@ -26,7 +26,10 @@ from shardwise.states.shard_groups import ShardGroups
 
 @dataclass
 class Section:
-    """A unit before it is laid out. `module` is None if its parameters are outside all models."""
+    """A unit before it is laid out.
+
+    `module` is None for the unit of parameters outside all models.
+    """
 
     name: str
     family: int
@@ -44,7 +47,7 @@ class Sections:
 
     @property
     def modules(self) -> dict[nn.Module, int]:
-        """Maps each unit's module to the unit's index."""
+        """The index of each unit, by the unit's module."""
         return {s.module: n for n, s in enumerate(self.sections) if s.module is not None}
 
 
@@ -54,7 +57,7 @@ def divide(
     located: Sequence[NamedParameter],
     patterns: Sequence[str] | None,
 ) -> Sections:
-    """Divide `models` into units, either automatically or by `patterns` of module names."""
+    """Divide `models` into units, automatically or by `patterns` of module names."""
     sections = Sections(models)
     for family, (model, prefix) in enumerate(zip(models, prefixes, strict=True)):
         # Add the rest first: if the model is itself a unit, no second section is created for it.
@@ -73,7 +76,10 @@ def divide(
 
 
 def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
-    """Return the innermost unit around each module, or several if several units contain it."""
+    """Return the innermost unit that contains each module.
+
+    A module that occurs in several units has one for each of them.
+    """
     around: dict[nn.Module, set[int]] = defaultdict(set)
     modules = sections.modules
 
@@ -91,10 +97,10 @@ def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
 
 
 def _home(sections: Sections, homes: set[int]) -> int:
-    """Return the unit of a parameter whose modules are in the units `homes`.
+    """Return the unit of a parameter that is used in the units `homes`.
 
-    If there are several, it is the rest of the first model among them. If there is none, it is the
-    unit that is never sharded, which is created on demand.
+    If `homes` has several units, this is the rest of the first model among them. If it has none, it
+    is the unit that is never sharded, which is created on demand.
     """
     if len(homes) == 1:
         return homes.pop()
@@ -109,9 +115,9 @@ def _home(sections: Sections, homes: set[int]) -> int:
 def make_residency(
     sections: Sections, parameters: ShardedParameters, groups: ShardGroups, order: GatherOrder
 ) -> Residency:
-    """Create the units over the buckets of `parameters`. Collective.
+    """Create the units from the buckets of `parameters`. Collective.
 
-    Their gathers use `groups`, and follow the `order` that all ranks share.
+    Gathers run in `groups`, in the `order` that all ranks share.
     """
     units = [
         Unit(
@@ -137,7 +143,7 @@ def make_residency(
 def attach_unit_hooks(
     sections: Sections, residency: Residency, hooks: unit_hooks.UnitHooks
 ) -> None:
-    """Attach hooks to the models, so that their forward passes gather the units they need."""
+    """Attach hooks to the models that gather the units of each forward pass."""
     hooks.manager = residency
     hooks.attach(
         [
@@ -168,7 +174,7 @@ def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
 
 
 def units_in(sections: Sections, module: nn.Module | None) -> list[int]:
-    """Return the sorted indices of the units with parameters of `module` (all units if None)."""
+    """Return the sorted indices of the units with parameters of `module`, or of all if None."""
     if module is None:
         return list(range(len(sections.sections)))
     return sorted({sections.unit_of[p] for p in module.parameters() if p in sections.unit_of})

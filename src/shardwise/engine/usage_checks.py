@@ -1,4 +1,4 @@
-"""Raises errors for calls that would silently give wrong results, with what to write instead."""
+"""Raises errors for calls that would silently give wrong results, saying what to write instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.world.world import World
 
 
 def stray_backward(name: str) -> UsageError:
-    """Return the error for a `loss.backward()` that reached parameter `name` without the engine."""
+    """Return the error for a plain `loss.backward()` that reached the parameter called `name`."""
     return UsageError(
         f"loss.backward() reached {name} without the engine, so its gradient would never be "
         "averaged over the workers. Write engine.backward(loss) instead; with Accelerate or Fabric "
@@ -48,7 +48,7 @@ def cleared_gradients() -> UsageError:
 
 
 def check_unreduced(*, is_reduced: bool) -> None:
-    """Raise UsageError for a backward pass after the step's gradients were reduced."""
+    """Raise UsageError if a backward pass follows the reduction of the step's gradients."""
     if is_reduced:
         raise UsageError(
             "engine.backward after engine.full_gradients() or engine.reduce() and before "
@@ -60,8 +60,8 @@ def check_unreduced(*, is_reduced: bool) -> None:
 def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
     """Return `loss`. Raises UsageError unless it is a floating-point scalar with a graph.
 
-    A loss with weight 0 needs no graph. It is replaced by a leaf, so that this rank still
-    participates in the collectives of the other ranks' backward passes.
+    A loss with weight 0 needs no graph. It is then replaced by a leaf, so that this rank still
+    participates in the collectives of other ranks' backward passes.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -88,17 +88,17 @@ def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
 
 
 def _shared_values(world: World) -> str:
-    """Name, for error messages, values that are the same on all workers."""
+    """Return examples, for error messages, of values that are the same on all workers."""
     # With islands, losses differ between islands.
     loss = "" if world.groups_apart > 1 else "engine.step().loss, "
     return f"{loss}sw.Metrics, world.any(flag)"
 
 
 def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
-    """Raise UsageError on all ranks if they made different calls of `draw` or `alike`.
+    """Raise UsageError on all ranks if their calls to `draw` or `alike` differ.
 
     If only the batches passed to `share` differ, warn once instead, because that may be intended.
-    Collective if either flag is true; both flags are the same on all ranks.
+    Collective if either flag is true. Both flags must be the same on all ranks.
     """
     if not calls_differ and not rows_differ:
         return
@@ -139,7 +139,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
 
 
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
-    """Return the error for a step whose losses cannot be weighted by a single number each.
+    """Return the error for a step whose losses cannot be weighted by one number each.
 
     `losses` contains descriptions of each worker's losses.
     """
@@ -155,7 +155,7 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
 
 
 def other_weights(losses: Sequence[Sequence[str]]) -> str:
-    """Return the warning that a `weight=` differs from the number of items in the graphs.
+    """Return the warning for a `weight=` that differs from the number of items in a loss's graph.
 
     `losses` contains descriptions of each worker's losses.
     """
@@ -167,7 +167,7 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
 
 
 def describe_losses(losses: Sequence[Sequence[str]]) -> str:
-    """Describe the losses of two workers that differ, or of one worker if none differ."""
+    """Describe the losses of two workers that differ, or of one worker if all are the same."""
     other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
     chosen = [(n, losses[n]) for n in sorted({0, other})]
     return "; ".join(
@@ -177,7 +177,11 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
 
 
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
-    """Raise ModelError for embeddings with `max_norm` if other ranks would not see their writes."""
+    """Raise ModelError for embeddings with `max_norm`, which rescale weights in the forward pass.
+
+    Other ranks would not see the new values. With one worker and unsharded parameters nothing is
+    raised.
+    """
     # A single worker with unsharded parameters updates the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):
         return
@@ -196,11 +200,11 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
 
 
 def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
-    """Raise UsageError if a backward pass is inside a block that does not allow it.
+    """Raise UsageError if a backward pass runs inside a block that does not allow it.
 
     Args:
         averaged: True inside a block that swaps in averages or the anchor.
-        uneven: True inside a block that allows uneven ranks.
+        uneven: True inside `engine.uneven()`.
         whole: True inside `engine.full_parameters()` of a split model.
     """
     if whole:
@@ -224,8 +228,9 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 def check_reachable(loss: Tensor, *, several: bool) -> None:
     """Raise UsageError if reentrant checkpointing hid the parameters from a backward pass.
 
-    Call it if a backward pass gave no gradients. With several engines, `torch.autograd.backward`
-    gets `inputs=`, and torch then does not look inside segments of reentrant checkpointing.
+    Call it if a backward pass has computed no gradients. With several engines,
+    `torch.autograd.backward` is called with `inputs=`, and torch then does not look inside
+    reentrant checkpoints.
     """
     # Walk the graph only after a backward pass without gradients: a large graph takes milliseconds.
     nodes, seen = [loss.grad_fn] if several else [], set()
@@ -275,7 +280,7 @@ _METHOD_HOOKS = "_shardwise_method_hooks"
 class OptimizerCallbacks:
     """The engine's methods that hooks on a user's optimizer call, as weak references.
 
-    `welcome`     takes each parameter group that is added
+    `welcome`     prepares a parameter group that was added
     `state_dict`  builds the optimizer's state_dict (one worker only)
     `check`       raises if a state_dict does not fit, before anything changes (one worker only)
     `take`        loads a state_dict (one worker only)
@@ -292,7 +297,7 @@ class OptimizerCallbacks:
 
 
 def forbid(optimizer: optim.Optimizer, callbacks: OptimizerCallbacks) -> None:
-    """Make `step` of the user's optimizer raise, and redirect its other methods to the engine."""
+    """Make `optimizer.step` raise, and redirect the optimizer's other methods to the engine."""
     allow(optimizer)  # remove the hooks of an earlier engine
     add = optimizer.add_param_group
 
@@ -336,7 +341,7 @@ def _with_whole_state(
 def _serve_state_dict(
     optimizer: optim.Optimizer, callbacks: OptimizerCallbacks
 ) -> list[RemovableHandle]:
-    """Make the optimizer's `state_dict` and `load_state_dict` work as without an engine."""
+    """Make the optimizer's `state_dict` and `load_state_dict` work as they do without an engine."""
     loading: list[dict[str, Any]] = []
     reaches: list[Any] = []
 
@@ -381,7 +386,7 @@ def allow(optimizer: optim.Optimizer) -> None:
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call each optimizer's step pre-hooks, and torch's global ones.
+    """Call the step pre-hooks of each optimizer, and those that torch calls for all optimizers.
 
     Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
@@ -397,7 +402,7 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call each optimizer's step post-hooks, and torch's global ones."""
+    """Call the step post-hooks of each optimizer, and those that torch calls for all optimizers."""
     for optimizer in optimizers:
         for hook in post_hooks(optimizer):
             hook(optimizer, (optimizer,), {})
@@ -426,7 +431,7 @@ def _refuse_state_dict(optimizer: optim.Optimizer) -> None:
 
 
 def refuse_state(optimizer: optim.Optimizer) -> UsageError:
-    """Return the error for a use of `optimizer.state` if there are several workers."""
+    """Return the error to raise when `optimizer.state` is used with several workers."""
     return UsageError(
         f"The engine holds the state of {type(optimizer).__name__}, so optimizer.state is empty. "
         "To read it: engine.optimizer_state_dict(optimizer), on all ranks. To change it: "
@@ -447,10 +452,10 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 
 @contextmanager
 def names_only() -> Iterator[None]:
-    """Allow `state_dict()` of sharded modules inside the block, but only for its names.
+    """Allow `state_dict()` of sharded modules inside the block, but only to read its names.
 
-    For code that has the full weights and looks up which of them belong to a module. Any use of the
-    values raises.
+    Use it in code that has the full weights and must know which of them belong to a module. Any use
+    of a value in the state_dict raises.
     """
     token = _allows_names.set(True)
     try:
@@ -460,7 +465,7 @@ def names_only() -> Iterator[None]:
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise for `state_dict` of a sharded module, which would contain NaN. A module hook."""
+    """Module hook: raise if `state_dict` is called on a sharded module, which contains NaN."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
         # Raise instead of gathering, because state_dict on a single rank would hang.
@@ -468,7 +473,10 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
-    """Raise for `load_state_dict` of a sharded module, which would not change it. A module hook."""
+    """Module hook: raise if `load_state_dict` is called on a sharded module.
+
+    It would not change the shards.
+    """
     if is_sharded(module):
         raise UsageError(
             f"{type(module).__name__}.load_state_dict after sharding would not change the shards "
@@ -478,7 +486,7 @@ def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
 
 
 def refuse_another_engine(number: int) -> None:
-    """Raise UsageError if engine `number`, from 0, is not the only one, with --survive."""
+    """Raise UsageError unless `number` is 0, because --survive supports only one engine."""
     if number:
         raise UsageError(
             "--survive supports one engine: after a loss, the steps of several engines cannot be "

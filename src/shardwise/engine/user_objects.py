@@ -48,10 +48,10 @@ living: WeakSet[UserObjects] = WeakSet()
 
 
 class UserObjects:
-    """An engine's view of the user's models and optimizers: `states`, `buffers`, `activations`.
+    """Manages the user's models and optimizers. Owns the engine's states, buffers and activations.
 
-    The states are laid out again when parameter groups or requires_grad change, which is allowed
-    between steps only. Its creation is collective.
+    Parameter groups and requires_grad may change between steps. The states are then laid out again.
+    Creating an instance is collective.
 
     Args:
         world: The ranks that train together.
@@ -122,7 +122,7 @@ class UserObjects:
         self._hook_optimizers()
 
     def _distribute(self, plan: TensorPlan | None) -> None:
-        """Broadcast rank 0's values of the layers that this rank has, and split the models."""
+        """Broadcast rank 0's values for this rank's layers, and split the models."""
         spec = self.spec
         if spec.pipeline is not None:
             pipeline_parallel.assign_layers(spec, spec.pipeline)
@@ -137,7 +137,7 @@ class UserObjects:
             expert_parallel.split(spec)
 
     def _hook_optimizers(self) -> None:
-        """Redirect calls on the user's optimizers to the engine, or make them raise."""
+        """Redirect the methods of the user's optimizers to the engine, or make them raise."""
         # Use weak references, because the user's optimizers outlive the engine.
         callbacks = usage_checks.OptimizerCallbacks(
             WeakMethod(self._prepare_added_group),
@@ -156,7 +156,7 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay out the three states for the models and optimizers. Collective.
+        """Create the engine's states for the models and optimizers. Collective.
 
         `masters`, `averages` and `anchor` are the values of an earlier layout, keyed by parameter.
         """
@@ -175,7 +175,7 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Lay the states out again, and keep summing gradients in fp32 if they were. Collective."""
+        """Create the states again, with gradient sums in the same dtype as before. Collective."""
         wide = self.states.gradients.wide
         self._build_states(masters, averages, anchor)
         if wide:
@@ -205,7 +205,7 @@ class UserObjects:
         initial_values.make_alike(real, spec.world_group)
 
     def _prepare_modules(self) -> None:
-        """Cast parameters, keeping the original values for the masters; convert BatchNorm."""
+        """Cast parameters, keep their original values for the masters, and convert BatchNorm."""
         models, settings = self.spec.models, self.spec.settings
         cast = precision.PRESETS[settings.precision].cast
         # Keep the values before the cast as the initial fp32 masters.
@@ -216,7 +216,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """Return the models' buffers, which are kept when the states are rebuilt."""
+        """Create the object that tracks the models' buffers, also when the states are rebuilt."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
@@ -228,7 +228,7 @@ class UserObjects:
         return buffers
 
     def _has_whole(self, frozen: nn.Parameter) -> bool:
-        """Return whether all ranks of the group hold the full `frozen` parameter."""
+        """Return whether every rank with this parameter holds it in full."""
         spec = self.spec
         # A forward pass that writes to a sharded parameter raises anyway.
         if spec.placement.is_sharded("parameters") or frozen.is_meta:
@@ -246,7 +246,7 @@ class UserObjects:
                 del optimizer.state[parameter]
 
     def _reassemble_models(self) -> None:
-        """Gather the full model and all optimizer state on every rank. Collective."""
+        """Restore the full model and all optimizer state on every rank. Collective."""
         spec = self.spec
         spec.parameter_uses.unwatch()
         shapes: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -303,16 +303,17 @@ class UserObjects:
         self.buffers.meet(self._synchronised)
 
     def check_passes(self) -> None:
-        """Raise errors from forward passes that no later step would report.
+        """Raise errors of earlier forward passes that no step would report.
 
-        These are gathers in different orders (raised on all ranks) and writes that reach no shard.
+        The errors are for gathers in different orders, raised on all ranks, and for writes that
+        reach no shard.
         """
         self.spec.gather_order.check()
         if self.states.shown is not None:
             self.states.shown.residency.check_passes()
 
     def look_for_changes(self) -> None:
-        """Apply changes by user code: parameters that were replaced, written to or added."""
+        """Apply changes that user code made: parameters that were replaced, written to or added."""
         states = self.states
         states.parameters.check()
         self.take_in_writes()
@@ -327,7 +328,7 @@ class UserObjects:
         self.follow_changes()
 
     def take_in_writes(self) -> None:
-        """Apply user code's writes to the parameters and optimizer state before an update."""
+        """Apply user code's writes to parameters and optimizer state."""
         self._take_back_states()
         states = self.states
         # Sharded parameters have no copy on another rank that could differ.
@@ -345,18 +346,21 @@ class UserObjects:
 
     @property
     def has_written(self) -> bool:
-        """True if user code has written to replicated parameters, which other ranks hold too."""
+        """True if user code has written to replicated parameters since the last check."""
         return bool(self._written)
 
     def check_written(self) -> None:
-        """Raise ModelMismatch unless all ranks have written the same values. Collective."""
+        """Raise ModelMismatch if user code has written different values on some ranks.
+
+        Collective.
+        """
         written, self._written = self._written, set()
         consistency.check_written(self.spec, self.states.parameters.named, written)
 
     def follow_changes(self) -> None:
-        """Rebuild the states if parameter groups, requires_grad or optimizer state changed.
+        """Rebuild the states if parameter groups, requires_grad or optimizer state have changed.
 
-        Collective if they did.
+        Collective if they have.
         """
         # This also runs before a forward pass, because the layout must not change before its
         # backward pass.
@@ -373,10 +377,10 @@ class UserObjects:
         self._rebuild_states(*self._take_apart())
 
     def _take_apart(self) -> tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]:
-        """Return masters, averages and anchor for a new layout. Collective.
+        """Dismantle the states. Return masters, averages and anchor for a new layout. Collective.
 
-        See `build.take_apart`. With islands, a parameter that was removed from the optimizers gets
-        its last common value.
+        With islands, a parameter that was removed from the optimizers gets the value that the
+        islands last agreed on.
         """
         masters, averages, anchor = build.take_apart(self.spec, self.states)
         if self.spec.hooks is not None:
@@ -384,12 +388,12 @@ class UserObjects:
         return masters, averages, anchor
 
     def renew_copies(self) -> None:
-        """Lay the states out again if there are second copies, after a load. Collective."""
+        """After a load, rebuild the states if ranks hold second copies. Collective."""
         if self.states.copies is not None:
             self._rebuild_states(*self._take_apart())
 
     def lay_out_without_lost(self) -> None:
-        """Lay the states out for the ranks that are left after a loss. Collective.
+        """Create the states again for the ranks that remain after a loss. Collective.
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
@@ -411,7 +415,7 @@ class UserObjects:
         self._rebuild_states(masters, None)
 
     def _optimized(self) -> set[nn.Parameter]:
-        """Return the parameters of all optimizers, including frozen parameters."""
+        """Return the parameters in all optimizers, also frozen ones."""
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         return {parameter for group in groups for parameter in group["params"]}
 
@@ -426,7 +430,7 @@ class UserObjects:
         return plain | {plain_state_dict.ATTRIBUTES: attributes} if attributes else plain
 
     def check_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Raise on all ranks unless `optimizer` can load `state` now. Collective."""
+        """Raise on all ranks if `optimizer` cannot load `state` now. Collective."""
         if self._accumulation.backwards:
             raise UsageError(
                 f"{type(optimizer).__name__}.load_state_dict between engine.backward and "
@@ -437,7 +441,7 @@ class UserObjects:
         agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load `state`, a plain state_dict that was checked, into `optimizer`. Collective."""
+        """Load a plain state_dict that `check_state` has accepted into `optimizer`. Collective."""
         # Use rank 0's numbers on all ranks: a different unit would change results, and a different
         # gradient dtype would change the collectives.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
@@ -455,7 +459,7 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace `optimizer.state`, if the engine holds the state, to detect its use."""
+        """Replace each `optimizer.state` that the engine holds, to detect its use."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
@@ -470,7 +474,7 @@ class UserObjects:
         return lambda: (call := show()) and call(optimizer)
 
     def _show_state(self, optimizer: optim.Optimizer) -> None:
-        """Fill `optimizer.state` with a copy, because user code is using it."""
+        """Fill `optimizer.state` with a copy of the state, because user code is using it."""
         if self._world.size > 1:
             raise usage_checks.refuse_state(optimizer)
         state = self._hidden[optimizer]
@@ -480,7 +484,7 @@ class UserObjects:
         self._shown[optimizer] = whole_optimizer.marks(state)
 
     def _take_back_states(self) -> None:
-        """Apply user code's changes to `optimizer.state`, including its replacement."""
+        """Apply changes that user code made to `optimizer.state`, also if it was replaced."""
         changed: dict[optim.Optimizer, dict[Any, Any]] = {}
         for optimizer, state in self._hidden.items():
             before = self._shown.pop(optimizer, None)
@@ -512,9 +516,9 @@ class UserObjects:
 
     @contextmanager
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
-        """Give `optimizer` full parameters and state inside the block if its `method` uses them.
+        """Inside the block, give `optimizer` full parameters and state if its `method` uses them.
 
-        Collective if it does, unless the optimizer still holds them itself.
+        Collective if it does. Does nothing if the optimizer already holds them.
         """
         in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
         in_place |= any(inner.is_users_stepping for inner in self.states.optimizer.inners)
@@ -535,7 +539,7 @@ class UserObjects:
             self._in_method = None
 
     def _check_method(self, call: str) -> None:
-        """Raise UsageError if the states cannot be taken apart for `call` at this point."""
+        """Raise UsageError if `call` needs full states and they cannot be provided now."""
         shown, settings = self.states.shown, self.spec.settings
         spec = self.spec
         axes = {"tensor": spec.tensor, "pipeline": spec.pipeline, "expert": spec.experts}
@@ -564,9 +568,9 @@ class UserObjects:
         self.look_for_changes()
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
-        """Rebuild the states, adding averages for frozen parameters in `names` that have none.
+        """Add averages for the frozen parameters in `names` that have none, and rebuild the states.
 
-        Returns whether any were added; always False without `ema_decay`. Collective.
+        Returns whether any were added, which is never the case without `ema_decay`. Collective.
         """
         if self.states.averages is None:
             return False
@@ -586,7 +590,7 @@ class UserObjects:
         return True
 
     def leave_in_child(self) -> None:
-        """Leave gradients to plain autograd in a forked child, and release sharded parameters."""
+        """In a forked child, leave gradients to plain autograd and release sharded parameters."""
         self.states.gradients.detach()
         shown = self.states.shown
         if shown is not None and self.spec.shard_group.size > 1:
@@ -598,9 +602,9 @@ class UserObjects:
     def end(self) -> None:
         """Return the trained models and optimizers to the user. Collective.
 
-        With islands, the weights are the last common ones. Afterwards, raises the errors of
-        `check_passes`, and an error if islands have taken different numbers of steps, unless
-        another exception is already being handled.
+        With islands, the weights are those that the islands last agreed on. Unless an exception is
+        already being handled, this then raises the errors of `check_passes`, and an error if
+        islands have taken different numbers of steps.
         """
         fails = sys.exc_info()[0] is not None
         try:

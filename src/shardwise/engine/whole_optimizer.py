@@ -1,8 +1,8 @@
 """Gives a user's optimizer its full state while one of its methods runs.
 
 Methods such as `eval()` of a schedule-free optimizer read state and write parameters. If the engine
-shards state or keeps masters, it moves everything back into the user's objects for such a method,
-as `close` does, and takes it over again afterwards:
+shards state or has fp32 masters, it moves everything back into the user's objects for such a
+method, as `close` does, and builds its states again afterwards:
 
     optimizer.eval()  ─▶  the method uses group["params"] or self.state
                       ─▶  parameters hold their masters, and the optimizer has its full state
@@ -30,10 +30,10 @@ TakenApart = tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """Methods of an engine that move its states to the user's objects and back. Collective.
+    """An engine's methods that move its states to the user's objects and back. All are collective.
 
-    `check` takes the name of the optimizer's method, and raises UsageError if that is not possible
-    now.
+    `check` takes the name of the optimizer's method, and raises UsageError if the states cannot be
+    moved now.
     """
 
     check: Callable[[str], None]
@@ -45,9 +45,9 @@ class Rebuilding:
 def whole(
     optimizer: optim.Optimizer, method: str, engine: Rebuilding, reach: Callable[[], None]
 ) -> Iterator[None]:
-    """Give `optimizer` full parameters and state inside the block, once its `method` uses them.
+    """Inside the block, give `optimizer` full parameters and state once its `method` uses them.
 
-    After the block, a use of its state calls `reach` again.
+    After the block, any use of the optimizer's state calls `reach`.
     """
     state: Any = optimizer.state
     kept: list[tuple[TakenApart, dict[nn.Parameter, torch.dtype]]] = []
@@ -96,7 +96,7 @@ def whole(
 def _take_masters(
     masters: Mapping[nn.Parameter, Tensor], dtypes: Mapping[nn.Parameter, torch.dtype]
 ) -> dict[nn.Parameter, Tensor]:
-    """Return the values that the method left behind, and cast parameters back to their `dtypes`."""
+    """Return the parameters' values as new masters, and cast the parameters back to `dtypes`."""
     # Read the values before the cast, while the parameters still hold fp32 values.
     left = {parameter: parameter.detach() for parameter in masters}
     for parameter, dtype in dtypes.items():
@@ -108,7 +108,7 @@ Marks = list[tuple[Any, Any, Any, int]]
 
 
 def marks(state: Mapping[Any, Any]) -> Marks:
-    """Return the entries of `state` and their tensor versions, to detect changes by user code."""
+    """Return the entries in `state` with their tensor versions, to detect changes by user code."""
     return [
         (key, name, value, value._version if isinstance(value, Tensor) else 0)
         for key, entries in state.items()
@@ -117,7 +117,7 @@ def marks(state: Mapping[Any, Any]) -> Marks:
 
 
 def are_equal(before: Marks, now: Marks) -> bool:
-    """Return whether nothing changed between two results of `marks`."""
+    """Return whether two results of `marks` show no change."""
     return len(before) == len(now) and all(
         a[0] is b[0] and a[1] == b[1] and a[2] is b[2] and a[3] == b[3]
         for a, b in zip(before, now, strict=True)

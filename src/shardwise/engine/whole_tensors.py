@@ -1,4 +1,4 @@
-"""Gives the user full parameters to read, write or export, under any placement."""
+"""Provides full parameters to read, write or export, under any placement."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the group to broadcast to after a write; its first rank is the source.
+    """Return the group to which its first rank broadcasts after a write.
 
-    The group has all ranks or, once islands have taken a step, only the ranks of this island.
+    It has all ranks. Once islands have taken a step, it has only this island's ranks.
     """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
 
 
 def _spread_writes(spec: EngineSpec, states: States, group: Collectives) -> set[int]:
-    """Broadcast the first rank's unsplit parameters and buffers to `group`. Collective.
+    """Broadcast unsplit parameters and buffers from the first rank of `group`. Collective.
 
-    Returns the indices of the parameters that were written to.
+    Returns the indices of the parameters that user code has written to.
     """
     if spec.pipeline is not None:  # `_joined` has broadcast them while each rank had all stages
         return set(range(len(states.parameters.named)))
@@ -109,10 +109,10 @@ def _joined(
     write: bool,
     here: bool = True,
 ) -> Iterator[None]:
-    """Gather the full model on each rank inside the block, if it is split within a replica.
+    """Inside the block, gather the full model if it is split within a replica.
 
-    Does nothing unless `here` is true. If `write` is true, all ranks of `group` end up with the
-    values of its first rank.
+    Does nothing unless `here` is true. If `write` is true, all ranks of `group` have its first
+    rank's values afterwards.
     """
     if not here:
         yield
@@ -144,9 +144,9 @@ def _joined(
 
 
 def _check_unwritten(spec: EngineSpec, states: States) -> None:
-    """Raise BrokenView on all ranks if a split parameter was written to. Collective.
+    """Raise BrokenView on all ranks if a split parameter was written to in a read-only block.
 
-    Called at the end of read-only blocks.
+    Collective.
     """
     split = spec.experts if spec.tensor is None else spec.tensor
     if split is None:
@@ -186,7 +186,7 @@ def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) 
 def _on_the_first(
     spec: EngineSpec, states: States, model: nn.Module | None, call: str
 ) -> Iterator[nn.Module]:
-    """Gather the full `model` (default: the only one) on rank 0 inside the block. Collective."""
+    """Inside the block, gather the full `model` (default: the only one) on rank 0. Collective."""
     if model is None:
         if len(spec.models) != 1:
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")

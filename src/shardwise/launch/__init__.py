@@ -5,7 +5,7 @@ run_spec.py          describes a run; the description is sent to each host
 one_host.py, ssh/    start the ranks on this host, or on several hosts over ssh
 elastic.py           starts torch's elastic agent
 allocations.py       finds the hosts that a scheduler has allocated to this job
-supervisor.py        watches the ranks, and stops all of them when one fails
+supervisor.py        watches the ranks, and stops all of them if one fails
 failure_report.py    finds the rank that failed first, and writes the report
 function.py          implements sw.launch; function_rank.py and function_fork.py run its ranks
 deepspeed_flags.py   translates command lines of DeepSpeed's launcher

@@ -30,8 +30,8 @@ class Allocation:
 
     Args:
         scheduler: Name of the scheduler.
-        variable: Environment variable that lists the hosts, or names the file that does.
-        hosts: The hosts. `slots` is None if the scheduler does not specify it.
+        variable: Environment variable that lists the hosts, or names a file with the list.
+        hosts: The hosts. Their `slots` are None if the scheduler does not specify them.
     """
 
     scheduler: str
@@ -39,7 +39,7 @@ class Allocation:
     hosts: tuple[Host, ...]
 
     def with_ranks(self, gpus: int) -> tuple[Host, ...]:
-        """Return the hosts with their number of ranks as `slots`. Does no I/O.
+        """Return the hosts, with the number of ranks to start on each as `slots`. Does no I/O.
 
         If there are GPUs, each host has at most one rank per GPU.
 
@@ -58,7 +58,7 @@ class Allocation:
 
     @property
     def ssh(self) -> str | None:
-        """The scheduler's own command to use instead of ssh, or None to use ssh."""
+        """The scheduler's own replacement for ssh, or None to use ssh."""
         # Processes started by the scheduler count towards the job and are killed with it. Many
         # clusters also forbid ssh between hosts.
         command = _INSTEAD_OF_SSH.get(self.scheduler)
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Source:
-    """A variable that lists hosts, or names a file that does.
+    """An environment variable that lists hosts, or names a file with the list.
 
     `listed` converts the list to the syntax of `-H`.
     """
@@ -82,7 +82,7 @@ class _Source:
 
 
 def _per_slot(text: str) -> list[str]:
-    """Parse a list of host names, with one entry per slot."""
+    """Parse a list of host names in which each host appears once per slot."""
     words = text.split()
     # dict.fromkeys removes duplicates but keeps the order, so that rank 0 is on the first host.
     return [f"{name}:{words.count(name)}" for name in dict.fromkeys(words)]
@@ -95,7 +95,7 @@ def _in_pairs(text: str) -> list[str]:
 
 
 def _grid_engine(text: str) -> list[str]:
-    """Parse lines that start with a host and its number of slots. Hosts may appear repeatedly."""
+    """Parse lines that start with a host and its number of slots. A host may have several lines."""
     return _in_pairs(" ".join(" ".join(line.split()[:2]) for line in text.splitlines()))
 
 

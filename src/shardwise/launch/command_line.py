@@ -26,7 +26,7 @@ PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
 
 
 def check_settings(flags: dict[str, str]) -> None:
-    """Check settings before any rank starts, so that an error is raised only once."""
+    """Raise the error for invalid settings before any rank starts, so that it is printed once."""
     if environment.current_folder() is None:
         raise LaunchError("The current folder no longer exists: change to another folder (cd).")
     # Resolve settings from all sources, as each rank will do later.
@@ -37,13 +37,14 @@ def check_settings(flags: dict[str, str]) -> None:
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn about flags of shardwise after the script's name, because the script receives them.
+    """Warn about shardwise flags after the script's name, which the script receives instead.
 
-    Skips a flag if the script's source mentions it, because the script then has such a flag too.
+    There is no warning if the script's source contains the flag, because it is then the script's
+    own.
 
     Args:
         words: The script and its arguments.
-        more: Additional flags to warn about. Flags of settings are always included.
+        more: Further flags of shardwise. Flags of settings are always included.
     """
     ours = {*(config.flag(name) for name in config.FIELDS), *more}
     text = program.text_of(words[0])
@@ -64,7 +65,7 @@ def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
 def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tuple[str, ...]:
     """Return the arguments of `python -m` that run a program with `--adopt`.
 
-    Raises LaunchError if a library or the program is missing, or the program is not Python.
+    Raises LaunchError if a library or the program is missing, or if the program is not Python.
 
     Args:
         names: Libraries whose classes are replaced by shardwise's classes.
@@ -124,7 +125,7 @@ def flags_named(names: Collection[str]) -> list[click.Parameter]:
 
 
 def help_all() -> click.Option:
-    """Return the flag --help-all, which prints the help of all flags, including rare ones."""
+    """Return the flag --help-all, which also lists rare flags."""
 
     def show(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
         if wanted and isinstance(ctx.command, Command):

@@ -1,6 +1,6 @@
 """Writes the output of all ranks to the launcher's standard output and error.
 
-Also replaces standard streams that were closed when the command started.
+It also replaces standard streams that were closed when the command started.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STDOUT, STDERR = 1, 2
 class Console:
     """Writes the output of a run.
 
-    On a terminal, the output of rank 0 appears immediately. All other output is written in complete
+    On a terminal, rank 0's output appears immediately. All other output is written in complete
     lines.
 
     Args:
@@ -34,7 +34,7 @@ class Console:
         streams: Python streams that replace descriptors 1 and 2, as in a notebook.
 
     Attributes:
-        broken: Error message once the output cannot be written any more, "" before that.
+        broken: Why the output can no longer be written, or "" while it can.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Console:
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """The streams of rank 0 whose output appears on the terminal immediately."""
+        """Rank 0's streams (1 and 2) that appear on the terminal immediately."""
         return () if self._live is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
@@ -73,9 +73,9 @@ class Console:
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Return the space for output on the terminal (rows, columns), or None without a terminal.
+        """Return the size of the terminal (rows, columns) without the columns of the prefix.
 
-        The columns of the prefix are not included. Also None if the terminal is too narrow.
+        Returns None without a terminal, or if it is too narrow.
         """
         if not self._terminals:
             return None
@@ -92,16 +92,16 @@ class Console:
         self._write(fd, text)
 
     def draw(self, data: bytes) -> None:
-        """Write output of rank 0 to the terminal immediately."""
+        """Write rank 0's output to the terminal immediately."""
         assert self._live is not None
         self._write(self._terminals[0], self._live.feed(data))
 
     def say(self, words: str) -> None:
-        """Write complete lines from the launcher itself."""
+        """Write complete lines from the launcher."""
         self.lines(as_utf8(words))
 
     def close(self) -> None:
-        """Move the cursor to the start of a new line, and reset the terminal's state."""
+        """Finish the last row on the terminal, and restore its colours and cursor."""
         if self._live is not None:
             self._write(self._terminals[0], self._live.close())
 

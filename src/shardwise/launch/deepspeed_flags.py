@@ -1,6 +1,6 @@
 """Translates command lines of DeepSpeed's launcher to `shardwise run`.
 
-Each flag in `deepspeed --help` is translated, or raises an error that names an alternative.
+Each flag in `deepspeed --help` is either translated, or raises an error that names an alternative.
 """
 
 import os
@@ -98,7 +98,7 @@ class DeepSpeedCommand:
     """A parsed command line of DeepSpeed's launcher.
 
     Args:
-        flags: Values of the flags by name. None or False if a flag was not given.
+        flags: Values of the flags by name. None or False if a flag was not passed.
         words: The script and its arguments.
         hosts: Hosts in the hostfile. Empty if there is no hostfile.
     """
@@ -165,7 +165,7 @@ def _refuse(flags: Mapping[str, Any]) -> None:
 
 
 def _this_host(flags: Mapping[str, Any]) -> list[str]:
-    """Return the flags for a run without a hostfile, on this host."""
+    """Return the flags for a run on this host, without a hostfile."""
     if (flags.get("num_nodes") or 1) > 1:
         raise LaunchError(
             f"--num_nodes {flags['num_nodes']} needs the names of the hosts: give --hostfile FILE."
@@ -192,7 +192,7 @@ def _included_here(text: str) -> list[str]:
 
 
 def _check_master(address: str | None, first: str) -> None:
-    """Raise LaunchError if `--master_addr` names a host other than the first.
+    """Raise LaunchError if `--master_addr` is not the first host.
 
     In `shardwise run`, ranks always connect to the first host.
     """
@@ -204,7 +204,7 @@ def _check_master(address: str | None, first: str) -> None:
 
 
 def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
-    """Return the flag that selects the chosen GPUs, or [] if they are the first of each host."""
+    """Return the flag that selects the GPUs in `chosen`, or [] if no selection is needed."""
     if all(list(slots) == list(range(len(slots))) for slots in chosen.values()):
         return []
     # All hosts receive the same variable, so they must use the same GPU indices.
@@ -218,7 +218,7 @@ def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
-    """Return the flags for a run that the user starts on each host, as with torchrun."""
+    """Return the flags for a run that the user starts once on each host, as with torchrun."""
     flags = command.flags
     if flags.get("node_rank") is None or not flags.get("master_addr"):
         raise LaunchError("--no_ssh needs --node_rank N and --master_addr HOST.")
@@ -240,7 +240,7 @@ def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
 
 
 def _chosen(command: DeepSpeedCommand) -> dict[str, list[int]]:
-    """Return the slots to use, by host, in the order of the hostfile."""
+    """Return the slots to use on each host, in the order of the hostfile."""
     flags = command.flags
     there = {host.login: list(range(host.slots or 1)) for host in command.hosts}
     if flags.get("include"):
@@ -326,8 +326,8 @@ def line_of(words: Sequence[str]) -> str:
 def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
     """Return whether to replace DeepSpeed's classes in the script (`--adopt deepspeed`).
 
-    This is the case if the script imports deepspeed, or if its arguments contain DeepSpeed flags,
-    which a module that it imports may use.
+    This is the case if the script imports deepspeed. It is also the case if the script's arguments
+    contain DeepSpeed flags, because a module that the script imports may use them.
     """
     known = DEEPSPEED in ADOPTED and not flags.get("module") and not flags.get("no_python")
     text = program.text_of(words[0]) if known else ""
@@ -341,7 +341,7 @@ def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
 def with_local_rank(words: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
     """Return the arguments of `python -m` that run `words` with --local_rank after the script.
 
-    Raises LaunchError if the program does not exist.
+    Raises LaunchError if the script does not exist.
     """
     line = program.command(words[0], words[1:], module=module)
     # `before` is the number of words up to and including the script. With --adopt, the words

@@ -31,7 +31,7 @@ class ElasticRendezvous:
         host: Host of the rendezvous, or None for a run on a single host.
         port: Port of the rendezvous.
         node_rank: Index of this host, or None to number hosts in order of arrival.
-        name: Name that distinguishes runs with the same rendezvous endpoint.
+        name: Name that distinguishes runs that use the same rendezvous endpoint.
     """
 
     fewest: int
@@ -86,11 +86,12 @@ def agent_command(
     """Return the command that starts torch's agent on this host. Does no I/O.
 
     Args:
+        meeting: The rendezvous options.
         command: The command of each rank.
         per_host: Number of ranks on this host.
         restarts: Maximum number of restarts.
         address: Address of this host for the other hosts, or None to let torch choose.
-        log_dir: Folder for the output of each rank, or None.
+        log_dir: Folder for each rank's output, or None.
     """
     found = [*python_words("torch.distributed.run")]
     found += [f"--nnodes={meeting.fewest}:{meeting.most}", f"--nproc-per-node={per_host}"]
@@ -110,11 +111,11 @@ def agent_command(
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
-    """Return the address that other hosts use to reach this one.
+    """Return the address under which other hosts can reach this one.
 
-    This is its address on interface `name`, if given, otherwise on the route to the rendezvous.
-    Returns None if the route does not determine it: on the rendezvous host, the host's own name may
-    resolve to a loopback address.
+    If `name` is given, this is the address of that network interface. Otherwise it is the address
+    on the route to the rendezvous. Returns None if there is no rendezvous host, or if the address
+    is a loopback address in a run on several hosts.
     """
     if name is not None:
         return network.address_of_interface(name)
@@ -132,7 +133,7 @@ def agent_environment(
     """Return the environment variables for the agent and its ranks.
 
     Args:
-        base: Variables of this process.
+        base: This process's variables.
         settings: Settings from the command line.
         leads: Network interface to the other hosts, or None if unknown.
     """

@@ -1,6 +1,6 @@
 """Finds the rank that caused a failure, and writes the report at the end of a run.
 
-`judge` finds the rank to blame, `describe_exit` explains its exit code, and `closing_words` builds
+`judge` finds the rank to blame, `describe_exit` explains its exit code, and `closing_words` returns
 the last lines that the launcher prints. This module does not start or signal processes.
 """
 
@@ -49,7 +49,7 @@ tracebacks nested in an exception group."""
 
 @dataclass(frozen=True, kw_only=True)
 class ExitStatus:
-    """The exit status of a rank.
+    """A rank's exit status.
 
     Args:
         rank: The rank.
@@ -66,7 +66,7 @@ class ExitStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The rank to blame and the exit code of the run.
+    """The rank to blame, and the run's exit code.
 
     Args:
         rank: The rank to blame.
@@ -85,11 +85,11 @@ class Verdict:
 def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Verdict | None:
     """Find the rank to blame in a run whose ranks have all exited.
 
-    Returns None if no rank failed. Otherwise blames the first that applies:
+    Returns None if no rank failed. Otherwise blames the first of these that exists:
 
     1. the first rank that failed for a reason other than a lost peer
     2. the first rank that exited with code 0 on its own, which was too early
-    3. a rank that reported nothing, and that other ranks waited for
+    3. a rank that other ranks waited for, and that reported nothing
     4. the first rank that failed
     """
     # A rank that the launcher stopped counts as failed only if it had reported an error before.
@@ -117,7 +117,7 @@ def _silent_rank(
     """Blame a rank that others waited for, and that reported nothing before it was stopped.
 
     If the waiting ranks do not name such a rank, blame the only rank that reported nothing. Returns
-    None if there are several.
+    None if several ranks reported nothing.
     """
     silent = {end.rank for end in ends} - {end.rank for end in failures}
     waited = sorted(failures, key=lambda end: _moment(end, reports))
@@ -136,13 +136,13 @@ def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport])
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether the failure in `judged` is only a rank that lost a peer."""
+    """Return whether the verdict's rank failed only because it lost a peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 
 
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
-    """Return the refusal (the error message for a wrong call) that all ranks have in common.
+    """Return the error message for a wrong call (a refusal) if all ranks report the same one.
 
     Returns "" if a rank exited for a different reason. Ranks that the launcher stopped before they
     could report an error do not count.
@@ -158,7 +158,7 @@ def _is_secondary(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
 
 
 def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, float]:
-    """Return a sort key that puts causes before consequences, and sorts each by time."""
+    """Return a sort key that puts causes before consequences, and sorts both by time."""
     time = reports[end.rank].time if end.rank in reports else end.time
     return _is_secondary(end, reports), time
 
@@ -166,7 +166,7 @@ def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, 
 def last_traceback(tail: str) -> str:
     """Return the last traceback in `tail`, including the tracebacks that it is chained to.
 
-    If there is no traceback, return the last lines.
+    If there is none, returns the last lines.
     """
     text = tail.rstrip()
     starts = [match.start(1) for match in _TRACE.finditer(text)]
@@ -183,7 +183,7 @@ def last_words(tail: str) -> str:
     """Extract the cause of failure from the output of a rank that left no error report.
 
     After a crash in native code, this is the stacks of the current and the main thread. Otherwise
-    it is the last traceback. Without a traceback, it is the last lines.
+    it is the last traceback, or the last lines if there is no traceback.
     """
     before, crash, after = tail.rpartition(_CRASH)
     text = before + crash + (_two_stacks(after) if crash else after)
@@ -191,7 +191,7 @@ def last_words(tail: str) -> str:
 
 
 def _two_stacks(text: str) -> str:
-    """Reduce a dump from faulthandler to the stacks of the current and the main thread."""
+    """Reduce a faulthandler dump to the stacks of the current and the main thread."""
     # faulthandler writes the main thread last, so keep the last stack and the current thread's.
     stacks = [match[0] for match in _STACK.finditer(text)]
     others = [stack for stack in stacks[:-1] if not stack.startswith("Current")]
@@ -211,7 +211,7 @@ def closing_words(
 
     Args:
         judged: The rank to blame.
-        how: Its exit status in words.
+        how: The rank's exit status in words.
         trace: The traceback of the rank that failed or waited.
         size: Number of ranks.
         where: The line of user code that the waiting rank was executing.
@@ -252,7 +252,7 @@ def unjoined_copies(size: int) -> str:
 
 
 def refusal_words(sentence: str, ranks: Sequence[int], size: int) -> str:
-    """Return the last lines of a run that failed with the same refusal on several ranks.
+    """Return the last lines of a run in which several ranks reported the same refusal.
 
     Args:
         sentence: The error message.
@@ -285,7 +285,7 @@ def saving_line(asked: signal.Signals) -> str:
 
 
 def killed_line(rank: int, how: str) -> str:
-    """Return the line that the launcher prints if the others continue without a killed rank."""
+    """Return the line that the launcher prints if the other ranks continue after one was killed."""
     return f"shardwise: rank {rank} ended ({how}). The others continue without it (--survive).\n"
 
 
@@ -348,8 +348,8 @@ def describe_exit(code: int, *, before: HostMemory, now: HostMemory, peak: int) 
 
     Args:
         code: The exit code, or the negative signal number.
-        before: The memory of the host when the process started.
-        now: The memory of the host now.
+        before: The host's memory when the process started.
+        now: The host's memory now.
         peak: The peak resident set size of the process, in bytes.
     """
     if code >= 0:
@@ -438,10 +438,11 @@ def disk_hint(error: OSError, place: Path) -> str:
 
 
 def os_error_sentence(error: OSError, place: Path | None = None) -> str:
-    """Return an OSError as a sentence, with advice.
+    """Return the message of an OSError as a sentence, with advice.
 
     Args:
-        place: The path that the error is about, used if the error itself contains no path.
+        error: The error.
+        place: The path to name if the error itself has none.
     """
     named = (error.filename, error.filename2) if error.filename is not None else (place,)
     files = [str(name)[:200] for name in named if name is not None]

@@ -1,4 +1,4 @@
-"""Defines each command's own flags, in the order of its help.
+"""Defines each command's own flags, in the order in which `--help` lists them.
 
 Flags of settings are not defined here, because `command_line.py` derives them from `Settings`.
 """
@@ -23,7 +23,7 @@ class FlagRow(NamedTuple):
         help: Right column in the help.
         type: Type of the value, or None for text.
         names: Names of the flag.
-        options: Further options of `Flag`.
+        options: Further arguments of `Flag`.
     """
 
     shown: str
@@ -41,7 +41,7 @@ def row(
     names: str = "",
     **options: Any,
 ) -> FlagRow:
-    """Return the row of a flag. The default for `names` is the first word of `shown`."""
+    """Return the row of a flag. `names` defaults to the first word of `shown`."""
     takes = parse if parse is None or isinstance(parse, click.ParamType) else Typed(parse)
     return FlagRow(shown, help, takes, (names or shown.split()[0]).split(), options)
 
@@ -78,7 +78,7 @@ def days(text: str) -> float:
 
 
 def above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Return a parser like `parse` that rejects 0."""
+    """Return a parser that works like `parse` but rejects 0."""
 
     def parsed(text: str) -> float:
         seconds = parse(text)
@@ -90,7 +90,7 @@ def above_zero(parse: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def interval(text: str) -> float | None:
-    """Parse an interval and return it in seconds, or None for "best"."""
+    """Parse an interval, and return it in seconds, or None for "best"."""
     return None if text.strip() == "best" else above_zero(values.duration("s"))(text)
 
 

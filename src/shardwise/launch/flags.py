@@ -29,10 +29,10 @@ class Flag(click.Option):
     """A click option with its position in the help.
 
     Args:
-        group: Group of the flag in the help, a key of GROUPS.
+        group: The flag's group in the help, a key of GROUPS.
         shown: Left column in the help, such as "--port PORT".
         rare: True if only `--help-all` lists the flag.
-        listed: True if the value is a list. It is then an error to give the flag twice.
+        listed: True if the value is a list. Passing the flag twice is then an error.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class Flag(click.Option):
 
 
 class Typed(click.ParamType):  # type: ignore[type-arg]
-    """A click parameter type that parses values like a setting (see config/values.py)."""
+    """A click parameter type whose values have the syntax of settings (see config/values.py)."""
 
     def __init__(self, parse: values.Parse[Any]) -> None:
         self.name = "value"
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse the value. Raises ConfigError with the flag's name if it is invalid."""
+        """Parse `value`. Raises ConfigError with the flag's name if it is invalid."""
         del ctx
         try:
             return self._parse(values.as_text(value, self._parse))
@@ -82,10 +82,10 @@ def parse_adopted(text: str) -> tuple[str, ...]:
 
 
 def refuse_twice(order: Iterable[click.Parameter]) -> None:
-    """Raise ConfigError if a flag that takes a list is given twice.
+    """Raise ConfigError if a flag that takes a list is passed twice.
 
     The user may have meant to combine the lists. For any other flag, the last value is used, so
-    that a wrapper such as `shardwise run --zero 2 "$@"` can be overridden by its arguments.
+    that the arguments of a wrapper such as `shardwise run --zero 2 "$@"` can override its flags.
 
     Args:
         order: All flags on the command line, in order.
@@ -101,7 +101,7 @@ def refuse_twice(order: Iterable[click.Parameter]) -> None:
 class Command(click.Command):
     """A click command whose help fits on one screen.
 
-    The help consists of examples (`top`) and the flags, by group.
+    The help consists of the examples in `top` and the flags, by group.
     """
 
     def __init__(self, name: str, *, top: str, **options: Any) -> None:
@@ -109,7 +109,7 @@ class Command(click.Command):
         self.top = top
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises ConfigError if a flag that takes a list is given twice."""
+        """Parse the arguments. Raises ConfigError if a flag that takes a list is passed twice."""
         # click discards all but the last of repeated flags, so parse an extra time to see them all.
         _, _, order = self.make_parser(ctx).parse_args(list(args))
         refuse_twice(order)
@@ -164,7 +164,7 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
 
     Args:
         way: How the run starts, a key of NO_EFFECT.
-        given: Values of the flags by name. None if a flag was not given.
+        given: Values of the flags by name. None if a flag was not passed.
     """
     # Raise instead of ignoring the flag, because the user expects an effect.
     for name, instead in NO_EFFECT[way].items():

@@ -62,8 +62,8 @@ def launch(
     """Call `function(*args)` on several ranks of this host, and return their results.
 
     This is the equivalent of `shardwise run` for a function in a notebook cell, at a prompt or in a
-    script. The function calls `sw.init` itself. The output of each rank is shown with a prefix. If
-    a rank fails or the user presses Ctrl-C, all ranks are stopped. No process outlives the call.
+    script. The function calls `sw.init` itself. Each rank's output is shown with a prefix. If a
+    rank fails or the user presses Ctrl-C, all ranks are stopped. No process outlives the call.
 
     Args:
         function: The function that each rank calls.
@@ -80,7 +80,7 @@ def launch(
         restarts: Maximum number of times to restart all ranks after a failure.
         grace: Seconds between SIGTERM and SIGKILL when the ranks are stopped.
         show: Ranks whose output is shown, such as `"0,2-3"` or `[0]`. By default all.
-        log_dir: Folder for the output of the ranks, with one file per rank.
+        log_dir: Folder for the ranks' output, with one file per rank.
         **settings: Settings of `shardwise run`, named after its flags, such as `zero=3`,
             `micro_batch_size=8` or `config="run.toml"`. Like flags, they override all other
             sources.
@@ -205,7 +205,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings as values of flags. Raises ConfigError if a setting is not valid."""
+    """Convert settings to the values of flags. Raises ConfigError if a setting is not valid."""
     own = list(inspect.signature(launch).parameters)[2:-1]
     flags = {}
     for name, value in settings.items():
@@ -250,11 +250,13 @@ def _begin(
     results: Sequence[int],
     stack: ExitStack,
 ) -> Begin:
-    """Return a function that starts a rank, which calls `function` and writes its result.
+    """Return a function that starts a rank. The rank calls `function` and writes its result.
 
-    Raises UsageError if no start method works. The message explains why each one does not.
+    Raises UsageError if no start method works, with the reason for each.
 
     Args:
+        function: The function to call.
+        args: The function's arguments.
         method: Start method, one of METHODS.
         results: Descriptors of the files for the ranks' results.
         stack: Closes the files that are opened here.
@@ -288,7 +290,7 @@ _USED_CUDA = (
 
 
 def _has_used_cuda() -> bool:
-    """Return True if this process has used CUDA, so that forked processes could not use it."""
+    """Return whether this process has used CUDA, so that forked processes cannot."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -303,7 +305,7 @@ def _has_used_cuda() -> bool:
 def _pickled_by_reference(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle the call with a reference to the function, which the new process imports.
+    """Pickle the call with a reference to `function`, which the new process imports.
 
     If that is not possible, appends the reason to `faults` and returns None.
     """
@@ -324,7 +326,6 @@ def _pickled_by_reference(
 
 
 def _is_importable(function: Callable[..., Any]) -> bool:
-    """Return whether a new process can import the function."""
     plain = inspect.unwrap(getattr(function, "func", function))  # `func` of a partial
     if getattr(plain, "__module__", None) != "__main__":
         return True  # pickle itself checks functions in other modules
@@ -336,7 +337,7 @@ def _is_importable(function: Callable[..., Any]) -> bool:
 def _pickled_by_value(
     function: Callable[..., Any], args: tuple[Any, ...], faults: list[str]
 ) -> bytes | None:
-    """Pickle the call with the function's code and everything that it refers to.
+    """Pickle the call with the code of `function` and everything that the code refers to.
 
     If that is not possible, appends the reason to `faults` and returns None.
     """
@@ -355,7 +356,7 @@ def _pickled_by_value(
 
 
 def _streams() -> dict[int, TextIO]:
-    """Return the Python streams that replace descriptors 1 and 2, as in a notebook."""
+    """Return the Python streams that write in place of descriptors 1 and 2, as in a notebook."""
     pairs = (STDOUT, sys.stdout, sys.__stdout__), (STDERR, sys.stderr, sys.__stderr__)
     found = {}
     for fd, stream, original in pairs:
@@ -367,7 +368,7 @@ def _streams() -> dict[int, TextIO]:
 
 
 def _raise_if_it_failed(ending: Ending, console: Console) -> None:
-    """Raise an error in the caller unless the run succeeded."""
+    """Raise the error that describes `ending`, unless the run succeeded."""
     if ending.code == 0:
         return
     if ending.asked is not None:

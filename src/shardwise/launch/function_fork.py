@@ -1,4 +1,4 @@
-"""Forks the ranks of `sw.launch`, so that they share everything in the parent's memory.
+"""Forks the ranks of `sw.launch`, so that they can use everything in the parent's memory.
 
     parent, main thread    ─▶ new thread ─▶ fork, then wait until the rank leads its own session
     rank                      main thread ─▶ descriptors, signals, variables ─▶ the function
@@ -36,7 +36,7 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
     """Return a function that forks a rank. Must be called before the launcher opens any file.
 
     Args:
-        run: Called in the rank.
+        run: Function that the rank calls.
         kept: Descriptors that stay open in the rank.
         stack: Closes the parent's descriptor of each rank.
     """
@@ -64,7 +64,7 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
 
 
 class _ForkedRank(ForkProcess):
-    """A rank as a process that multiprocessing forks."""
+    """A rank in a process that multiprocessing forks."""
 
     # None lets processes that the rank itself starts use the default start method.
     _start_method = None  # type: ignore[assignment]
@@ -107,10 +107,9 @@ class _ForkedRank(ForkProcess):
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Reset the signals, environment variables and streams of a forked process.
+    """Set a forked process's signals, environment variables and streams as in a new process.
 
-    Afterwards they are as in a new process. Must be called in the main thread, after descriptors 0,
-    1 and 2 have been replaced.
+    Must be called in the main thread, after descriptors 0, 1 and 2 have been replaced.
     """
     signal.set_wakeup_fd(-1)  # the pipe is shared with the parent
     for number in signal.valid_signals():
@@ -144,7 +143,7 @@ def _open_streams(*, buffered: bool) -> None:
 
 
 def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
-    """Call `function`, which forks, in a new thread. It becomes the main thread of the child."""
+    """Call `function`, which forks, in a new thread. This becomes the child's main thread."""
     # GNU OpenMP has a thread pool for each thread that has run a parallel region. A child forked
     # from such a thread would wait forever for the pool, whose threads do not exist in it.
     children: list[popen_fork.Popen] = []

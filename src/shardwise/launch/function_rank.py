@@ -4,7 +4,7 @@
     function_fork.py                                           in a forked process
 
 CALL is the file descriptor of the pickled call. Each RESULT is the descriptor for one rank's
-result. The files are unnamed, so that no other process can open them.
+result. The files have no name, so no other process can open them.
 """
 
 import os
@@ -25,9 +25,11 @@ from shardwise.net.environment import RANK_VARIABLE
 def call(function: Callable[[], Any], results: Sequence[int]) -> None:
     """Call `function`, and write its result to this rank's descriptor.
 
-    If it raises an error, reports it as for a script, and raises SystemExit with the exit code.
+    If `function` raises an error, reports the error as for a script, and raises SystemExit with the
+    exit code.
 
     Args:
+        function: The function to call.
         results: Descriptors for the results of all ranks.
     """
     try:
@@ -93,7 +95,7 @@ def main(call_fd: str, *results: str) -> None:
 
 
 def _load(data: bytes) -> Callable[[], Any]:
-    """Import the caller's main module, and load the pickled call, which may refer to it."""
+    """Import the caller's main module, and load the pickled call, which may refer to the module."""
     preparation, pickled = pickle.loads(data)
     current = process.current_process()
     # multiprocessing sets this in the processes that it spawns. It makes `sw.launch` raise an error
@@ -118,7 +120,7 @@ def dump_call(pickled: bytes) -> bytes:
 
 
 def _preparation() -> dict[str, Any]:
-    """Return the data that multiprocessing's `prepare` needs to import the main module."""
+    """Return the arguments with which multiprocessing's `prepare` imports the main module."""
     # multiprocessing's own function would also set the start method of this process, which the user
     # may still want to choose.
     main_module = sys.modules["__main__"]
@@ -132,7 +134,7 @@ def _preparation() -> dict[str, Any]:
 
 
 def main_file() -> str | None:
-    """Return the path of the script that this process runs, or None if it runs no script."""
+    """Return the path of the script that this process runs, or None if it is not a script."""
     path = getattr(sys.modules["__main__"], "__file__", None)
     return os.path.abspath(path) if path is not None and os.path.isfile(path) else None
 

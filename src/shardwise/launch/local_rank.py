@@ -2,7 +2,7 @@
 
     python -m shardwise.launch.local_rank COUNT WORD ...
 
-runs the command `WORD ...`, with `--local_rank=N` inserted after the first COUNT words.
+This runs the command `WORD ...`, with `--local_rank=N` inserted after the first COUNT words.
 """
 
 import os

@@ -27,7 +27,7 @@ Hear = Callable[[int, int, bytes], None]
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """Report about a rank that has exited.
+    """A report about a rank that has exited.
 
     Args:
         end: The exit status.
@@ -45,7 +45,7 @@ class RankExit:
 
     @property
     def saved(self) -> bool:
-        """True if the rank saved and then exited because it was asked to."""
+        """True if a signal asked the rank to stop, and it saved before it exited."""
         return self.end.code == SAVED and self.progress is not None and self.progress.ended
 
 
@@ -55,7 +55,7 @@ class LocalWorkers:
     Args:
         spec: The run.
         meeting: Address and ports of the rendezvous.
-        streams: Standard streams of rank 0. Other ranks write to pipes.
+        streams: Rank 0's standard streams. Other ranks write to pipes.
         begin: Starts a process.
         folder: Folder for the ranks' error files.
         reaper: Kills the ranks if this process is killed.
@@ -131,7 +131,7 @@ class LocalWorkers:
         worker.start(self._begin, environ, fds, outlet)
 
     def listen(self) -> None:
-        """Start forwarding the output of ranks."""
+        """Start forwarding the ranks' output."""
         for source in self._open():
             with suppress(KeyError):  # already registered
                 self._selector.register(
@@ -139,7 +139,7 @@ class LocalWorkers:
                 )
 
     def pause(self) -> None:
-        """Stop reading the output of ranks. Ranks then block once their pipes are full."""
+        """Stop reading the ranks' output. A rank then blocks once its pipe is full."""
         for source in self._open():
             self._ignore(source)
 
@@ -154,7 +154,7 @@ class LocalWorkers:
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Tell this host's ranks, which may wait for `rank`, that it has exited with code 0."""
+        """Tell this host's ranks that `rank`, which they may wait for, has exited with code 0."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -168,13 +168,13 @@ class LocalWorkers:
                 worker.send_to_process(signal.SIGKILL)
 
     def clear_away(self, rank: int) -> None:
-        """Kill the processes that a killed rank has left behind, such as DataLoader workers."""
+        """Kill the processes that the killed `rank` left behind, such as DataLoader workers."""
         for worker in self._workers:
             if worker.rank == rank:
                 worker.send_signal(signal.SIGKILL)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the ranks to shut down by sending the signal `number`. Some ranks save first."""
+        """Ask the ranks to stop by sending them signal `number`. Some save before they exit."""
         saving = [
             worker for worker in self._workers if worker.end is None and self._saves_first(worker)
         ]
@@ -198,7 +198,7 @@ class LocalWorkers:
     def release(self) -> bool:
         """Unregister workers without remaining processes from the orphan reaper.
 
-        This is necessary because the system may reuse the id of an empty process group.
+        This is necessary because the system may reuse an empty process group's id.
 
         Returns:
             True if no worker has any process left.

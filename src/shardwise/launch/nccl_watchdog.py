@@ -1,4 +1,4 @@
-"""Explains why torch's NCCL watchdog aborted a rank, based on the rank's output. No I/O.
+"""Explains why torch's NCCL watchdog aborted a rank, based on the rank's output. Does no I/O.
 
 NCCL calls do not block the host, so a failure does not raise an exception in the script. Instead, a
 thread of torch, the watchdog, detects it and aborts the process (SIGABRT), which then leaves no
@@ -51,7 +51,7 @@ _VERBS = {
 
 @dataclass(frozen=True)
 class Waited:
-    """A collective that a rank waited in until the timeout.
+    """A collective in which a rank waited until the timeout.
 
     Args:
         call: The call in words, such as "all-reduce number 7". Each process group counts its own
@@ -65,13 +65,13 @@ class Waited:
     group: str = ""
 
     def is_unrelated_to(self, other: Waited) -> bool:
-        """Return True if the calls are in different process groups, which count separately."""
+        """Return whether the calls are in different process groups, which count separately."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Any other failure of NCCL or the device.
+    """A failure of NCCL or the device other than a timeout.
 
     Args:
         why: First line of the message.
@@ -154,7 +154,7 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
 
 
 def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
-    """Return a sentence about ranks that waited in other calls, or "" if no rank did."""
+    """Describe which other ranks waited in different calls. Return "" if none did."""
     apart = [
         f"rank {other} waited in {found.call}"
         + (" of another process group" if found.is_unrelated_to(mine) else "")

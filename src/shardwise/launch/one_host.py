@@ -36,7 +36,7 @@ def run(spec: RunSpec, part_runner: PartRunner | None) -> int:
 def run_begun(
     spec: RunSpec, console: Console, begin: Begin, part_runner: PartRunner | None = None
 ) -> Ending:
-    """Run `spec` with ranks that `begin` starts, until it finishes, and return how it ended.
+    """Run `spec` until it finishes, with ranks that `begin` starts. Return how it ended.
 
     Raises LaunchError if the ranks cannot be started.
     """

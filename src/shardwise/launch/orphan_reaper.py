@@ -1,10 +1,10 @@
-"""Kills orphaned ranks whose launcher was killed (kill -9) and could not stop them itself.
+"""Kills the ranks of a launcher that was itself killed (kill -9) and could not stop them.
 
 The reaper is a separate process that reads its standard input. The first line is the folder of the
-run. Then follow "+PID" for each process group that was started, and "-PID" for each that is empty.
-When the input is closed, the launcher is gone for any reason, and the reaper kills the remaining
-groups. It uses process groups because they exist on every Unix, and because a signal to a group
-also reaches DataLoader workers and the children of shells, unlike the kernel's parent-death signal.
+run. After it, "+PID" registers a process group that was started, and "-PID" unregisters one that is
+empty. If the launcher exits for any reason, the input is closed, and the reaper kills the remaining
+groups. It uses process groups because they exist on every Unix. A signal to a group also reaches
+DataLoader workers and the children of shells, unlike the kernel's parent-death signal.
 
 An agent on another host may be stopped (SIGSTOP) rather than killed. Its reaper therefore expects a
 line every second, and kills the agent and its ranks after `limit` seconds without one.
@@ -37,8 +37,8 @@ class OrphanReaper:
 
     Args:
         folder: Folder that the reaper removes at the end, or None.
-        limit: Seconds of silence after which the reaper assumes that this process is stopped. If
-            set, `beat` must be called every second.
+        limit: Seconds without a line after which the reaper assumes that this process is stopped.
+            If set, `beat` must be called every second.
     """
 
     def __init__(self, folder: Path | None = None, limit: float | None = None) -> None:
@@ -111,9 +111,10 @@ def end_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 def watch(fd: int, limit: float | None) -> None:
     """Run the reaper: read lines from `fd` until it is closed, then kill the remaining groups.
 
-    Also removes the folder of the run.
+    Also removes the run's folder.
 
     Args:
+        fd: Descriptor to read from.
         limit: Seconds without a line after which the parent process is killed too, or None.
     """
     watched, groups = os.getppid(), set[int]()
@@ -148,14 +149,14 @@ def _lines(fd: int, limit: float | None) -> Iterator[str | None]:
 
 
 def _end_run(groups: Iterable[int], folder: Path | None) -> None:
-    """Kill the remaining process groups, and remove the folder of the run."""
+    """Kill the remaining process groups, and remove the run's folder."""
     end_groups(groups, PATIENCE)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_groups(groups: Iterable[int], patience: float) -> None:
-    """Send SIGTERM to process groups, and SIGKILL to those that remain after `patience` seconds."""
+    """Send SIGTERM to `groups`, and SIGKILL to those that still exist after `patience` seconds."""
     left = [group for group in groups if signal_group(group, signal.SIGTERM)]
     until = time.monotonic() + patience
     while left and time.monotonic() < until:
@@ -168,7 +169,7 @@ def end_groups(groups: Iterable[int], patience: float) -> None:
 def signal_group(group: int, number: int) -> bool:
     """Send a signal to a process group. Return False if no process could receive it.
 
-    Signal 0 only tests whether the group has any processes.
+    Signal 0 only tests whether the group still has a process.
     """
     try:
         os.killpg(group, number)

@@ -1,8 +1,8 @@
-"""Defines the interface for running jobs whose parts stop and restart independently.
+"""Defines the interface of runs whose parts stop and restart independently.
 
-The package islands/elastic implements it, and the command passes in the implementation. The
-launcher must not import that package itself, because it is in a higher layer. Runs without such
-parts do not import it at all.
+The package islands/elastic implements it, and the command line passes in the implementation. The
+launcher must not import that package, because it is in a higher layer. Runs without parts do not
+import it at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ from shardwise.net.restarts import Ending, Restarts
 
 
 class PartRunner(Protocol):
-    """Runs a RunSpec with several parts (`spec.parts`)."""
+    """Runs a RunSpec that has several parts (`spec.parts`)."""
 
     def checked(
         self, counts: Sequence[int], settings: Mapping[str, str]
     ) -> tuple[int, dict[str, str]]:
-        """Validate the number of parts. Return it, and the settings with that number filled in.
+        """Check the ranks and the settings before a run.
 
-        Raises LaunchError if the ranks cannot be divided into parts.
+        Returns the number of parts, and the settings with that number filled in. Raises LaunchError
+        if the ranks cannot be divided into parts.
 
         Args:
             counts: Number of ranks on each host.

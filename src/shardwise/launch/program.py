@@ -1,4 +1,4 @@
-"""Finds the script, module or command that the ranks will run, before any rank starts."""
+"""Finds the script, module or command of the ranks before any rank starts."""
 
 import difflib
 import importlib.util
@@ -20,9 +20,9 @@ _BY_TORCH = re.compile(r"torch\.distributed|torch import distributed|accelerate|
 
 
 def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str, ...]:
-    """Return the command that runs a script, module or program with `arguments`.
+    """Return the command that runs a script, module or other program with `arguments`.
 
-    Raises LaunchError, with a suggestion, if it does not exist.
+    Raises LaunchError, with a suggestion, if the program does not exist.
     """
     if module:
         _check_module(name)
@@ -55,7 +55,7 @@ def is_script(name: str) -> bool:
 
 
 def text_of(name: str) -> str:
-    """Return the source of a Python script, or "" if it is not one or cannot be read."""
+    """Return the source of a Python script, or "" if `name` is not one or cannot be read."""
     if not is_script(name):
         return ""
     try:
@@ -65,7 +65,7 @@ def text_of(name: str) -> str:
 
 
 def joins_itself(name: str) -> bool:
-    """Return whether a Python script seems to connect its ranks itself, using torch.distributed."""
+    """Return whether a Python script seems to use torch.distributed itself to connect its ranks."""
     text = text_of(name)
     return bool(_BY_TORCH.search(text)) and not names_us(text)
 
@@ -73,7 +73,7 @@ def joins_itself(name: str) -> bool:
 def names_us(text: str) -> bool:
     """Return whether a script's source mentions shardwise or Horovod.
 
-    If it does, the script may call `sw.init` or `hvd.init`.
+    Such a script may call `sw.init` or `hvd.init`.
     """
     return re.search("shardwise|horovod", text) is not None
 
@@ -82,10 +82,10 @@ def set_up_python(words: Sequence[str]) -> bool:
     """Set sys.argv and sys.path[0] as Python does for a script or module.
 
     Args:
-        words: Arguments of Python: SCRIPT ... or -m MODULE ...
+        words: Python's arguments: SCRIPT ... or -m MODULE ...
 
     Returns:
-        True if it is a module. Its name is then in sys.argv[0].
+        True for a module, whose name is then in sys.argv[0].
     """
     module = words[0] == "-m"
     sys.argv = list(words[1:] if module else words)
@@ -97,7 +97,7 @@ def set_up_python(words: Sequence[str]) -> bool:
 
 
 def put_first_on_path(folder: str) -> None:
-    """Make Python search `folder` for modules first, as if it ran a script in that folder."""
+    """Make Python search `folder` for modules first, as for a script in that folder."""
     if os.environ.get("PYTHONSAFEPATH"):
         return  # the user has disabled such entries of sys.path
     if sys.flags.safe_path:
@@ -121,7 +121,7 @@ def _place(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Return " Did you mean ...?" with a similar file name in the same folder, or ""."""
+    """Suggest a similar file name in the same folder (" Did you mean ...?"), or return ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
@@ -129,7 +129,7 @@ def _near(path: Path) -> str:
 
 
 def _check_module(name: str) -> None:
-    """Raise LaunchError unless `python -m` will find the module. Does not execute the module."""
+    """Raise LaunchError if `python -m` will not find module `name`. Does not execute the module."""
     head, *rest = name.split(".")
     # Python searches the current folder first. Use find_spec only for the outermost package,
     # because for an inner module it would execute the packages that contain it.
@@ -175,7 +175,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
     """Wait for a `shardwise run` process to exit, and return its exit code.
 
-    Calls `on_time` several times per second. An error or Ctrl-C stops the run before it is raised.
+    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run before it raises.
     """
     try:
         while True:

@@ -1,4 +1,4 @@
-"""Counts cores, GPUs and memory of this host. Does not import torch, which takes seconds."""
+"""Counts this host's cores and GPUs, and reads its memory. Does not import torch, which is slow."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def gpu_count(environ: Mapping[str, str] = os.environ) -> int:
 def visible_gpus(present: int, listed: str | None) -> int:
     """Return the number of GPUs that CUDA_VISIBLE_DEVICES makes visible.
 
-    As in CUDA, the list stops at the first index that does not exist. Names (GPU-..., MIG-...) are
+    As in CUDA, the list ends at the first index that does not exist. Names (GPU-..., MIG-...) are
     assumed to exist.
 
     Args:
@@ -50,7 +50,7 @@ def _gpus_by_driver() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HostMemory:
-    """The memory of a host at one point in time. Values are None if unknown.
+    """A host's memory at one point in time. Values are None if unknown.
 
     Args:
         total: Total memory of the host in bytes.
@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Return this host's total and available memory, and how often the kernel ran out of it."""
+    """Return this host's memory, and how many processes the out-of-memory killer has killed."""
     fields = {}
     for line in _text(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")
@@ -107,7 +107,6 @@ def _text(path: Path) -> str:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
     # The affinity accounts for taskset and cpusets, but not every Unix has it.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))

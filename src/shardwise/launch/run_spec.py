@@ -1,4 +1,4 @@
-"""Defines the description of a run, which is created once and sent to the agent on each host.
+"""Defines the description of a run. It is created once and sent to the agent on each host.
 
 command line ─▶ RunSpec ─▶ JSON to each agent ─▶ the environment of each rank
 """
@@ -73,7 +73,7 @@ class RunSpec:
 
     @property
     def share(self) -> Share:
-        """The ranks of this host. Valid only in an agent, or for a run on a single host."""
+        """This host's ranks. Valid only in an agent, or for a run on a single host."""
         (share,) = self.shares
         return share
 
@@ -84,7 +84,6 @@ class RunSpec:
 
     @property
     def is_python(self) -> bool:
-        """True if the program is Python."""
         return self.module or program.is_script(self.words[0])
 
     @property
@@ -98,11 +97,11 @@ class RunSpec:
 
     @property
     def survives(self) -> bool:
-        """True if the other ranks continue after one was killed (`--survive`), on a single host."""
+        """True if ranks on a single host continue after one of them was killed (`--survive`)."""
         return len(self.shares) == 1 and self.flags.get("survive", "0") != "0"
 
     def shows(self, rank: int) -> bool:
-        """Return whether the output of `rank` is shown on the screen."""
+        """Return whether the output of `rank` is shown."""
         return self.shown is None or rank in self.shown
 
     def console(
@@ -118,7 +117,7 @@ class RunSpec:
         return Console(self.size, environ, piped=piped, streams=streams)
 
     def outputs(self, console: Console) -> list[WorkerOutput]:
-        """Return the WorkerOutput of each rank. Raises LaunchError if logs cannot be written."""
+        """Create the WorkerOutput of each rank. Raises LaunchError if logs cannot be written."""
         logs = open_logs(self.log_dir, self.size, self.words)
         return [
             WorkerOutput(rank, console, shown=self.shows(rank), log=log)
@@ -126,7 +125,7 @@ class RunSpec:
         ]
 
     def streams(self, console: Console, *, reads: bool = False) -> WorkerStreams:
-        """Return the standard streams of rank 0. If `reads`, it reads the launcher's input."""
+        """Return rank 0's standard streams. If `reads`, rank 0 reads the launcher's input."""
         drawn = console.drawn if self.shows(0) else ()
         return WorkerStreams(piped=console.piped, drawn=drawn, window=console.window(), reads=reads)
 
@@ -160,8 +159,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return all environment variables of one rank. Does no I/O.
 
-    Variables set by the user take precedence over the defaults for threads, network interface and
-    fault handler.
+    Variables that the user has set override the defaults for threads, network interface and fault
+    handler.
 
     Args:
         spec: The run.

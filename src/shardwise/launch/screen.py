@@ -29,14 +29,14 @@ def prefix(rank: int, size: int, *, color: bool) -> bytes:
 
 
 def prefix_width(size: int) -> int:
-    """Return the width of the prefix, in columns, in a run of `size` ranks."""
+    """Return the prefix's width in columns, in a run with `size` ranks."""
     return len(f"[{size - 1}] ")
 
 
 class Lines:
-    """Splits the bytes from a pipe into lines and adds a prefix to each.
+    """Splits the bytes from a pipe into lines, and adds a prefix to each.
 
-    If a line contains carriage returns, as a progress bar does, only the last state remains. Blank
+    If a line contains carriage returns, as a progress bar does, only its last state is kept. Blank
     lines have no prefix.
     """
 
@@ -56,7 +56,7 @@ class Lines:
         return b"".join(self._line(line) for line in whole)
 
     def close(self) -> bytes:
-        """Return the last line if it is incomplete, else b""."""
+        """Return the last line if it is incomplete, otherwise b""."""
         rest, self._rest = self._rest, b""
         return self._line(rest) if rest else b""
 
@@ -83,8 +83,8 @@ CLEAR, SHOW_CURSOR, HIDE_CURSOR = b"\r\x1b[0m\x1b[J", b"\x1b[?25h", b"\x1b[?25l"
 class LiveRow:
     """Forwards the bytes from a rank's terminal, with a prefix at the start of each row.
 
-    Stores the last row, so that `clear` and `redraw` can move a progress bar below lines from other
-    ranks. Progress bars with several rows are not redrawn, but continue below such lines.
+    It stores the last row, so that `clear` and `redraw` can move a progress bar below other ranks'
+    lines. A progress bar with several rows is not redrawn. It continues below such lines.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -98,7 +98,7 @@ class LiveRow:
         """True if moving the cursor up would overwrite lines from other ranks."""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to write to the real terminal for `data` from the rank."""
+        """Return the bytes to write to the real terminal after `data` from the rank."""
         shown = b""
         for piece in filter(None, _PIECES.split(data)):
             if piece in (b"\r", b"\n"):
@@ -123,7 +123,7 @@ class LiveRow:
         return shown
 
     def clear(self) -> bytes:
-        """Return the bytes that erase the last row, or move below a bar of several rows."""
+        """Return the bytes that erase the last row, or that move below a bar with several rows."""
         self._keeps_below = True
         if not self._up:
             return CLEAR if self._row else b""
@@ -149,7 +149,7 @@ _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignor
 
 
 class InterruptFilter:
-    """Hides tracebacks of KeyboardInterrupt after Ctrl-C, and forwards everything else.
+    """Hides tracebacks of KeyboardInterrupt after Ctrl-C, and forwards all other output.
 
     Also hides tracebacks that Python prints with "Exception ignored in".
     """
@@ -158,7 +158,7 @@ class InterruptFilter:
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the output up to the first traceback, and hold back the rest until `close`."""
+        """Return the output before the first traceback, and hold back the rest until `close`."""
         data = self._held + data
         found = _TRACEBACKS.search(data)
         start = found.start() if found else len(data)
@@ -168,8 +168,8 @@ class InterruptFilter:
     def close(self) -> bytes:
         """Return the output that was held back, unless it ends with a KeyboardInterrupt.
 
-        A traceback without the line of its exception is hidden too: a rank that took long to print
-        it was ended before that line.
+        A traceback that is cut off before the line with its exception is hidden too, because the
+        rank was stopped while it was still printing.
         """
         lines = self._held.rstrip().split(b"\n")
         is_cut = all(line.startswith(b" ") or _TRACEBACKS.match(line) for line in lines)
@@ -177,7 +177,7 @@ class InterruptFilter:
 
 
 class Tail:
-    """Stores the last lines of a stream, for the report about a failed rank."""
+    """The last lines of a stream, for the report about a failed rank."""
 
     # 1000 lines, because after a crash faulthandler writes the stacks of all threads after the
     # line that names the cause.
@@ -197,5 +197,5 @@ class Tail:
 
 
 def plain(text: bytes) -> bytes:
-    """Return `text` without colours and other control sequences. Newlines are kept."""
+    """Return `text` without colours and other control sequences. Newlines remain."""
     return _ESCAPES.sub(b"", text)

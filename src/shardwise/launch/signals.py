@@ -1,4 +1,4 @@
-"""Makes incoming signals available to a selector, and schedules outgoing signals."""
+"""Makes received signals available to a selector, and schedules signals to send to the ranks."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ WATCHED = (
 
 
 class Signals:
-    """Context manager that makes signals readable from the descriptor `fd`, one byte per signal.
+    """Context manager that writes one byte per received signal to a pipe, readable from `fd`.
 
     Signals that were ignored when this process started (for example, by nohup) stay ignored.
     """
@@ -57,7 +57,7 @@ class Signals:
 
 
 class SignalSchedule:
-    """Schedule of the signals to send to the ranks."""
+    """The schedule of signals to send to the ranks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,7 +70,7 @@ class SignalSchedule:
         """Replace the schedule.
 
         Args:
-            steps: Delays in seconds from now, and signals, in ascending order.
+            steps: (seconds from now, signal), in ascending order.
         """
         now = self._clock()
         self._steps = [(now + delay, number) for delay, number in steps]

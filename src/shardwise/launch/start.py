@@ -75,7 +75,7 @@ def run(request: LaunchRequest) -> int:
 
 
 def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Start the ranks, on this host directly and on other hosts over ssh."""
+    """Start the ranks: directly on this host, and over ssh on other hosts. Return the exit code."""
     allocation = None
     if request.hosts is None and request.hostfile is None:
         allocation = _allocation(request)
@@ -123,7 +123,7 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Replace this process with srun, which starts the ranks of a Slurm allocation.
 
-    Returns only from a dry run.
+    Returns only for a dry run.
     """
     flags.refuse_without_effect(flags.BY_SRUN, vars(request))
     if request.part_runner is not None:
@@ -150,9 +150,9 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Replace this process with torch's elastic agent, which starts the ranks of this host.
+    """Replace this process with torch's elastic agent, which starts this host's ranks.
 
-    Returns only from a dry run.
+    Returns only for a dry run.
     """
     assert request.nnodes is not None
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
@@ -196,12 +196,12 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables, and add a secret for the ranks if it is missing."""
+    """Return `environ`, with a new secret for the ranks if it has none."""
     return {environment.SECRET_VARIABLE: environment.draw_secret()} | dict(environ)
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
-    """Split the value of `--ssh` into words. Raises LaunchError if it is not a valid command."""
+    """Split the value of `--ssh` into words. Raises LaunchError if that is not possible."""
     try:
         words = ("ssh",) if text is None else tuple(shlex.split(text))
     except ValueError as error:
@@ -229,7 +229,7 @@ def _allocation(request: LaunchRequest) -> Allocation | None:
 
 
 def _refuse_in_every_rank(outer: Identity) -> None:
-    """Raise LaunchError if another launcher has started this command once per rank."""
+    """Raise LaunchError if another launcher has started this command in each of its ranks."""
     # Each of these commands would start a separate run, and all would train the same model.
     if outer.size == 1:
         return
@@ -242,7 +242,7 @@ def _refuse_in_every_rank(outer: Identity) -> None:
 
 
 def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Share, ...]:
-    """Return the ranks of each host, from the hosts in the request or in the allocation."""
+    """Return each host's ranks. The hosts come from the request, or else from the allocation."""
     size, each = request.size, request.per_host
     if request.hosts is not None and request.hostfile is not None:
         raise LaunchError(
@@ -264,7 +264,7 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
 
 
 def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
-    """Return the ranks of each host in an allocation. By default, there is one per slot or GPU."""
+    """Return the ranks of each host in an allocation: by default one per slot or GPU."""
     if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
         return hosts.spread(named, total=request.size, per_host=request.per_host)
@@ -283,15 +283,16 @@ def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
 
 
 def _ranks_of_a_host(request: LaunchRequest) -> int:
-    """Return the default number of ranks on this host: one per visible GPU, or 1 without GPUs."""
+    """Return the default number of ranks per host: one per visible GPU, or 1 without GPUs."""
     on_cpu = request.settings.get("device") == "cpu"
     return 1 if on_cpu else max(1, resources.gpu_count(os.environ))
 
 
 def dry_run_words(spec: RunSpec, here: Sequence[Share]) -> str:
-    """Return the text that `--dry-run` prints: the ranks and the command of each host.
+    """Return the text that `--dry-run` prints: each host's ranks, and the command of each rank.
 
     Args:
+        spec: The run.
         here: The shares of this host.
     """
     count = len(spec.shares)

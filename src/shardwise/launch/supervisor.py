@@ -1,11 +1,11 @@
-"""Watches the ranks of a run on all hosts, and stops all of them when one fails.
+"""Watches the ranks of a run on all hosts, and stops all of them if one fails.
 
     [ output | exit of a rank | Ctrl-C | time to send a signal ] ... -> final message
 
-A single thread waits for these events. When a rank fails, the supervisor first gives the others a
-moment to fail too, because the cause may be on a rank that reports it later. Then it stops them.
-When the run is asked to shut down, the supervisor waits for ranks that save first. The orphan
-reaper kills process groups that outlive the supervisor.
+A single thread waits for these events. If a rank fails, the supervisor first waits a moment,
+because another rank may be the cause and report it later. Then it stops all ranks. If the run is
+asked to stop, the supervisor waits for ranks that save first. The orphan reaper kills process
+groups that outlive the supervisor.
 """
 
 import selectors
@@ -37,16 +37,16 @@ LAST_GRACE = 2.0
 
 
 class Site(Protocol):
-    """The ranks of one host: LocalWorkers on this host, RemoteHost for others."""
+    """The ranks of one host: a LocalWorkers for this host, a RemoteHost for others."""
 
     def reap(self) -> None:
         """Report the ranks whose processes have exited."""
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to all ranks of the host."""
+        """Send a signal to all of the host's ranks."""
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the host's ranks to shut down. Ranks that save first report that."""
+        """Ask the host's ranks to stop. Ranks that save first report that."""
 
     def ended_well(self, rank: int) -> None:
         """Tell the host's ranks that `rank`, on any host, has exited with code 0."""
@@ -60,13 +60,13 @@ class Supervisor:
 
     Args:
         console: Writes the output of the run.
-        outputs: The output of each rank.
+        outputs: Each rank's output.
         signals: Signals sent to this process.
         grace: Seconds between SIGTERM and SIGKILL.
         joins: True if the ranks are expected to call sw.init.
         hosts: Host name of each rank, or None on a single host.
-        continue_without: Called with a rank that was killed, and that the others continue without
-            (`--survive`). None if they cannot: then a killed rank ends the run.
+        continue_without: Called with the number of a rank that was killed, if the other ranks
+            continue without it (`--survive`). None if a killed rank ends the run.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Supervisor:
             output.close()
 
     def turn(self, limit: float | None = None) -> None:
-        """Wait for events, at most `limit` seconds, and handle them."""
+        """Wait up to `limit` seconds for events, and handle them."""
         waits = [wait for wait in (limit, *self._waits()) if wait is not None]
         for key, _ in self.selector.select(min(waits, default=None)):
             key.data()
@@ -131,14 +131,14 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each scheduled event. None means that there is no such event."""
+        """Return the seconds until each scheduled event, and None for events that are not scheduled."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]
 
     @property
     def is_asked(self) -> bool:
-        """True if the run has been asked to shut down."""
+        """True if a signal has asked the run to stop."""
         return self._asked is not None
 
     def hear(self, rank: int, stream: int, data: bytes) -> None:
@@ -166,9 +166,10 @@ class Supervisor:
             self._settle()
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
-        """Handle the loss of a host with these ranks by stopping all other ranks.
+        """Stop all other ranks, because the host of `ranks` was lost.
 
         Args:
+            ranks: The lost host's ranks.
             why: The reason, as a sentence.
         """
         self._running.difference_update(ranks)
@@ -180,7 +181,7 @@ class Supervisor:
         """Cancel all scheduled signals, because ranks save before they exit.
 
         Args:
-            asked: The signal that asked the ranks to shut down.
+            asked: The signal that asked the ranks to stop.
         """
         if not self._saving and not self._stopping:
             self._saving, self._asked = True, self._asked or asked
@@ -213,7 +214,7 @@ class Supervisor:
     def _settle(self) -> None:
         """If a rank has failed, schedule the signals that stop the other ranks.
 
-        The delay gives ranks time to report the cause of the failure.
+        Until then, ranks have time to report the cause of the failure.
         """
         ends = [end for end in self._ends() if end.rank not in self._killed]
         if all(end.code == 0 for end in ends):
@@ -228,7 +229,7 @@ class Supervisor:
         self._plan.make([(wait, signal.SIGTERM), (wait + self._grace, signal.SIGKILL)])
 
     def _stop(self, asked: signal.Signals) -> None:
-        """Stop the run because of a signal. A second signal kills the ranks immediately."""
+        """Stop the run because of signal `asked`. A second signal kills the ranks immediately."""
         if self._asked is not None:
             self._plan.make([(0, signal.SIGKILL)])
         elif asked == signal.SIGINT:
@@ -250,7 +251,7 @@ class Supervisor:
             self._ask(asked)
 
     def _ask(self, number: signal.Signals) -> None:
-        """Ask all ranks to shut down. Some save first."""
+        """Ask all ranks to stop. Some save before they exit."""
         for site in self._sites:
             site.ask_to_end(number)
 
@@ -289,12 +290,12 @@ class Supervisor:
     def _blame(
         self, judged: failure_report.Verdict, reports: Mapping[int, ErrorReport], refused: str
     ) -> Ending:
-        """Return the ending of a failed run.
+        """Return how a failed run ended, including its last lines.
 
         Args:
             judged: The rank to blame.
             reports: Error reports by rank.
-            refused: The refusal that all ranks have in common, or "".
+            refused: The error message that all ranks have in common, or "".
         """
         rank = judged.rank if judged.waiting is None else judged.waiting
         found = reports.get(rank)
@@ -335,7 +336,7 @@ class Supervisor:
         )
 
     def _progress(self) -> Progress | None:
-        """Return the combined progress of all ranks, or None if no rank recorded any."""
+        """Return the ranks' combined progress, or None if no rank recorded any."""
         reported = [d.progress for d in self._exits.values() if d.progress is not None]
         if not reported:
             return None
@@ -347,14 +348,14 @@ class Supervisor:
         )
 
     def say(self, words: str) -> None:
-        """Print complete lines from the launcher itself."""
+        """Print complete lines from the launcher."""
         self._console.say(words)
 
     def _ends(self) -> list[failure_report.ExitStatus]:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        """Return error reports by rank, including ranks that NCCL's watchdog aborted."""
+        """Return error reports by rank, also for ranks that torch's NCCL watchdog aborted."""
         found = {rank: each.report for rank, each in self._exits.items() if each.report}
         aborted = {
             rank: each.end.time

@@ -24,7 +24,7 @@ MOST_READS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """Describes how a rank's standard streams are connected.
+    """How a rank's standard streams are connected.
 
     Args:
         piped: True if the output passes through the launcher.
@@ -55,7 +55,7 @@ Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
 
 
 def program(words: Sequence[str]) -> Begin:
-    """Return a function that starts a program. It raises LaunchError if that fails.
+    """Return a function that starts a program, or raises LaunchError if that fails.
 
     Args:
         words: The program and its arguments.
@@ -108,7 +108,7 @@ class OutputSource:
         os.close(self.fd)
 
     def _read(self) -> bytes | None:
-        """Forward and return the available data.
+        """Forward the available data, and return it.
 
         Returns None if no data is available, and b"" at the end of the stream.
         """
@@ -158,7 +158,7 @@ class Worker:
             begin: Starts the process.
             environ: Environment variables of the process.
             pass_fds: Descriptors that the process inherits.
-            outlet: How to connect its standard streams.
+            outlet: How to connect the process's standard streams.
         """
         started = False
         try:
@@ -182,7 +182,7 @@ class Worker:
 
     @property
     def group(self) -> int:
-        """Id of the rank's process group, which contains the process and all its descendants."""
+        """Id of the rank's process group, which contains the process and its descendants."""
         return self._process.pid
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -204,10 +204,10 @@ class Worker:
         return self._gone
 
     def reap(self, *, stopped: bool) -> bool:
-        """Return whether the process has exited, and set `end` if it has.
+        """Return whether the process has exited, and set `end` if so.
 
         Args:
-            stopped: True if the launcher has sent it a signal.
+            stopped: True if the launcher has sent the process a signal.
         """
         # Use wait4 instead of Popen.wait, because it returns the peak memory, which helps to
         # explain a SIGKILL.

@@ -1,4 +1,4 @@
-"""Routes the output of a rank to the screen and to its log, and stores the last lines in memory.
+"""Routes a rank's output to the screen and to its log, and keeps the last lines in memory.
 
 streams 1, 2   from pipes: shown in complete lines, prefixed with the rank
 stream 0       from a terminal: shown immediately
@@ -19,7 +19,7 @@ LIVE = 0
 
 
 class WorkerLog:
-    """A rank's log file in `--log-dir`, which contains its output without prefix and colours.
+    """A rank's log file in `--log-dir`: the rank's output without prefix and colours.
 
     Args:
         path: The file. Output is appended.
@@ -40,11 +40,10 @@ class WorkerLog:
         self._write(plain(self._lines.setdefault(stream, Lines(b"")).feed(data)))
 
     def end(self, stream: int) -> None:
-        """Write the last, incomplete line of `stream`."""
+        """Write the last line of `stream`, if it is incomplete."""
         self._write(plain(self._lines.setdefault(stream, Lines(b"")).close()))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _write(self, data: bytes) -> None:
@@ -58,7 +57,7 @@ class WorkerLog:
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
     """Open one log file per rank in `folder`, and append to the logs of earlier runs.
 
-    Returns a list of None if `folder` is None. Raises LaunchError if the files cannot be written.
+    Returns None for each rank if `folder` is None. Raises LaunchError if a file cannot be written.
     """
     if folder is None:
         return [None] * ranks
@@ -84,11 +83,13 @@ class WorkerOutput:
     """The output of one rank.
 
     Args:
+        rank: The rank.
+        console: Writes to the screen.
         shown: True to show the output on the screen.
         log: The rank's log file, or None.
 
     Attributes:
-        tail: The last lines of its standard error, or of its terminal.
+        tail: The last lines of the rank's standard error, or of its terminal.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class WorkerOutput:
                 self._console.say(f"shardwise: {self._log.fault}\n")
 
     def hide_interrupt(self) -> None:
-        """Hide tracebacks of KeyboardInterrupt from now on. Called after Ctrl-C."""
+        """From now on, hide tracebacks of KeyboardInterrupt. Called after Ctrl-C."""
         self._filters = {}
 
     def close(self) -> None:

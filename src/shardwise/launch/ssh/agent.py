@@ -1,4 +1,4 @@
-"""Implements the agent, which the launcher starts on each host to run the ranks of that host.
+"""Implements the agent, which the launcher starts on each host to run that host's ranks.
 
     launcher                  agent
         <- hello              versions, clock, own address
@@ -57,7 +57,7 @@ FULL = 2**20
 
 
 class Agent:
-    """Runs the ranks of this host, as instructed by the launcher."""
+    """Runs this host's ranks, as instructed by the launcher."""
 
     kinds = protocol.TO_AGENT
     """The kinds of messages that the agent accepts. The method `on_KIND` handles each."""
@@ -85,7 +85,7 @@ class Agent:
         self._receiver = protocol.MessageReader(self.kinds, self._obey, lambda noise: None)
 
     def run(self) -> None:
-        """Serve the launcher until it closes the connection or is silent for too long."""
+        """Handle messages until the launcher closes the connection or is silent for too long."""
         # If the launcher stops reading, that must not block this loop, which watches the ranks.
         for fd in (IN, OUT):
             os.set_blocking(fd, False)
@@ -122,7 +122,7 @@ class Agent:
         self._guarded(partial(getattr(self, f"on_{kind}"), **message))
 
     def _guarded(self, call: Callable[[], None]) -> None:
-        """Call a handler, and report errors to the launcher."""
+        """Call a handler, and report its errors to the launcher."""
         try:
             call()
         except protocol.ProtocolError:
@@ -136,11 +136,11 @@ class Agent:
         """Check that the program and the network interface exist, and open ports if necessary.
 
         Args:
-            spec: Fields of the RunSpec, with the share of this host.
+            spec: Fields of the RunSpec, with this host's share.
             listens: True if ranks connect to this host, so that it must listen.
-            address: Address to listen at unless an interface is given. "" if unknown.
-            towards: A different host. If `address` is unknown, listen at the address that this host
-                uses on the route to it.
+            address: Address to listen on if the run has no interface. "" if unknown.
+            towards: Another host. If `address` is unknown, this host listens on the address that it
+                uses on the route there.
         """
         # Store the spec for `start`, so that it is sent only once.
         self._spec = found = protocol.build(RunSpec, spec)
@@ -160,7 +160,7 @@ class Agent:
         self._send("ready", address=address, **ports)
 
     def on_start(self, meeting: dict[str, Any], streams: dict[str, Any]) -> None:
-        """Start the ranks. The arguments are fields of a Meeting and of WorkerStreams."""
+        """Start the ranks. `meeting` and `streams` hold the fields of Meeting and WorkerStreams."""
         self._run_part(0, meeting, streams, LocalWorkers, self._listener)
         if self._listener is not None:
             self._listener.close()
@@ -173,7 +173,7 @@ class Agent:
         make: Callable[..., LocalWorkers],
         listener: socket.socket | None,
     ) -> None:
-        """Start the ranks of a part. `make` is the constructor of its workers."""
+        """Start the ranks of part `part`, as the workers that `make` creates."""
         if self._spec is None:
             raise protocol.ProtocolError("a start before a check")
         place = protocol.build(Meeting, meeting)
@@ -311,7 +311,7 @@ def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _machine() -> str | None:
-    """Return text that identifies this host (or container), or None if it is unknown."""
+    """Return text that identifies this host or container, or None if unknown."""
     try:
         # The network and mount namespaces distinguish containers on the same machine.
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -322,7 +322,7 @@ def _machine() -> str | None:
 
 
 def main(kind: type[Agent] = Agent) -> None:
-    """Serve one run, with an agent of class `kind`."""
+    """Run one agent of class `kind` until its run ends."""
     with ExitStack() as stack:
         signals = stack.enter_context(Signals())
         try:

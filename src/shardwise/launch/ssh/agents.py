@@ -79,15 +79,15 @@ class Agents(Generic[H]):
         return remote
 
     def _give_up_silent_hosts(self) -> float | None:
-        """Declare hosts lost that are silent for too long.
+        """Declare hosts lost whose agents have been silent for too long.
 
-        Returns the seconds until the next check, or None if there is nothing to check.
+        Returns the seconds until the next check, or None if no host needs one.
         """
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Remove an agent and wait until it exits. It was asked to exit at time `since`."""
+        """Remove an agent that was asked to exit at time `since`, and wait until it has exited."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
@@ -131,7 +131,7 @@ def prepare(
         listening: Shares whose hosts must listen for connections from ranks.
 
     Returns:
-        Address and ports of the first host.
+        Address and ports on the first host.
 
     Raises:
         LaunchError: Some hosts are not ready. The message lists all reasons.
@@ -152,7 +152,7 @@ def prepare(
 
 
 def address(remote: RemoteHost) -> str:
-    """Return the address under which ssh reached the host, as its agent reports it.
+    """Return the address at which ssh reached the host, as its agent reports it.
 
     Returns "" for this host, or if the address is unknown.
     """
@@ -162,7 +162,7 @@ def address(remote: RemoteHost) -> str:
 def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
     """Return the address of a host other than `remote`, or its name if no address is known.
 
-    Returns the loopback address if `remote` is the only host.
+    Returns the loopback address if there is no other host.
     """
     # The route from `remote` to this other host uses the network that the hosts share.
     others = [other for other in remotes if other is not remote]
@@ -174,7 +174,7 @@ def peer(remote: RemoteHost, remotes: Iterable[RemoteHost]) -> str:
 
 
 def check(remote: RemoteHost, remotes: Iterable[RemoteHost], *, listens: bool) -> None:
-    """Ask a host to check whether it can start its ranks, and to listen if `listens` is true."""
+    """Ask a host whether it can start its ranks. If `listens` is true, the host also listens."""
     # It listens at the address that ssh used. If that is unknown, it listens at the address that it
     # uses on the route to another host.
     remote.check(listens=listens, address=address(remote), towards=peer(remote, remotes))
@@ -185,12 +185,14 @@ def wait_for(
     supervisor: Supervisor,
     word: Callable[[H], Message | bool | None],
 ) -> None:
-    """Wait until `word` is true for all hosts, or the user stops the run.
+    """Wait until every host has sent a message, or until the user stops the run.
 
     Raises LaunchError if a host fails or does not answer in time.
 
     Args:
-        word: Returns a true value once a host has sent the message to wait for.
+        remotes: The hosts.
+        supervisor: The launcher's event loop.
+        word: Returns a true value once the host has sent the message.
     """
     until = time.monotonic() + START_LIMIT
     while not supervisor.is_asked:
@@ -228,7 +230,7 @@ def _refuse_duplicates(remotes: Sequence[RemoteHost]) -> None:
 
 
 def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
-    """Warn about hosts whose version of torch or Python differs from the first host's."""
+    """Warn about hosts whose version of torch or Python differs from that of the first host."""
     first, *others = remotes
     for remote in others:
         for what in ("torch", "python"):
@@ -243,5 +245,5 @@ def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> 
 
 
 def names(shares: Sequence[Share]) -> dict[int, str]:
-    """Return the host name of each rank, by rank."""
+    """Return each rank's host name."""
     return {rank: share.host.name for share in shares for rank in share.numbers}

@@ -1,4 +1,4 @@
-"""Builds the ssh command that starts an agent on a host, and explains why it failed. No I/O."""
+"""Builds the ssh command that starts an agent on a host, and explains failures. Does no I/O."""
 
 import shlex
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ CONNECT = 10
 def ssh_command(spec: RunSpec, host: Host) -> list[str]:
     """Return the command that starts an agent on `host`. It never prompts for a password.
 
-    Raises LaunchError if --ssh-port is given and the program has no flag for a port.
+    Raises LaunchError if --ssh-port is given and the ssh program has no flag for a port.
     """
     program = PurePath(spec.ssh[0]).name
     if program in WITHOUT_FLAGS:
@@ -60,7 +60,7 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
 
 
 def remote_command(spec: RunSpec) -> str:
-    """Return the command line for the other host, which must be valid in any login shell."""
+    """Return the command line to run on the host, which any login shell must understand."""
     needed = [f"{name}={spec.passed[name]}" for name in NEEDED if name in spec.passed]
     env = ["env", *needed] if needed else []
     agent = shlex.join([*env, *agent_words(spec, spec.python)])
@@ -74,11 +74,13 @@ def agent_words(spec: RunSpec, python: str) -> list[str]:
 
 
 def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str:
-    """Explain why the agent on `host` did not start or has exited.
+    """Explain why the agent on `host` did not start, or why it has exited.
 
     Args:
+        spec: The run.
+        host: The host.
         code: Exit code of ssh or the agent, or None if it is still running.
-        said: Output of ssh and the agent on standard error.
+        said: What ssh and the agent have written to standard error.
     """
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, host.login])
@@ -119,10 +121,11 @@ def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: 
     """Explain why a host was lost after its ranks had started.
 
     Args:
-        share: The ranks of the host.
+        spec: The run.
+        share: The host's ranks.
         code: Exit code of ssh or the agent, or None if it is still running.
-        said: Output of ssh and the agent on standard error.
-        silent: Seconds between the last data from the agent and the end of the connection.
+        said: What ssh and the agent have written to standard error.
+        silent: Seconds between the agent's last data and the end of the connection.
     """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:
@@ -146,8 +149,9 @@ def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
     """Explain that a host was lost because its agent is silent, although the connection works.
 
     Args:
-        share: The ranks of the host.
-        pid: Process id of the agent.
+        spec: The run.
+        share: The host's ranks.
+        pid: The agent's process id.
     """
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     login = shlex.join([*spec.ssh, *port, share.host.login])

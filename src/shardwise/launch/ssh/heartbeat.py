@@ -1,8 +1,8 @@
 """Sends a heartbeat to the agents on other hosts every second while the launcher exists.
 
-The heartbeat is a separate process, so that a launcher that is stopped (by Ctrl-Z, or by a pager
-that does not read) is not mistaken for a lost one. It writes a NUL byte to each descriptor in its
-arguments. It exits when its standard input, a pipe from the launcher, is closed.
+The heartbeat is a separate process. A launcher that is stopped (by Ctrl-Z, or by a pager that does
+not read) is therefore not mistaken for a lost one. The process writes a NUL byte to each descriptor
+in its arguments. It exits when its standard input, a pipe from the launcher, is closed.
 
 It runs as a script, so this file must not import anything from the package.
 """
@@ -21,7 +21,7 @@ EVERY = 1.0
 
 @contextmanager
 def heartbeats(fds: Iterable[int]) -> Iterator[None]:
-    """Context manager that runs a heartbeat process, which writes to `fds`."""
+    """Context manager for a process that sends heartbeats to the descriptors in `fds`."""
     script, passed = Path(__file__), list(fds)
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", script.name, *map(str, passed)],
@@ -42,7 +42,7 @@ def heartbeats(fds: Iterable[int]) -> Iterator[None]:
 
 
 def beat(fds: Iterable[int]) -> None:
-    """Write to all `fds` that are writable, every second until standard input is closed."""
+    """Every second, write to the descriptors that accept data, until standard input is closed."""
     # Standard input is a pipe from the launcher. It becomes readable when the launcher exits.
     alive = set(fds)
     while not select.select([0], [], [], EVERY)[0]:

@@ -1,4 +1,4 @@
-"""Runs a RunSpec on several hosts, with an agent on each. Starts ranks once all hosts are ready."""
+"""Runs a RunSpec on several hosts, with an agent on each. Ranks start once all hosts are ready."""
 
 import os
 from contextlib import closing

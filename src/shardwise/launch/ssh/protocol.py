@@ -1,11 +1,11 @@
-"""Encodes and checks the messages between a launcher and its agents, one JSON object per line.
+r"""Encodes and checks the messages between a launcher and its agents, one JSON object per line.
 
-    b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\\n"}\\n'
+    b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\n"}\n'
 
-Logging in to the other host may print other lines, which are forwarded unchanged. Both sides send a
-NUL byte every second as a heartbeat. On the launcher's side a separate process sends it, so it can
-appear anywhere in a message. That is harmless, because JSON never contains NUL bytes. This module
-does no I/O.
+Logging in to a host may print other lines, which are forwarded unchanged. Both sides send a NUL
+byte every second as a heartbeat. The launcher's heartbeats come from a separate process, so they
+can appear anywhere in a message. They are harmless, because JSON never contains NUL bytes. This
+module does no I/O.
 """
 
 import json
@@ -114,7 +114,7 @@ class MessageReader:
 
 
 def _checked(text: bytes, kinds: Kinds) -> Message:
-    """Parse a message. Raises ProtocolError if it is not valid or its kind is not in `kinds`."""
+    """Parse a message. Raises ProtocolError if it is invalid, or if its kind is not in `kinds`."""
     try:
         message = json.loads(text)
     except (ValueError, RecursionError):
@@ -137,7 +137,7 @@ def _check(what: str, fields: Mapping[str, Any], types: Mapping[str, Any]) -> No
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether `value` has the type `kind`. [T] is a list of T, and a tuple is a union."""
+    """Return whether `value` has type `kind`. [T] is a list of T, and a tuple is a union."""
     if isinstance(kind, list):
         return isinstance(value, list) and all(_fits(each, kind[0]) for each in value)
     if isinstance(kind, tuple):
@@ -147,7 +147,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def build(kind: type[T], fields: Mapping[str, Any]) -> T:
-    """Create a dataclass of type `kind`, which may contain other dataclasses, from JSON.
+    """Create an instance of the dataclass `kind` from JSON. It may contain other dataclasses.
 
     Raises ProtocolError if a field is missing, unknown or of the wrong type.
     """
@@ -157,7 +157,7 @@ def build(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _json_type(hint: Any) -> Any:
-    """Return the type, in the notation of `_fits`, that values of type `hint` have in JSON."""
+    """Return the type, as `_fits` takes it, that values of type `hint` have in JSON."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_json_type(part) for part in parts)
@@ -203,10 +203,11 @@ def bytes_of(text: str) -> bytes:
 
 
 def rank_exit(message: Message, offset: float) -> RankExit:
-    """Create a RankExit from a message of kind "end". Raises ProtocolError if it is not valid.
+    """Create a RankExit from a message of kind "end". Raises ProtocolError if it is invalid.
 
     Args:
-        offset: Difference between the clocks of the two hosts in seconds. Added to all times.
+        message: The message.
+        offset: Seconds to add to all times, because the clocks of the two hosts differ.
     """
     report, progress = message["report"], message["progress"]
     end, found = (

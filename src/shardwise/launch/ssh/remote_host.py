@@ -1,4 +1,4 @@
-"""Implements the launcher's connection to the agent on one host, over ssh unless it is local."""
+"""Implements the launcher's connection to the agent on one host (over ssh, unless it is local)."""
 
 import os
 import select
@@ -41,9 +41,9 @@ class RemoteHost:
 
     Args:
         spec: The run.
-        share: The ranks of the host.
-        say: Prints lines that are printed when logging in.
-        is_here: True if it is this host, or None to find out, which may be slow.
+        share: The host's ranks.
+        say: Prints lines that logging in to the host has printed.
+        is_here: True if the host is this one. None to find out, which may be slow.
 
     Attributes:
         hello: The agent's message about its host, or None until it arrives.
@@ -94,7 +94,7 @@ class RemoteHost:
 
     @property
     def input_fd(self) -> int:
-        """The descriptor for writing to the agent."""
+        """The descriptor of the agent's standard input."""
         assert self._process.stdin is not None
         return self._process.stdin.fileno()
 
@@ -117,11 +117,11 @@ class RemoteHost:
                 self._selector.unregister(stream)
 
     def check(self, **values: Any) -> None:
-        """Send the spec, and ask the agent whether its ranks can be started."""
+        """Send the spec to the agent, and ask whether its ranks can be started."""
         self.send("check", spec=asdict(self._spec.for_share(self.share)), **values)
 
     def start(self, meeting: Meeting, streams: WorkerStreams, supervisor: Supervisor) -> None:
-        """Start the ranks. From now on, messages about them are passed to `supervisor`."""
+        """Start the ranks. Messages about them are then passed to `supervisor`."""
         self._supervisor = supervisor
         self.send("start", meeting=asdict(meeting), streams=asdict(streams))
 
@@ -133,7 +133,7 @@ class RemoteHost:
         self.send("signal", number=int(number), part=part)
 
     def ask_to_end(self, number: signal.Signals, part: int = 0) -> None:
-        """Ask the host's ranks in `part` to shut down. Some save first."""
+        """Ask the host's ranks in `part` to stop. Some save before they exit."""
         self.send("ask", number=int(number), part=part)
 
     def ended_well(self, rank: int, part: int = 0) -> None:
@@ -147,7 +147,7 @@ class RemoteHost:
     def look(self) -> float | None:
         """Declare the host lost if its agent has been silent for too long.
 
-        Returns the seconds until the next check, or None if there is nothing to check.
+        Returns the seconds until the next check, or None if no further check is needed.
         """
         if self._supervisor is None or self.fault is not None:
             return None
@@ -174,7 +174,7 @@ class RemoteHost:
             self._process.stdin.close()
 
     def wait(self, since: float) -> None:
-        """Wait until the agent exits, and kill it if it takes too long.
+        """Wait until the agent exits, and kill it if that takes too long.
 
         Args:
             since: Time at which the agent was asked to exit, on the monotonic clock.
@@ -196,7 +196,7 @@ class RemoteHost:
         return not orphan_reaper.signal_group(self.group, 0)
 
     def send(self, kind: str, **values: Any) -> None:
-        """Send a message to the agent, or queue it until the connection accepts it."""
+        """Send a message to the agent. It is queued until the connection accepts it."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             self._unsent += protocol.encode(kind, **values)
@@ -217,7 +217,7 @@ class RemoteHost:
             self._stop_sending()
 
     def _stop_sending(self) -> None:
-        """Discard unsent messages, and stop waiting until the connection accepts them."""
+        """Discard unsent messages, and unregister the agent's input from the selector."""
         self._unsent = b""
         with suppress(KeyError):  # registered only while there are unsent messages
             self._selector.unregister(self.input_fd)
@@ -308,7 +308,7 @@ class RemoteHost:
         return self._supervisor
 
     def give_up(self, why: str) -> None:
-        """Declare the host lost, for the reason `why` (a sentence)."""
+        """Declare the host lost. `why` is the reason, as a sentence."""
         if self.fault is not None:
             return
         self.fault = why
