@@ -203,7 +203,7 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the file descriptor. Tensors in the segment stay valid, forkable ones as private memory.
+        """Close the file descriptor. Tensors stay valid, forkable ones as private memory.
 
         If the host does not allow private memory, the descriptor stays open and the next fork tries
         again.
@@ -267,7 +267,7 @@ class Arena:
         return number in self._segments
 
     def leave_to_others(self) -> None:
-        """Stop reusing memory, because other ranks may still read it. Segments retain their contents."""
+        """Stop reusing memory, because other ranks may still read it."""
         for segment in list(self._segments.values()):
             segment.is_read = segment.is_full = True
 

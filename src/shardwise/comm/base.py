@@ -377,7 +377,7 @@ def column(counts: Counts, rank: int) -> list[int]:
 
 
 def slice_of(lengths: Sequence[int], place: int) -> slice:
-    """Return the slice of part `place` in a buffer that concatenates parts of the given `lengths`."""
+    """Return the slice of part `place` in a buffer of consecutive parts with these `lengths`."""
     start = sum(lengths[:place])
     return slice(start, start + lengths[place])
 
