@@ -301,7 +301,7 @@ class Anchor:
         )
 
     def checksum(self) -> int:
-        """Return a 32-bit checksum of this rank's part of the anchor. All its peers return the same."""
+        """Return a 32-bit checksum of this rank's part of the anchor, identical on its peers."""
         sums = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
         return crc32(repr(sums).encode())
 
