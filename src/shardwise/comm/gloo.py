@@ -164,9 +164,8 @@ class Gloo(Collectives):
             received(sum_if_complete)
             for out, *terms in parts:  # empty interval or group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
-            self.give_back(
-                scratch
-            )  # only now, because Gloo receives into it until the last message
+            # Only now, because Gloo receives into `scratch` until the last message.
+            self.give_back(scratch)
 
         return Handle(advance=finish)
 

@@ -24,14 +24,14 @@ KINDS = (
     "exchange of rows",
     "common memory",
 )
-"""Names of the collectives over shared memory. Opening messages contain the index."""
+"""Names of the collectives over shared memory. Messages contain an index into this tuple."""
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""Torch's dtypes. Opening messages contain the index."""
+"""Torch's dtypes. Messages contain an index into this list."""
 
 
 def mismatch(mine: MeshMessage, theirs: MeshMessage) -> tuple[str, str] | None:
-    """Describe both opening messages. Return None if they belong to the same collective."""
+    """Describe both opening messages. Return None if they describe the same call."""
     if _claims(mine) == _claims(theirs):
         return None
     my_words, their_words = _in_words(mine), _in_words(theirs)

@@ -22,14 +22,14 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE = 1 << 16
-"""Number of elements from which a 16-bit all-reduce uses two calls in 16 bits.
+"""Minimum number of elements for which a 16-bit all-reduce uses two calls in 16 bits.
 
 Smaller buffers use one call in fp32. Two calls send half as many bytes, but add the latency of one
 message.
 """
 
 NOTED = "a collective over NCCL, or the GPU's work before it"
-"""Name in hang reports for a wait for the result of a collective."""
+"""Name that hang reports use for waiting for a collective's result."""
 
 
 class Nccl(Collectives):

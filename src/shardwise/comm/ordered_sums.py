@@ -37,7 +37,7 @@ class Sum:
 
     @property
     def partial(self) -> Sum:
-        """The sum over a subset of the ranks, unscaled because a larger sum includes it."""
+        """The same settings with a scale of 1, for a sum that becomes part of another sum."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:

@@ -283,7 +283,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def poll(self) -> MeshPoll:
-        """Receives messages for all groups of this process."""
+        """The poll object that receives messages for all groups of this process."""
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:

@@ -37,7 +37,7 @@ SPIN = 50e-6
 """Seconds of polling before sleeping, if there is a core for every rank."""
 
 Messages = dict[int, MeshMessage]
-"""The message of each other rank about a stage."""
+"""Each other rank's message about a stage."""
 
 Steps = Generator[int | PendingWork, Messages, None]
 """The steps of a call. Each yields the stage, or the work between hosts, that it waits for."""

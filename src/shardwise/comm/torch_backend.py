@@ -27,12 +27,12 @@ def real_view(buffer: Tensor) -> Tensor:
 
 
 _highest = 0
-"""Highest number used so far in the name of a process group of this process."""
+"""Highest number used so far in the names of this process's groups."""
 
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Make torch use a new name for the next process group of these ranks. Collective."""
+    """Return a context manager in which torch uses a new name for a process group. Collective."""
     # torch names such a group by its ranks and by the current number of groups on this rank. That
     # number may differ between ranks. It also repeats after groups are closed, and then the store
     # would return the ranks' old addresses. So all ranks agree on a higher number, and add

@@ -106,7 +106,7 @@ class Anchor:
             storage.store(torch.zeros_like(storage.loaded()))
 
     def _restore(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set the tensors of `key` to `values` for all parameters in `values`."""
+        """Set tensor `key` to the given `values`, which may cover only some parameters."""
         for index, (first, end) in enumerate(self.parts):
             storage = self.storages[key][index]
             value = storage.loaded()
@@ -244,7 +244,7 @@ class Anchor:
         return flat
 
     def device(self, index: int) -> torch.device:
-        """Return the device of messages for bucket `index`."""
+        """Return the device of bucket `index`'s messages."""
         return self._parameters.kind(index)[1]
 
     def meet(self) -> None:

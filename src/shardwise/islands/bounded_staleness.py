@@ -36,7 +36,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
-"""The islands' weights are compared every this many steps."""
+"""Number of steps between two comparisons of the islands' weights."""
 
 
 class SumsReport(NamedTuple):

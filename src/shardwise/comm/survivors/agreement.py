@@ -23,10 +23,10 @@ from shardwise.net import network
 from shardwise.watch.status_server import StatusServer
 
 REGROUP = "regroup"
-"""The name of a report among the requests to a status server."""
+"""The kind of status server request that contains a report."""
 
 PAUSE = 0.01
-"""Seconds between two reports of a rank that waits for the decision."""
+"""Seconds after which a rank that waits for the decision reports again."""
 
 
 class Agreement:
@@ -90,7 +90,7 @@ class Agreement:
             decision = membership.decide(self._reports, members, ended)
             if decision is None:
                 return None
-            # Listen first: a rank that hears of the decision connects at once.
+            # Listen first, because a rank that receives the decision connects at once.
             listener = network.listen(self._address, 0)
             port = listener.getsockname()[1]
             self._decision = replace(decision, address=self._address, port=port)
@@ -111,7 +111,7 @@ class Agreement:
         with self._lock:
             made = self._decision
             if made is not None and made.generation > report.generation:
-                # The others go on without a rank that was stopped until now.
+                # The other ranks continue without a rank that was stopped until now.
                 return {"decision": asdict(made)} if report.rank in made.members else {}
             self._reports[report.rank] = report
         return {}

@@ -20,13 +20,13 @@ from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
 
 RunStore = HostStore | ClientStore
-"""The store in which the ranks that are left meet, on the first of them or on another one."""
+"""The store in which the remaining ranks meet: HostStore on the first of them."""
 
 ADDRESS = "127.0.0.1"
-"""Where ranks meet again. All are on one host."""
+"""Address at which the remaining ranks meet. All are on one host."""
 
 LOOK = 0.05
-"""Seconds between two looks at whether a rank that is awaited has ended."""
+"""Seconds between two checks whether an awaited rank has exited."""
 
 
 def retire(group: Collectives) -> Arena | None:

@@ -1,7 +1,7 @@
 """Kills ranks on this host that are stopped for too long, so that the others can continue.
 
-A stopped rank (such as by Ctrl-Z) keeps its sockets open. The other ranks would wait for it until
-`--timeout`. If it woke up later, it would act on an outdated state.
+A rank that is stopped, for example by SIGSTOP, keeps its sockets open. The other ranks would wait
+for it until `--timeout`. If it woke up later, it would act on an outdated state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from shardwise.watch.status_server import StatusServer
 
 TICK = 1.0
-"""Longest time in seconds between two looks at the states of the processes."""
+"""Maximum time in seconds between two checks of the processes' states."""
 
 
 class Fence:
-    """A thread that monitors the processes of `members`, and kills those that are stopped.
+    """A thread that monitors the processes of `members`, and kills those stopped for too long.
 
     Args:
         server: This rank's status server, which knows the processes.

@@ -178,8 +178,8 @@ class SurvivorGroup(Collectives):
         self._adopt(inner)
         self.rank, self.size = inner.rank, inner.size
         self.members = decision.members
-        # Purposes of pickles contain the number of the call, which is not the same on all ranks
-        # after a call has failed on some.
+        # A pickle's purpose contains the number of its call. Ranks disagree about this number after
+        # a call has failed on only some of them.
         self._gathered = decision.generation << 32
         for changed in self._changed:
             changed()

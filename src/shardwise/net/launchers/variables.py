@@ -10,7 +10,7 @@ from shardwise.net.launchers.signs import WAYS
 Environ = Mapping[str, str]
 
 Reader = Callable[[Environ], Identity | None]
-"""Returns the identity that a launcher gave this process, or None if it did not start it."""
+"""Returns the identity set by a launcher, or None if another launcher started this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
