@@ -7,25 +7,26 @@ This package is the only caller of torch.distributed's collectives.
     shared_memory.py    CPU ranks on one host, through memory that all of them map
     hierarchical.py     CPU ranks on several hosts: shared memory within a host, Gloo between hosts
     nccl.py             CUDA ranks, over NCCL's collectives
-    survivors/          the group of a run that may lose ranks: who is left, and a new transport
+    survivors/          the group of a run with `--survive`, which replaces its transport when
+                        ranks are lost
     host_staged.py      CUDA ranks that share a GPU, over Gloo through host memory
     hybrid_shard.py     sharding within a host, replication across hosts
-    connect.py          chooses the transport of a process and joins its group
+    connect.py          chooses a process's transport and connects it to the other ranks
     gather_order.py     runs the collectives of forward and backward passes in the same order on all
                         ranks
-    agreed_order.py     the list of entries that defines this order
+    agreed_order.py     agrees on this order
 
     mismatched_calls.py detects ranks that are in different collectives
     ordered_sums.py     sums in rank order, or in the reduction tree of the exact mode
     torch_backend.py    subgroups and error messages, for both Gloo and NCCL
     gloo_exchange.py    exchanges the messages of one call over Gloo
     gloo_messages.py    describes and tags these messages
-    shared_work.py      calls in flight between ranks that share memory
-    shared_buffers.py   places their buffers in shared memory
+    shared_work.py      pending calls between ranks that share memory
+    shared_buffers.py   publishes buffers in shared memory
     arena.py            allocates the shared memory
-    socket_mesh.py      sockets between these ranks
-    progress_thread.py  a thread that starts Gloo's messages or waits for them
-    same_host.py        finds out which ranks are on the same host
+    socket_mesh.py      sockets between ranks that share memory
+    progress_thread.py  threads that start Gloo's messages or wait for them
+    same_host.py        detects which ranks are on the same host
 
 A flat buffer is divided into one interval per rank by `cuts`, a list of size + 1 ascending offsets:
 rank r owns [cuts[r], cuts[r + 1]). Intervals may differ in length and may be empty. Every rank

@@ -1,10 +1,10 @@
-"""Defines the order of the collectives in forward and backward passes, which all ranks follow.
+"""Agrees on the order in which all ranks run the collectives of forward and backward passes.
 
 An *entry* of the order is a collective of all ranks during a forward or backward pass: gathering a
 unit, or exchanging the statistics of a BatchNorm layer. Ranks may need different entries, for
 example if one rank takes a branch of the model that another rank skips. Therefore all ranks run the
 entries of a common list. A rank that needs an entry further down the list first takes part in the
-entries before it ("catching up"). At the end of its pass it takes part in the remaining entries:
+preceding entries. At the end of its pass it takes part in the remaining entries:
 
     list          embed   a   b   c   head
     rank 0        embed   a       c   head       gathers b on the way to c, and frees it
@@ -23,9 +23,9 @@ After `SETTLED` consecutive passes of a kind that followed their list on all ran
 order.
 
 Entries are numbered by member: first the units of one engine, then the units of the next. Engines
-are ordered by their latest forward pass, which is the same on all ranks. Exchanges have higher
-numbers than all units. Otherwise a rank could wait in an exchange while the other ranks wait for it
-in a unit that it needs too.
+are ordered by their latest forward pass, which is the same on all ranks. Exchanges of statistics
+have higher numbers than all units. Otherwise a rank could wait in an exchange while the other ranks
+wait for it to gather a unit that it needs too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SETTLED = 16
 
 
 class _KnownOrder:
-    """The entries of one kind of pass, in order.
+    """The list of entries for one kind of pass.
 
     `last` maps each entry to the index of its last occurrence. `kept` is the number of consecutive
     passes that followed the list.
@@ -54,7 +54,10 @@ class _KnownOrder:
 
 @dataclass(eq=False)
 class _Member:
-    """A member of the order. Its entries are numbered consecutively, starting at `first`."""
+    """An engine's units, or its modules that exchange statistics.
+
+    Entries are numbered consecutively, starting at `first`.
+    """
 
     first: int
     names: Sequence[str]
@@ -66,10 +69,10 @@ class _Member:
 
 
 class AgreedOrder:
-    """Determines the entries that all ranks run, pass by pass.
+    """The order of the entries that all ranks run.
 
-    `agree(wish)` is a small collective that returns the smallest wish of all ranks. With N entries,
-    a wish means:
+    `agree(wish)` is a small collective that returns the smallest `wish` of all ranks. With N
+    entries, a `wish` means:
 
         0 ... N - 1   the entry with this index in the order of preference
         N             this rank needs no further entry
@@ -99,8 +102,8 @@ class AgreedOrder:
     ) -> int:
         """Add a member with the entries `names`, and return the number of its first entry.
 
-        All ranks must add the same members. `staying` lists indices into `names`: units that may
-        still be gathered from an earlier pass when a pass needs them.
+        All ranks must add the same members. `staying` contains the indices in `names` of units that
+        may still be gathered from an earlier pass.
         """
         member = _Member(len(self._names), names, exchanges)
         self._names += names
@@ -112,7 +115,7 @@ class AgreedOrder:
         return member.first
 
     def leave(self, first: int) -> None:
-        """Remove a member, and discard the lists of all passes."""
+        """Remove the member whose first entry is `first`, and discard the lists of all passes."""
         # Its numbers are not reused, so that the entries of other members keep theirs.
         self._members = [each for each in self._members if each.first != first]
         self._by_use = [each for each in self._by_use if each.first != first]
@@ -127,14 +130,14 @@ class AgreedOrder:
         """Begin a pass of the kind `key`, which must be the same on all ranks.
 
         If `descending` is true, units are needed from last to first, as in a backward pass. If
-        `uneven` is true, ranks run passes of different kinds and agree on every entry.
+        `uneven` is true, ranks may run different passes, so they agree on every entry.
         """
         self._descending, self._uneven, self._choices = descending, uneven, None
         self._key, self._order, self._taken = key, None if uneven else self._known.get(key), []
         self._goes_as_listed = True
 
     def until(self, entry: int) -> Iterator[int]:
-        """Yield the entries that all ranks run now, up to `entry`, which this rank needs.
+        """Yield the entries to run now, the last of which is `entry`.
 
         Raises OrderError if `entry` is missing from the rest of a settled list.
         """
@@ -175,7 +178,10 @@ class AgreedOrder:
         self._order, self._taken = None, []
 
     def _remember(self, agreed: int, expected: Sequence[int]) -> None:
-        """Update the list of this kind. `agreed` is the last agreed value of the pass, or -1."""
+        """Update the list for this kind of pass.
+
+        `agreed` is the result of the pass's last `agree` call, or -1 if there was none.
+        """
         if self._order is None:
             # The smallest wish is returned, so this holds if the pass succeeded on any rank.
             if agreed < self._end + 2:
@@ -225,7 +231,7 @@ class AgreedOrder:
 
     @property
     def _choice(self) -> list[int]:
-        """Return all entries, in the order of preference when ranks want different ones."""
+        """All entries in the order of preference, which decides if ranks need different ones."""
         if self._choices is None:
             order = self._members if self._uneven else self._by_use
             units = [n for each in order if not each.exchanges for n in each.numbers]
@@ -236,7 +242,7 @@ class AgreedOrder:
 
     @property
     def _may_ask(self) -> bool:
-        """Return whether ranks ask each other at the end of the list."""
+        """True if ranks ask each other for further entries at the end of the list."""
         return self._order is None or self._alone or self._order.kept < SETTLED
 
     def serve(self) -> Iterator[int]:
@@ -248,7 +254,7 @@ class AgreedOrder:
     def over(self) -> int | None:
         """Return the entry before the current one if this pass cannot need it again, else None.
 
-        All ranks return the same result at the same entry.
+        All ranks that run the same entries return the same result.
         """
         if len(self._taken) < 2:
             return None
@@ -276,7 +282,7 @@ class AgreedOrder:
 
 
 def with_unseen(seen: Sequence[int], full: Sequence[int]) -> list[int]:
-    """Return `seen` with the missing units of `full`, each after its predecessor there."""
+    """Return `seen`, with each missing unit of `full` inserted after its predecessor in `full`."""
     merged = list(seen)
     before: int | None = None
     for unit in full:

@@ -6,7 +6,7 @@ process that maps it exits, even if that process is killed. When a tensor in a s
 garbage-collected, its pages return to the system and its range can be reused.
 
 A forked child must see the values at the time of the fork, and its writes must not reach its
-parent. A shared mapping provides neither, so there are two kinds of segments:
+parent. A shared mapping satisfies neither requirement, so there are two kinds of segments:
 
     forkable   tensors that user code sees: parameters. Before a fork they become private mappings
                of their file, which parent and child copy page by page as they write. The next step
@@ -73,7 +73,7 @@ _forking = threading.RLock()
 
 
 class Segment:
-    """A piece of this process's shared memory. It exists as long as any tensor in it."""
+    """A piece of this process's shared memory, which exists until its last tensor is collected."""
 
     def __init__(self, number: int, fd: int, memory: mmap.mmap, *, forkable: bool) -> None:
         self.number = number
@@ -100,7 +100,7 @@ class Segment:
         """
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a tensor of `numel` zeros, or None if the segment is full or already unmapped."""
+        """Return a tensor of `numel` zeros, or None if the segment is full, private or unmapped."""
         memory = self._memory()
         if memory is None or self.is_full or self.is_private:
             return None
@@ -115,7 +115,7 @@ class Segment:
         return tensor_at(piece, 0, numel, dtype)
 
     def _take_back(self, start: int, length: int) -> None:
-        """Free the pages of a collected tensor, so that they read as zeros."""
+        """Free the pages of a garbage-collected tensor, so that they read as zeros."""
         # A forked child collects its tensors too, but the parent still uses the range.
         memory = self._memory()
         if memory is None or self.is_read or os.getpid() != self._owner:
@@ -140,10 +140,10 @@ class Segment:
             self._extents.give(start, length)
 
     def make_private(self) -> bool:
-        """Hide all later writes of this process from forked children and from other ranks.
+        """Hide this process's later writes from forked children and from other ranks.
 
-        Returns False if the host does not allow it. In that case the segment stays shared. The
-        kernel replaces the mapping atomically, so no write of another thread is lost.
+        Returns False if the host does not allow private memory. The segment then stays shared. The
+        kernel replaces the mapping atomically, so no write by another thread is lost.
         """
         memory = self._memory()  # held, so the mapping stays valid
         if memory is None or not self.is_forkable or self.is_private:
@@ -160,8 +160,8 @@ class Segment:
     def share(self, number: int) -> None:
         """Move a private segment to a new file, which other ranks can map as segment `number`.
 
-        No-op if the segment is shared or its descriptor is closed. No thread may write to it during
-        the call. Raises LaunchError if the host cannot provide the memory.
+        No-op if the segment is shared or its descriptor is closed. No thread may write to the
+        segment during the call. Raises LaunchError if the host cannot provide the memory.
         """
         # Use a new file, because forked children still map the old one and would see values that
         # are written to it.
@@ -183,11 +183,11 @@ class Segment:
         self.number, self.fd, self.is_private = number, fd, False
 
     def leave_in_child(self) -> bool:
-        """Release the file in a forked child.
+        """Close the segment's file in a forked child.
 
-        A private segment remains, and a segment that is not forkable becomes zeros. Returns False
-        if a forkable segment could not be made private before the fork: its memory can no longer be
-        accessed.
+        A private segment retains its contents. A segment that is not forkable is filled with zeros.
+        Returns False if a forkable segment could not be made private before the fork. Its memory
+        can then no longer be accessed in the child.
         """
         memory, lost = self._memory(), self.is_forkable and not self.is_private
         if memory is not None and not self.is_private:
@@ -203,7 +203,7 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the descriptor. Tensors in the segment remain, and forkable ones become private.
+        """Close the file descriptor. Tensors stay valid, forkable ones as private memory.
 
         If the host does not allow private memory, the descriptor stays open and the next fork tries
         again.
@@ -214,7 +214,7 @@ class Segment:
 
 
 class Arena:
-    """The shared memory of this process, as a set of segments that hold tensors."""
+    """The segments of this process's shared memory."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
@@ -224,10 +224,10 @@ class Arena:
         _living.add(self)
 
     def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
-        """Return a zeroed flat tensor of `numel` elements.
+        """Allocate a zeroed flat tensor of `numel` elements.
 
-        If `forkable` is true, a forked child sees a copy of its values instead of zeros. Raises
-        LaunchError if the host cannot provide the memory.
+        If `forkable` is true, a forked child finds a copy of the tensor's values instead of zeros.
+        Raises LaunchError if the host cannot provide the memory.
         """
         with _forking:  # a fork in another thread would make a new segment private immediately
             segments = [s for s in list(self._segments.values()) if s.is_forkable == forkable]
@@ -244,16 +244,16 @@ class Arena:
         return taken
 
     def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in a separate segment, because other ranks may use it longer."""
+        """Allocate a tensor in a segment of its own, because other ranks may map it for longer."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
 
     def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
-        """Return the segment of `tensor` and its offset in bytes, or None for private memory.
+        """Return the tensor's segment and its offset in bytes, or None if it is in private memory.
 
-        If `written` is true, other ranks must also see later writes. The result is then None for
-        forkable memory, because a fork in another thread would hide them.
+        If `written` is true, other ranks must also see later writes. Forkable memory then yields
+        None, because a fork in another thread would hide the writes.
         """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
@@ -267,14 +267,14 @@ class Arena:
         return number in self._segments
 
     def leave_to_others(self) -> None:
-        """Preserve all contents until the segments end, for ranks that may still read them."""
+        """Stop reusing memory, because other ranks may still read it."""
         for segment in list(self._segments.values()):
             segment.is_read = segment.is_full = True
 
     def close(self) -> None:
         """Close the descriptors, so that no further process can map this memory.
 
-        Its tensors remain.
+        Tensors in it stay valid.
         """
         with _forking:
             for segment in list(self._segments.values()):
@@ -299,12 +299,12 @@ class Arena:
                     self._segments.pop(before if segment.number == number else number, None)
 
     def leave_in_child(self) -> bool:
-        """Release everything that other processes see, in a forked child. See `Segment`."""
+        """Call `leave_in_child` on all segments, and return whether each call returned True."""
         kept = [segment.leave_in_child() for segment in list(self._segments.values())]
         return all(kept)
 
     def _open(self, size: int, *, forkable: bool = False) -> tuple[Segment, mmap.mmap]:
-        """Open a new segment.
+        """Create a segment, and return it with its memory.
 
         The caller must hold the returned memory until a tensor references it.
         """
@@ -321,13 +321,13 @@ class Arena:
 
 
 class MappedSegments:
-    """The segments of other ranks, which are mapped when their descriptors arrive."""
+    """Segments of other ranks that this process has mapped."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, int], mmap.mmap] = {}
 
     def learn(self, rank: int, number: int, fd: int) -> None:
-        """Map segment `number` of `rank` from its descriptor `fd`, and close `fd`."""
+        """Map `rank`'s segment `number` from the descriptor `fd`, and close `fd`."""
         try:
             memory = self._open[rank, number] = _map_file(fd, os.fstat(fd).st_size)
             _mapped.add(memory)
@@ -335,7 +335,7 @@ class MappedSegments:
             os.close(fd)
 
     def forget(self, rank: int, number: int) -> None:
-        """Drop a segment that its owner no longer uses. Tensors in it stay valid."""
+        """Drop a segment that `rank` no longer uses. Tensors in it stay valid."""
         self._open.pop((rank, number), None)
 
     def view(self, rank: int, number: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
@@ -343,7 +343,7 @@ class MappedSegments:
         return tensor_at(self._open[rank, number], offset, numel, dtype)
 
     def close(self) -> None:
-        """Unmap all segments. Tensors in them stay valid."""
+        """Drop all segments. Tensors in them stay valid."""
         self._open.clear()
 
 
@@ -381,15 +381,15 @@ def _end_segment(arena: ref[Arena], segment: Segment) -> None:
 
 
 def _pages(size: int) -> int:
-    """Round `size` up to full pages, so that freeing a tensor frees all of its pages."""
+    """Round `size` up to whole pages, so that freeing a tensor frees all of its pages."""
     return -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def share_again() -> None:
-    """Share all forkable segments again that a fork has made private.
+    """Share all segments that became private in a fork.
 
-    Parameters call this before an update. Between a fork and this call, transports copy such
-    tensors to shared memory whenever they send them, which is slower.
+    Called before parameters are updated. Between a fork and this call, transports copy such tensors
+    to shared memory whenever they send them, which is slower.
     """
     with _forking:
         for arena in list(_living):
@@ -397,7 +397,6 @@ def share_again() -> None:
 
 
 def _open_file(number: int, size: int) -> int:
-    """Create an in-memory file of `size` zero bytes and return its descriptor."""
     try:
         fd = os.memfd_create(f"shardwise-{number}")
     except OSError as error:

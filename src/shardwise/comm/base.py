@@ -1,7 +1,7 @@
 """Interface of all transports: collectives over flat buffers, and their handles.
 
 To add a transport, subclass `Collectives` and add an entry to `TRANSPORTS` in connect.py, which
-chooses the transport of a process.
+chooses a process's transport.
 
     must define     all_reduce  reduce_scatter  all_gather  broadcast    launch, return a Handle
                     split                                                creates smaller groups
@@ -22,7 +22,7 @@ Rules that callers rely on:
   CollectiveError. Both errors name the ranks.
 
 `Solo`, the group of one rank, is the shortest example; host_staged.py wraps another transport.
-`tests/distributed/test_collectives.py` tests every collective: add the new name to its
+`tests/distributed/test_collectives.py` tests every collective: add the new transport's name to its
 `TRANSPORTS`.
 """
 
@@ -56,7 +56,7 @@ _PICKLE = "object {} of rank {}"
 
 
 class Handle:
-    """Handle of a collective in flight. Without arguments, the collective is already complete.
+    """Handle of a pending collective. A handle without arguments is already complete.
 
     `wait()` returns when the result may be read. `reusable()` returns when the buffer may be
     overwritten, because no other rank reads it any more. Both may be called repeatedly.
@@ -75,7 +75,7 @@ class Handle:
         self._noted: Launched | None = None
 
     def noted(self, launched: Launched | None) -> Handle:
-        """Record the end of this call in the timeline, unless already complete. Returns self."""
+        """Record when this call completes in the timeline, unless it already has. Return self."""
         if self._finish is not None or self._advance is not None:
             self._noted = launched
         return self
@@ -143,7 +143,7 @@ class Collectives(ABC):
 
     @property
     def places(self) -> Sequence[int]:
-        """The number of each rank in messages. It does not change when other ranks leave."""
+        """Each rank's number in messages, which does not change when other ranks leave."""
         return range(self.size)
 
     @property
@@ -186,7 +186,7 @@ class Collectives(ABC):
     ) -> Tensor:
         """Allocate a zeroed flat buffer in memory that this transport sends without a copy.
 
-        If `forkable` is true, user code sees the tensor, and a forked child must find a copy of its
+        If `forkable` is true, user code sees the tensor, so a forked child must find a copy of its
         values.
         """
         del forkable  # a forked child always sees a copy of torch's own memory
@@ -195,7 +195,7 @@ class Collectives(ABC):
     def common(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """Allocate one zeroed flat buffer that all ranks of the group map. Collective.
 
-        Every rank sees the writes of all others. Returns None if the ranks share no memory.
+        Every rank sees the writes of all other ranks. Returns None if the ranks share no memory.
         """
         del numel, dtype, device
         return None
@@ -230,8 +230,8 @@ class Collectives(ABC):
     ) -> Handle:
         """Run `all_reduce` on the concatenation of flat `pieces`, with the same cuts on all ranks.
 
-        The sum is written to `buffer`, which has the total length. Pieces may be views of `buffer`.
-        The caller must not change them before it has waited for the handle.
+        The sum is written to `buffer`, which has the total length of `pieces`. Pieces may be views
+        of `buffer`. The caller must not change them before it has waited for the handle.
         """
         # Transports with `sends_pieces` override this and save the pass over memory.
         join_pieces(pieces, buffer)
@@ -253,7 +253,7 @@ class Collectives(ABC):
     def reduce_scatter_onto(
         self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
     ) -> Handle:
-        """Run `reduce_scatter` into `own`, which already holds this rank's values of its interval.
+        """Run `reduce_scatter` into `own`, which already holds this rank's values for its interval.
 
         The contents of that interval in `buffer` are ignored.
         """
@@ -298,8 +298,8 @@ class Collectives(ABC):
     def second_group(self) -> Collectives:
         """Return a group of the same ranks with separate channels. Collective.
 
-        The order of its calls relative to this group's calls may differ between ranks. It is used
-        for collectives in forward and backward passes.
+        Its calls and this group's calls may be interleaved differently on each rank. It is used for
+        collectives in forward and backward passes.
         """
         return self.split([range(self.size)])
 
@@ -315,8 +315,8 @@ class Collectives(ABC):
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's `value` (picklable), in rank order. Blocks.
 
-        Raises CollectiveError if a value was sent by a rank of a different run, because unpickling
-        can run code.
+        Raises CollectiveError if a rank of a different run sent a value, because unpickling it
+        could run code.
         """
         # The number of the call is part of the purpose, so an earlier message cannot be replayed.
         self._gathered += 1
@@ -356,8 +356,8 @@ class Collectives(ABC):
         """Copy `rows`, the result of a collective, to the CPU. Blocks.
 
         Hang reports show this wait. On an accelerator the collective itself does not block the
-        host, so this waits for all work that is queued on the current stream. That stream must have
-        computed `rows`, or have waited for it.
+        host, so `read` waits for all work that is queued on the current stream. That stream must
+        have computed `rows`, or have waited for it.
         """
         return rows.cpu()
 
@@ -377,7 +377,7 @@ def column(counts: Counts, rank: int) -> list[int]:
 
 
 def slice_of(lengths: Sequence[int], place: int) -> slice:
-    """Return the slice of part `place` in a buffer of consecutive parts."""
+    """Return the slice of part `place` in a buffer of consecutive parts with these `lengths`."""
     start = sum(lengths[:place])
     return slice(start, start + lengths[place])
 
@@ -443,7 +443,7 @@ def interval(buffer: Tensor, cuts: Cuts, rank: int) -> Tensor:
 def gathered_rows(
     group: Collectives, row: Tensor, gather: Callable[[Tensor, Cuts], Handle]
 ) -> Tensor:
-    """Gather one vector from each rank with the all-gather `gather`: (k,) becomes (size, k)."""
+    """Stack every rank's vector `row` with the all-gather `gather`: (k,) becomes (size, k)."""
     rows = row.new_empty((group.size, row.numel()))
     rows[group.rank] = row
     gather(rows.view(-1), [rank * row.numel() for rank in range(group.size + 1)]).wait()
@@ -467,8 +467,8 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 class GroupRanks:
     """The ranks of the run that form a group, in the order of their group ranks.
 
-    `size` is the number of ranks in the run. `first` is the run rank that is rank 0 in torch's
-    process group, if that group contains only part of the run.
+    `size` is the number of ranks in the run. If torch's default process group contains only part of
+    the run, `first` is the run rank of its rank 0.
     """
 
     ranks: tuple[int, ...]
@@ -481,25 +481,25 @@ class GroupRanks:
         return cls(tuple(range(size)), size)
 
     def part(self, places: Sequence[int]) -> GroupRanks:
-        """Return the subgroup of the ranks with these group ranks."""
+        """Return the subgroup that contains the group ranks `places`."""
         return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.first)
 
     @property
     def of_torch(self) -> list[int]:
-        """Numbers of these ranks in torch's default process group."""
+        """These ranks' numbers in torch's default process group."""
         return [rank - self.first for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
-        """Return the beginning of a message about one rank, such as "Rank 3 of 4"."""
+        """Return the beginning of a message about group rank `place`, such as "Rank 3 of 4"."""
         return f"Rank {self.ranks[place]} of {self.size}"
 
     def named(self, places: Iterable[int]) -> str:
-        """Format the ranks with these group ranks as "rank 2" or "ranks 0, 2"."""
+        """Format the group ranks `places` by their run ranks, as "rank 2" or "ranks 0, 2"."""
         return named(self.ranks[place] for place in places)
 
 
 def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
-    """Copy `pieces` into `buffer`, except pieces that are already stored there."""
+    """Concatenate `pieces` in `buffer`. Pieces that are already stored there are not copied."""
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]

@@ -76,7 +76,7 @@ def connect(
     on_meeting: OnMeeting | None = None,
     of_run: GroupRanks | None = None,
 ) -> Collectives:
-    """Join the group that `identity` describes, with the transport selected from `TRANSPORTS`.
+    """Connect to the group that `identity` describes, over a transport selected from `TRANSPORTS`.
 
     Args:
         identity: This rank, the number of ranks, and the launcher.
@@ -87,7 +87,7 @@ def connect(
         rendezvous: Where ranks meet if the launcher gave them no address.
         on_meeting: Called with the store when the ranks have met. Not called under torchrun, whose
             agent owns the store.
-        of_run: Numbers of these ranks in the run, if the run has further ranks. `identity` numbers
+        of_run: These ranks' numbers in the run, if the run has further ranks. `identity` numbers
             them from 0.
 
     Raises:
@@ -163,7 +163,7 @@ TRANSPORTS = {
 
 
 def _introduce(identity: Identity, group: Collectives) -> None:
-    """Start the status server, and exchange the addresses of all ranks' servers. Collective."""
+    """Start this rank's status server and exchange all servers' addresses. Collective."""
     if group.size == 1:
         return
     # Process ids are unique only within a PID namespace. Two containers on a host may use the same
@@ -180,7 +180,7 @@ def _introduce(identity: Identity, group: Collectives) -> None:
 
 
 def address_of(identity: Identity) -> str:
-    """Return the address under which other ranks can reach this one."""
+    """Return the address at which other ranks can reach this one."""
     if identity.on_one_host:
         return LOOPBACK
     named = os.environ.get(INTERFACE, "").split(",")[0]
@@ -194,7 +194,7 @@ def address_of(identity: Identity) -> str:
 
 
 def disconnect() -> None:
-    """Close the store through which the ranks met."""
+    """Close the store in which the ranks met."""
     # Call this after closing all groups, because torch's groups look up addresses in the store.
     global _rendezvous
     met, _rendezvous = _rendezvous, None
@@ -203,12 +203,10 @@ def disconnect() -> None:
 
 
 def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
-    """Return `identity` with its local rank and size, for launchers that do not set them.
+    """Return `identity` with its local rank and size, if the launcher has not set them.
 
-    Collective.
-
-    The ranks meet in the store that `connect` uses later, and exchange their host names. Local
-    ranks follow the order of the ranks.
+    Collective. The ranks meet in the store that `connect` uses later, and exchange their host
+    names. Local ranks are assigned in rank order.
     """
     # Most launchers set these variables. In that case ranks need not meet before `connect`.
     if identity.is_placed or identity.size == 1:
@@ -232,11 +230,10 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 
 
 def check_all(identity: Identity, refusal: str) -> None:
-    """Check that every rank that met in `place` can take part. Collective.
+    """Raise LaunchError if another rank cannot take part in the run. Collective.
 
-    `refusal` is the reason why this rank cannot take part, such as a missing device, or "" if it
-    can. Raises LaunchError if another rank cannot take part, because this one would wait for it
-    forever.
+    Otherwise this rank would wait for the other rank forever. `refusal` is the reason why this rank
+    cannot take part, such as a missing device, or "" if it can. No-op if the ranks have not met.
     """
     if _rendezvous is None:
         return
@@ -250,7 +247,7 @@ def check_all(identity: Identity, refusal: str) -> None:
 
 
 def _exchange_texts(identity: Identity, store: Store, key: str, text: str) -> list[str]:
-    """Return every rank's `text` for `key`, exchanged through rank 0."""
+    """Return every rank's `text` for `key`. Rank 0 collects the texts."""
     # Rank 0 collects the texts. If every rank read every text, the store would serve size * size
     # requests. `get` blocks until the key exists, so no barrier is needed.
     store.set(f"{key}/{identity.rank}", text)
@@ -338,7 +335,7 @@ def _open_words(identity: Identity) -> str:
 
 
 def for_thread(group: Collectives, timeout: float) -> Collectives:
-    """Return a group of the same ranks for another thread of each process. Collective.
+    """Return a group of the same ranks, for use by another thread in each process. Collective.
 
     `group` must contain all ranks of the run. `timeout` limits every wait, in seconds.
     """

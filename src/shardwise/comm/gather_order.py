@@ -4,7 +4,7 @@ A rank may skip a collective that others need. Two ranks deadlock if each waits 
 different collective. This can also happen across engines. A backward pass may run through sharded
 units of several engines (if the loss of one model depends on another model), models may call other
 models, and synchronised BatchNorm exchanges statistics between two units. So each process has a
-single list of entries (agreed_order.py) and runs one pass at a time. A forward or backward pass
+single list of entries (see agreed_order.py) and runs one pass at a time. A forward or backward pass
 that begins inside another pass is part of that pass.
 
     backward of engine A's loss     A opens ─ B's units ─ B's BatchNorm ─ A's units ─ A closes
@@ -24,16 +24,16 @@ from shardwise.comm.base import Collectives
 
 
 class Member(Protocol):
-    """A member of the order: the units of an engine, or its modules that exchange statistics."""
+    """The units of an engine, or its modules that exchange statistics."""
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Run entry `number` on all ranks. `wanted` is True if this rank needs the entry itself."""
+        """Run this member's entry `number` with all ranks. `wanted`: this rank needs the entry."""
 
     def start_ahead(self, number: int) -> None:
-        """Start the parts of entry `number`, the next entry, that need not wait for their turn."""
+        """Start the parts of the next entry, `number`, that need not wait for their turn."""
 
     def is_past(self, number: int) -> None:
-        """Handle that the current backward pass will not need entry `number` again."""
+        """Called when the current backward pass will not need entry `number` again."""
 
     def end_dead_pass(self) -> None:
         """End the pass that this member opened, if that pass failed without being closed."""
@@ -42,7 +42,7 @@ class Member(Protocol):
         """Raise on all ranks if any entry since the last call was out of order."""
 
     def mode(self) -> Hashable:
-        """Return a value that distinguishes passes with the same key, identical on all ranks."""
+        """Return a value, identical on all ranks, that distinguishes passes of the same kind."""
 
     def set_aside(self) -> Callable[[], None]:
         """Save the state that this rank's uneven passes will change.
@@ -52,10 +52,10 @@ class Member(Protocol):
 
 
 class GatherOrder:
-    """Runs the entries of all engines in this process in the common order.
+    """Runs the entries of all engines in this process in the order that all ranks follow.
 
-    `group` returns the group of ranks that agree on the order. Its channels must not carry anything
-    else.
+    `group` returns the group of ranks that agree on the order. Its channels must not be used for
+    anything else.
     """
 
     def __init__(self, size: int, group: Callable[[], Collectives]) -> None:
@@ -92,10 +92,10 @@ class GatherOrder:
         staying: Sequence[int] = (),
         exchanges: bool = False,
     ) -> int:
-        """Add an entry for each of `names` to `member`. See `AgreedOrder.join`.
+        """Add one entry to `member` for each of `names`. See `AgreedOrder.join`.
 
-        Returns the number of the first entry. Pass it to `leave`; pass it plus a name's index in
-        `names` to `reach`.
+        Returns the number of the first entry. Pass this number to `leave`. For `reach`, add the
+        index of the entry's name in `names`.
         """
         first = self._order.join(names, staying=staying, exchanges=exchanges)
         self._members[first] = member
@@ -104,7 +104,7 @@ class GatherOrder:
         return first
 
     def leave(self, first: int) -> None:
-        """Remove the member whose first entry has the number `first`."""
+        """Remove the member whose first entry is `first`."""
         self._members.pop(first, None)
         self._modes.pop(first, None)
         self._order.leave(first)
@@ -122,16 +122,15 @@ class GatherOrder:
         return self._uneven > 0
 
     def end_dead_pass(self) -> None:
-        """End a pass left open by a failed backward pass that user code started."""
+        """End a pass that was left open because a backward pass in user code failed."""
         if self._opener is not None:
             self._opener.end_dead_pass()
 
     def open(self, opener: Member, kind: Hashable, *, descending: bool) -> None:
         """Begin a pass of `opener`, unless a pass is already running.
 
-        All ranks must pass the same `kind`.
-
-        If `descending` is true, units are needed from last to first, as in a backward pass.
+        All ranks must pass the same `kind`. If `descending` is true, units are needed from last to
+        first, as in a backward pass.
         """
         # A forward pass inside another pass is part of it, because two concurrent passes would have
         # no common order.
@@ -149,10 +148,10 @@ class GatherOrder:
         self._order.open(key, descending=self._descending, uneven=self.is_uneven)
 
     def close(self, opener: Member, expected: Sequence[int], *, failed: bool) -> None:
-        """End the pass if `opener` began it, after running the entries that other ranks still need.
+        """Run the entries that other ranks still need, and end the pass.
 
-        `failed` is True if the pass raised an exception. `expected` lists entries that this pass
-        did not need but a later pass of this kind may need.
+        No-op if another member opened the pass. `failed` is True if the pass raised an exception.
+        `expected` lists entries that this pass did not need but a later pass of this kind may need.
         """
         if self._opener is not opener:
             return
@@ -169,7 +168,10 @@ class GatherOrder:
             self._opener = None
 
     def abandon(self) -> None:
-        """End the current pass at this entry. All ranks must call this."""
+        """End the current pass, without its remaining entries.
+
+        All ranks must call this after the same entry.
+        """
         self._opener = None
 
     def reach(self, entry: int) -> None:
@@ -206,7 +208,7 @@ class GatherOrder:
     def uneven(self) -> Iterator[None]:
         """Allow each rank to run its own number of forward passes inside the block.
 
-        A rank that leaves the block runs the entries that others need until all ranks have left.
+        A rank that leaves the block runs the entries that other ranks need until all have left.
         Blocks may be nested.
         """
         restorers = [member.set_aside() for member in list(self._members.values())]

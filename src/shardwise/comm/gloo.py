@@ -55,10 +55,10 @@ class Gloo(Collectives):
         timeout: timedelta | None = None,
         status_server: StatusServer | None = None,
     ) -> None:
-        """Create the transport of a torch process group; None means the default group.
+        """Create a transport over the torch process group `group` (None: the default group).
 
         `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
-        `timeout` limits the waits of groups that `split` creates.
+        `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
         self._timeout = timeout
@@ -135,10 +135,10 @@ class Gloo(Collectives):
     def _reduce_scatter(
         self, call: int, pieces: Sequence[Tensor], cuts: Cuts, target: Tensor, how: Sum
     ) -> Handle:
-        """Send each rank the pieces of its interval, and sum the pieces of this rank's interval.
+        """Send each rank the pieces in its interval, and sum the pieces in this rank's interval.
 
-        Pieces have the same cuts on all ranks, so each rank sends as many messages as this rank has
-        pieces in its interval.
+        All ranks' pieces have the same cuts. Each rank therefore sends this rank one message per
+        piece in this rank's interval.
         """
         others = self.messages.others
         longest = LONG // pieces[0].itemsize
@@ -164,9 +164,8 @@ class Gloo(Collectives):
             received(sum_if_complete)
             for out, *terms in parts:  # empty interval or group of one: no message arrives
                 sum_in_rank_order(terms, out, how)
-            self.give_back(
-                scratch
-            )  # only now, because Gloo receives into it until the last message
+            # Only now, because Gloo receives into `scratch` until the last message.
+            self.give_back(scratch)
 
         return Handle(advance=finish)
 
@@ -218,7 +217,7 @@ class Gloo(Collectives):
     # -- scratch memory -------------------------------------------------------------------
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return scratch memory, reusing memory from earlier calls to avoid page faults."""
+        """Return scratch memory, if possible from earlier calls, which avoids page faults."""
         spare = self._spare.setdefault(dtype, [])
         for index, tensor in enumerate(spare):
             if tensor.numel() >= numel:
@@ -226,6 +225,6 @@ class Gloo(Collectives):
         return torch.empty(numel, dtype=dtype)
 
     def give_back(self, scratch: Tensor) -> None:
-        """Return scratch memory from `borrow` to the pool for reuse."""
+        """Return scratch memory from `borrow` to the pool."""
         whole = scratch if scratch._base is None else scratch._base
         self._spare[scratch.dtype].append(whole)

@@ -2,7 +2,7 @@
 
 start      starts the receives, then the sends; large ones in a separate thread (the send thread)
 wait       waits for the messages in the order in which they were started
-compare    asks a rank whose message is missing which call it is in (see watch/watchdog.py)
+compare    asks the sender of a missing message which call it is in (see watch/watchdog.py)
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ SMALL = 1 << 14
 
 
 class Arrivals(Protocol):
-    """Waits for all messages of a call.
+    """A function that waits for all messages of a call.
 
-    After each message, it calls `then` with the number of messages that have arrived: first the
-    first message from every rank, then the second ones. Hang reports do not count the time spent in
-    `then` as waiting.
+    After each message, it calls `then` with the number of messages that have arrived. Each rank's
+    first message precedes all second ones. Hang reports do not count the time spent in `then` as
+    waiting.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
 
 
 class GlooExchange:
-    """The messages of rank `rank` in one group, over Gloo's point-to-point operations.
+    """Exchanges messages between the ranks of one group, over Gloo's point-to-point operations.
 
-    `group` is the torch process group that sends them. `timeout` only appears in error messages.
-    Errors name the rank whose message is missing.
+    `rank` is this rank, and `group` the torch process group. `timeout` is only used in error
+    messages. Errors name the rank whose message is missing.
     """
 
     def __init__(
@@ -82,11 +82,10 @@ class GlooExchange:
 
     @property
     def others(self) -> list[int]:
-        """The group ranks of the other ranks."""
         return [place for place in range(len(self._group_ranks.ranks)) if place != self._rank]
 
     def number(self) -> int:
-        """Increment the call counter and return it. It is the same on all ranks."""
+        """Increment the call counter and return it. It is identical on all ranks."""
         self._calls += 1
         return self._calls
 
@@ -132,15 +131,16 @@ class GlooExchange:
         return partial(self._wait, what, call, begun, awaited)
 
     def follow(self, call: str, pending: PendingWork) -> None:
-        """Wait for work of the progress thread. Hang reports list the ranks that it waits for."""
+        """Wait for the progress thread's work. Hang reports list the ranks that it waits for."""
         with self._status_server.waits.noted(call, pending.missing):
             pending.wait()
 
     def forget(self) -> None:
-        """Drop all messages in flight and close the sockets, before `close` after a loss.
+        """Drop all pending messages and close the sockets.
 
-        Messages in flight would keep the sockets open, and a rank that waits for this one would not
-        notice that it waits elsewhere.
+        Call this before `close` if a rank is lost. Otherwise pending messages would keep the
+        sockets open, and a rank that waits for this one would not notice that this one no longer
+        takes part.
         """
         self._unwaited.clear()
         group = dist.group.WORLD if self._group is None else self._group
@@ -213,8 +213,7 @@ class GlooExchange:
     ) -> None:
         """Wait for some messages of a call.
 
-        Hang reports first list all of their senders as missing, then only the one that is waited
-        for.
+        Hang reports first list all senders as missing, then only the one that is waited for.
         """
         now = sorted({place for place, _ in works})
         call_in_words, compare = f"{what} (call {call})", partial(self._compare, call, awaited, now)
@@ -252,7 +251,7 @@ class GlooExchange:
     def _unreachable(self) -> list[int]:
         """Return the group ranks to which messages can no longer be sent.
 
-        They include the rank that exited first, even if this rank noticed another exit before it.
+        If several ranks have exited, this includes the first, even if its exit was noticed later.
         """
         found = []
         for rank in self.others:
@@ -297,7 +296,7 @@ class GlooExchange:
         server.ask_to_let_go(rank, self._channel, self._rank, [call, awaited])
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return the description of the messages sent to rank `to` in a call.
+        """Return a description of the messages that call number `call` has sent to rank `to`.
 
         Returns None if this rank has not reached that call.
         """

@@ -23,7 +23,7 @@ NOTHING: Content = ("nothing", (), None)
 
 
 def tag(what: str, call: int, tensor: Tensor) -> int:
-    """Return the tag of a message: its call, and a hash of its collective, length and dtype."""
+    """Return a message's tag: its call, and a hash of its collective, length and dtype."""
     # A rank that is in a different collective, or uses a different length, sends a tag that nobody
     # receives. The wait then ends with an error, and the data never reaches the wrong buffer. Gloo
     # delivers messages with the same tag in the order of sending, so pieces of equal length need no
@@ -33,7 +33,7 @@ def tag(what: str, call: int, tensor: Tensor) -> int:
 
 
 def contents(what: str, messages: Messages) -> dict[int, Content]:
-    """Return the description of the messages to, or from, each rank."""
+    """Return a description of the messages for each rank that they are sent to or received from."""
     return {
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()
@@ -41,7 +41,7 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
 
 
 def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
-    """Yield each message with its rank: the first message of every rank, then the second ones."""
+    """Yield each message with its rank. Each rank's first message precedes all second ones."""
     # In this order a piece can be summed as soon as all ranks have sent it, while later pieces are
     # still in transit.
     for several in zip_longest(*messages.values()):
@@ -54,13 +54,13 @@ def nbytes(messages: Messages) -> int:
 
 
 def as_json(content: Content) -> list[Any]:
-    """Convert a description to JSON-compatible values, for another process."""
+    """Convert a description of messages to JSON-compatible values, for another process."""
     what, lengths, dtype = content
     return [what, list(lengths), str(dtype or "").removeprefix("torch.")]
 
 
 def in_words(content: list[Any]) -> str:
-    """Format a description for an error message."""
+    """Format a description of messages for an error message."""
     what, lengths, dtype = content
     return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
 
@@ -69,7 +69,7 @@ def in_words(content: list[Any]) -> str:
 
 
 def clipped_pieces(pieces: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-    """Return the views of `pieces` that cover [first, end) of their concatenation.
+    """Return views of `pieces` that cover [first, end) of their concatenation.
 
     The list contains at least one view, which may be empty, because callers need the dtype.
     """

@@ -1,7 +1,8 @@
 """Transport for CPU ranks on several hosts: shared memory within a host, Gloo between hosts.
 
-A rank's *peers* are the ranks with the same index on the other hosts. Each rank sums its host's
-values for its peers and itself, and sends only these sums to their owners:
+A rank's *peers* are the ranks with the same index on the other hosts. Each rank sums the values of
+its host's ranks, in its own interval and in those of its peers. Only these sums are sent to the
+peers:
 
     host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
                   ▲        ▲           all-gather       peers ─▶ copy inside
@@ -186,9 +187,9 @@ class Hierarchical(MappedMemory):
         *,
         last: bool = False,
     ) -> PartialSteps:
-        """Sum this rank's interval across all ranks. `own` contains this rank's values of it.
+        """Sum this rank's interval across all ranks. `own` holds this rank's values for it.
 
-        `last` is True if the call reads no buffers of this host's ranks after this sum.
+        `last` is True if the call does not read other ranks' buffers on this host after this sum.
         """
         messages = yield READY
         dtype = how.wide(buffer.dtype)
@@ -236,7 +237,7 @@ class Hierarchical(MappedMemory):
         self._inside.buffers.take_back(public, buffer)
 
     def _gather_small(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
-        """Finish a small all-gather, with the peers' intervals in the messages within the host."""
+        """Complete a small all-gather. Messages within the host contain the peers' intervals."""
         parts = [interval(buffer, cuts, rank) for rank in self._peers]
         self._inside.post(begin._replace(payload=b"".join(map(as_bytes, parts))))
         messages = yield READY
@@ -248,7 +249,7 @@ class Hierarchical(MappedMemory):
                 first += part.numel()
 
     def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
-        """Send from the source to its peers, and from each peer to the ranks of its host."""
+        """Send `buffer` from `source` to its peers, and from them to the ranks on their hosts."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
@@ -275,7 +276,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def _others(self) -> list[int]:
-        """Group ranks of the peers in `between`, without this rank."""
+        """The peers' ranks in `between`."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
     def _send_between(
@@ -291,7 +292,7 @@ class Hierarchical(MappedMemory):
         return self._send_between("all-gather", call, dict.fromkeys(receives, own), receives)
 
     def _copy_peers(self, buffer: Tensor, public: Tensor, cuts: Cuts) -> None:
-        """Copy the peers' intervals to the memory that the ranks of this host read."""
+        """Copy the peers' intervals to the memory that this host's ranks read."""
         if public is not buffer:
             for rank in self._peers:
                 interval(public, cuts, rank).copy_(interval(buffer, cuts, rank))
@@ -327,7 +328,7 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """Group the ranks of `group` by host. Hosts without such ranks are left out."""
+        """Group the ranks in `group` by host. Hosts without such ranks are left out."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 

@@ -1,6 +1,6 @@
 """Transport for ranks that share a GPU. It sends tensors through host memory.
 
-Every collective copies to the host, runs there, and copies back:
+Every collective copies its tensors to the host, runs there, and copies the result back:
 
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the current stream
@@ -23,8 +23,8 @@ from shardwise.comm.ordered_sums import PLAIN, Sum
 class HostStaged(Collectives):
     """Sends tensors on `device` over the CPU transport `inner`, through host memory.
 
-    Tensors on other devices go to `inner` unchanged. The small vectors of `gather_rows` are on the
-    CPU.
+    Tensors on other devices are passed to `inner` unchanged. The small vectors of `gather_rows` are
+    on the CPU.
     """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:
@@ -96,7 +96,6 @@ class HostStaged(Collectives):
         return buffer.device.type != self.device.type
 
     def _blank(self, buffer: Tensor) -> Tensor:
-        """Allocate uninitialised host memory for `buffer`."""
         pinned = self.device.type != "cpu"  # tests use the CPU in place of a GPU
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=pinned)
 

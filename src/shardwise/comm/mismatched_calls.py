@@ -1,7 +1,7 @@
 """Detects ranks whose calls do not match: different collectives, sizes or dtypes.
 
-Ranks that share memory compare the opening messages of a call (shared_work.py). Over Gloo, the
-watchdog of a waiting rank asks the other rank which messages it has sent (gloo_exchange.py).
+Ranks that share memory compare the messages that open a call (shared_work.py). Over Gloo, a waiting
+rank's watchdog asks the sender which messages it has sent (gloo_exchange.py).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ KINDS = (
     "exchange of rows",
     "common memory",
 )
-"""Names of the collectives over shared memory. Opening messages contain the index."""
+"""Names of the collectives over shared memory. Messages contain an index into this tuple."""
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
-"""Torch's dtypes. Opening messages contain the index."""
+"""Torch's dtypes. Messages contain an index into this list."""
 
 
 def mismatch(mine: MeshMessage, theirs: MeshMessage) -> tuple[str, str] | None:
-    """Return both opening messages in words, or None if they describe the same call."""
+    """Describe both opening messages. Return None if they describe the same call."""
     if _claims(mine) == _claims(theirs):
         return None
     my_words, their_words = _in_words(mine), _in_words(theirs)
@@ -45,8 +45,8 @@ def mismatch_error(
 ) -> CollectiveError:
     """Return the error for call number `call` in a group of `size` ranks.
 
-    `here` and `there` name the two collectives and their ranks. The message also shows the line
-    that each responding rank is currently executing.
+    `here` and `there` describe the two collectives and name their ranks. The message also shows the
+    line that each responding rank is currently executing.
     """
     return CollectiveError(
         f"Call {call} is {here} and {there}, of {size}. "

@@ -22,20 +22,20 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 LARGE = 1 << 16
-"""Number of elements from which a 16-bit all-reduce uses two calls in 16 bits.
+"""Minimum number of elements for which a 16-bit all-reduce uses two calls in 16 bits.
 
 Smaller buffers use one call in fp32. Two calls send half as many bytes, but add the latency of one
 message.
 """
 
 NOTED = "a collective over NCCL, or the GPU's work before it"
-"""Name in hang reports for a wait for the result of a collective."""
+"""Name that hang reports use for waiting for a collective's result."""
 
 
 class Nccl(Collectives):
     """CUDA ranks that use NCCL's collectives.
 
-    `wait()` makes the current stream wait for NCCL's stream; the host does not block.
+    `wait()` makes the current stream wait for NCCL's stream. The host does not block.
     """
 
     name = "nccl"
@@ -51,10 +51,10 @@ class Nccl(Collectives):
         group_ranks: GroupRanks | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        """Create the transport of a torch process group; None means the default group.
+        """Create a transport over the torch process group `group` (None: the default group).
 
         `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
-        `timeout` limits the waits of groups that `split` creates.
+        `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
         self._device = device
@@ -224,7 +224,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """Handle of an NCCL call, which can query whether the device has finished without waiting."""
+    """Handle of an NCCL call. It can query without waiting whether the device has finished."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)
@@ -251,7 +251,7 @@ class _SumUnderWay:
         torch.cuda.current_stream().wait_event(self.event)
 
     def end(self) -> None:
-        """Wait for the sum, and free the rows."""
+        """Make the current stream wait for the sum, and free the rows."""
         self.await_()
         rows, self._rows = self._rows, None
         if rows is not None:
@@ -281,7 +281,7 @@ class _Summing(Handle):
 
 
 def _used_here(made: Tensor) -> None:
-    """Tell the allocator that the current stream uses `made`."""
+    """Record in the allocator that the current stream uses `made`."""
     # A sum may be waited for on a different stream from the one it was allocated on. Without this
     # call, its memory could be reused while this stream still reads it. On the same stream this is
     # a no-op.

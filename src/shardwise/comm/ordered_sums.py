@@ -1,4 +1,4 @@
-"""Sums all ranks' rows in a fixed order, so that every run gives bit-identical results."""
+"""Sums all ranks' rows in a fixed order, so that every run computes bit-identical results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sum:
     Attributes:
         exact: Sum 16-bit floats in fp32, and round once.
         in_tree: Sum in the reduction tree of sum_tree.py, which is the same on every transport.
-            Otherwise sum from the left, in rank order.
+            Otherwise, sum in rank order.
         scale: Factor that is applied to the sum before it is rounded. It must be 1 for integers.
     """
 
@@ -37,7 +37,7 @@ class Sum:
 
     @property
     def partial(self) -> Sum:
-        """The same sum over some of the ranks, unscaled because a larger sum includes it."""
+        """The same settings with a scale of 1, for a sum that becomes part of another sum."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def sum_in_tree(
 
 
 def _sum(rows: Sequence[Tensor], out: Tensor, total: Tensor, how: Sum) -> None:
-    """Sum `rows` into `out`, with intermediate sums in `total`."""
+    """Sum `rows` into `out`. `total` holds the intermediate sums."""
     # `out` may be one of the rows, so write it last.
     if len(rows) == 1:
         how.scaled(out.copy_(rows[0]))

@@ -1,10 +1,9 @@
-"""Provides threads that start Gloo's messages or wait for them, so that no rank blocks others.
+"""Threads that start Gloo's messages or wait for them, so that no rank blocks others.
 
 Gloo transfers data in its own threads, but reports arrivals only to a thread that waits. If the
 training thread waited, it could not serve the other ranks meanwhile, and ranks could deadlock. So
 the progress thread waits, continues the call, and signals an eventfd that wakes the training
-thread. Starting a message takes time too, so a second thread of this kind, the send thread, does
-that.
+thread. Starting a message takes time too, so a second thread, the send thread, starts messages.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ PATIENCE = 2.0
 
 
 class PendingWork:
-    """A piece of work for the thread.
+    """A function that a `ProgressThread` runs or will run.
 
-    Once `is_over`, it has completed, or failed if `error` is set.
-
-    `missing` returns the ranks that the thread currently waits for.
+    Once `is_over`, it has completed, or failed if `error` is set. `missing` returns the ranks that
+    the thread currently waits for.
     """
 
     def __init__(self, missing: Callable[[], Collection[int]]) -> None:
@@ -40,19 +38,19 @@ class PendingWork:
         return self._over.is_set()
 
     def end(self, error: Exception | None) -> None:
-        """Mark the work as finished, with its exception if it failed."""
+        """Mark the work as completed, or as failed if `error` is not None."""
         self.error = error
         self._over.set()
 
     def wait(self) -> None:
-        """Block until the work is finished. Re-raises its exception."""
+        """Block until the work is over. Raise its exception if it failed."""
         self._over.wait()
         if self.error is not None:
             raise self.error
 
 
 class ProgressThread:
-    """Runs pieces of work in sequence, and wakes the thread that waits on `poll`, if any."""
+    """A thread that runs functions in sequence, and wakes the thread waiting on `poll`, if any."""
 
     def __init__(
         self, waits: Waits, poll: MeshPoll | None = None, name: str = "shardwise-progress"
@@ -70,10 +68,10 @@ class ProgressThread:
         self._lock = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
-        """Queue `wait`. The returned work completes once `wait` returns or raises.
+        """Queue the function `wait`. The returned work is over once `wait` returns or raises.
 
-        Raises CollectiveError if the thread has stopped or is stopping, because the call would
-        hang.
+        Raises CollectiveError if the thread has stopped or is stopping, because the work would
+        never run.
         """
 
         def missing() -> Collection[int]:
@@ -100,7 +98,7 @@ class ProgressThread:
             )
 
     def dismiss(self) -> None:
-        """Stop the thread after the queued work."""
+        """Let the thread stop once it has run the queued work."""
         with self._lock:
             self._dismissed = True
             self._begun.put(None)
@@ -124,9 +122,9 @@ class ProgressThread:
                 pass
 
     def _do_next(self) -> bool:
-        """Run the next piece of work without keeping a reference to it.
+        """Run the next queued function, without keeping a reference to it.
 
-        Returns False after the last.
+        Returns False if there is none left and the thread should stop.
         """
         begun = self._begun.get()
         if begun is None:

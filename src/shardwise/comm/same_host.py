@@ -29,14 +29,12 @@ Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 def share_memory(
     group: Collectives, timeout: float, *, required: bool, arena: Arena | None = None
 ) -> Collectives:
-    """Return the ranks of `group` over shared memory within each host, or `group` itself.
+    """Return `group`'s ranks over shared memory within each host, or `group` itself. Collective.
 
-    Collective.
-
-    All ranks make the same decision. `group` is returned if hosts have different numbers of ranks,
-    which its name then shows, or if a host does not allow sockets or memory, which rank 0 reports
-    in one line. If `required` is true, both raise LaunchError instead. `arena` is the memory that
-    this rank had in an earlier group; default: a new one.
+    All ranks make the same decision. `group` is returned if hosts have different numbers of ranks
+    (the group's name then shows this) or if a host does not allow sockets or memory (rank 0 then
+    prints one line). If `required` is true, both cases raise LaunchError instead. `arena` is this
+    rank's memory from an earlier group; default: a new one.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -88,7 +86,7 @@ def host_key() -> str | None:
 
 
 def _explain_refusal(keys: Sequence[str | None], hosts: Sequence[Sequence[int]]) -> str:
-    """Return the error message for users who require shared memory where it is unavailable."""
+    """Return the error message if shared memory is required but unavailable."""
     if None in keys:
         return (
             "--transport shared needs Linux and a readable /proc on every host, and rank "

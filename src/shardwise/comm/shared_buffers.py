@@ -39,13 +39,10 @@ class SharedBuffers:
     def publish(
         self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
     ) -> Tensor:
-        """Publish `tensor`, or a readable copy of it, to all ranks.
+        """Publish `tensor`, or a copy that all ranks can read, and return the published tensor.
 
-        Returns the tensor that they read.
-
-        The caller must not change it until all ranks have finished the call that `begin` opens. If
-        `written` is true, this rank modifies it during the call and the others must see the
-        changes.
+        The caller must not change it until all ranks have finished the call that `begin` opens,
+        unless `written` is true. In that case the other ranks see all changes.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
@@ -65,7 +62,7 @@ class SharedBuffers:
         return public
 
     def take_back(self, public: Tensor, tensor: Tensor) -> None:
-        """Put `public`, the copy of `tensor`, back into the pool after all ranks have read it."""
+        """Return `public` to the pool after all ranks have read it, if it is a copy of `tensor`."""
         # Sort by size, so that `_borrow` finds the smallest buffer that is large enough.
         whole = public._base
         if public is not tensor and whole is not None and whole.numel() <= POOLED:
@@ -73,7 +70,7 @@ class SharedBuffers:
             self._spare.sort(key=Tensor.numel)
 
     def announce_freed(self) -> None:
-        """Announce the segments that this rank no longer uses, so that other ranks unmap them."""
+        """Tell the other ranks to unmap segments that this rank no longer uses."""
         for number in [n for n in self._announced if not self.arena.holds(n)]:
             self._announced.remove(number)
             self._work.post(MeshMessage(0, ENDED, segment=number))
@@ -92,18 +89,18 @@ class SharedBuffers:
         return self._work.segments.view(rank, message.segment, offset, like.numel(), like.dtype)
 
     def rows(self, messages: dict[int, MeshMessage], own: Tensor, first: int) -> list[Tensor]:
-        """Return every rank's values in this rank's interval, which starts at element `first`."""
+        """Return every rank's values for this rank's interval, which starts at element `first`."""
         return [
             own if rank == self._rank else self.read(rank, messages[rank], first, own)
             for rank in range(self._size)
         ]
 
     def close(self) -> None:
-        """Free the buffers that are kept for later calls."""
+        """Free the pooled buffers."""
         self._spare.clear()
 
     def _borrow(self, size: int) -> Tensor:
-        """Return `size` or more bytes of shared memory, reused to avoid page faults."""
+        """Return at least `size` bytes of shared memory, if possible from the pool."""
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)
@@ -116,7 +113,7 @@ class SharedBuffers:
 
 
 def real_buffer(buffer: Tensor, cuts: Cuts) -> tuple[Tensor, Cuts]:
-    """View complex numbers as pairs of reals, and adapt the cuts accordingly."""
+    """View complex numbers as pairs of reals, and double the cuts accordingly."""
     return real_view(buffer), [2 * cut for cut in cuts] if buffer.is_complex() else cuts
 
 

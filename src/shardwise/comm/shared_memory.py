@@ -1,13 +1,14 @@
 """Transport for CPU ranks on one host, through memory that all of them map.
 
-Ranks only send small messages that announce the stages of a call (shared_work.py). Each rank reads
-directly from the other ranks' buffers (shared_buffers.py).
+The messages between ranks are small: they announce the stages of a call (shared_work.py). Each rank
+reads directly from the other ranks' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A result may be read when this rank is done. A buffer may be overwritten when all ranks are done.
+A rank may read the result once it is done itself. It may overwrite its buffer once all ranks are
+done.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from shardwise.layout.bucket_layout import even_cuts
 
 
 class MappedMemory(Collectives):
-    """Base of transports whose ranks map the memory of the other ranks on their host."""
+    """Base class of transports whose ranks map the memory of the other ranks on their host."""
 
     sums_onto = True
     looks = True
@@ -82,11 +83,11 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Launch a reduce-scatter into `target`. `own` holds this rank's values of its interval."""
+        """Launch a reduce-scatter into `target`. `own` holds this rank's values for its part."""
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Launch an all-gather, which error messages call `kind`."""
+        """Launch an all-gather. Error messages call it `kind`."""
 
 
 class SharedMemory(MappedMemory):
@@ -253,7 +254,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Copy from the source, which waits for all reads because its buffer may then change."""
+        """Copy `buffer` from `source`, which waits for all reads before its buffer may change."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)
@@ -282,7 +283,7 @@ class SharedMemory(MappedMemory):
 
     @property
     def poll(self) -> MeshPoll:
-        """The poll object that delivers this process's messages."""
+        """The poll object that receives messages for all groups of this process."""
         return self._process_work.poll
 
     def start(self, begin: MeshMessage, steps: Steps) -> Handle:
@@ -294,7 +295,7 @@ class SharedMemory(MappedMemory):
         self._work.post(message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all other ranks (or only rank `only`) that this one reached `stage` of a call."""
+        """Tell all other ranks (or only rank `only`) that this one has reached a call's `stage`."""
         self._work.announce(begin, stage, only)
 
     def opening(self, kind: str, buffer: Tensor, check: int = 0) -> MeshMessage:
@@ -336,9 +337,9 @@ class SharedMemory(MappedMemory):
         return child
 
     def retire(self) -> Arena:
-        """Close the group after a loss, but keep its memory for a group of the ranks that are left.
+        """Close the group after ranks are lost, and return its memory for a new group.
 
-        No other rank may read this rank's buffers after it has retired too.
+        Once a rank has retired, it no longer reads other ranks' buffers.
         """
         for child in list(self._children):
             child.close()

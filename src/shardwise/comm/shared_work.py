@@ -1,4 +1,4 @@
-"""Runs the calls in flight between ranks that share memory, and detects missing ranks.
+"""Runs pending calls between ranks that share memory, and detects missing ranks.
 
 A call is a generator of steps. It sends messages to the other ranks, yields the stage that all of
 them must reach, and continues with their messages. A wait for one call advances every call of this
@@ -37,14 +37,14 @@ SPIN = 50e-6
 """Seconds of polling before sleeping, if there is a core for every rank."""
 
 Messages = dict[int, MeshMessage]
-"""The message of each other rank about a stage."""
+"""Each other rank's message about a stage."""
 
 Steps = Generator[int | PendingWork, Messages, None]
 """The steps of a call. Each yields the stage, or the work between hosts, that it waits for."""
 
 
 class SharedWork(Handle):
-    """Handle of one call of this rank, which was opened by the message `opening`."""
+    """Handle of one of this rank's calls, which the message `opening` opened."""
 
     def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class SharedWork(Handle):
         self.pending: PendingWork | None = None
 
     def reach(self, step: int | PendingWork) -> None:
-        """Set the call's next wait: a stage of this host's ranks, or work between hosts."""
+        """Set what the call waits for next: a stage of this host's ranks, or work between hosts."""
         self.pending = step if isinstance(step, PendingWork) else None
         if not isinstance(step, PendingWork):
             self.stage = step
@@ -89,7 +89,7 @@ class SharedWork(Handle):
 
 
 class ProcessWork:
-    """The pending calls of this process in all its groups. Waiting for one advances all."""
+    """The pending calls in all groups of this process. Waiting for one call advances them all."""
 
     def __init__(self, status_server: StatusServer) -> None:
         self.status_server = status_server
@@ -107,7 +107,7 @@ class ProcessWork:
         self._work.pop(mesh, None)
 
     def progress(self, patience: float = 0.0) -> None:
-        """Advance every call, after waiting up to `patience` seconds for a message."""
+        """Wait up to `patience` seconds for a message, and advance every call."""
         for mesh, rank, message in self.poll.look(patience):
             self._work[mesh].receive(rank, message)
         for work in list(self._work.values()):
@@ -115,7 +115,7 @@ class ProcessWork:
 
 
 class GroupWork:
-    """The calls of this rank in one group, and the other ranks' messages about their calls."""
+    """This rank's calls in one group, and the other ranks' messages about their calls."""
 
     def __init__(
         self,
@@ -160,13 +160,13 @@ class GroupWork:
             self._mesh.send(rank, message)
 
     def announce(self, begin: MeshMessage, stage: int, only: int | None = None) -> None:
-        """Tell all other ranks (or only rank `only`) that this one reached `stage` of a call."""
+        """Tell all other ranks (or only rank `only`) that this one has reached a call's `stage`."""
         message = MeshMessage(begin.call, stage)
         for rank in self._mesh.peers if only is None else [only]:
             self._mesh.send(rank, message)
 
     def progress(self, patience: float = 0.0) -> None:
-        """Advance every call of this process as far as the received messages allow."""
+        """Wait up to `patience` seconds for a message, and advance every call of this process."""
         self._refuse_after_failure()
         self._process_work.progress(patience)
 
@@ -190,7 +190,7 @@ class GroupWork:
                 self._sleep(call, stage)
 
     def _poll_briefly(self, call: SharedWork, stage: int) -> bool:
-        """Poll briefly, and return whether the call has reached `stage`."""
+        """Poll briefly, and return whether `call` has reached `stage`."""
         # A reply often arrives within microseconds, and then polling is cheaper than sleeping.
         until = time.monotonic() + self._spin
         while True:
@@ -220,7 +220,7 @@ class GroupWork:
             self.progress(self._timeout - waited + 1e-3)
 
     def is_over(self) -> bool:
-        """Return whether all ranks are known to have read all buffers of this rank."""
+        """Return whether all ranks are known to have finished reading this rank's buffers."""
         if self._failure is None and self._process_work.error is None:
             self._process_work.progress()
         return not self._alive
@@ -234,7 +234,6 @@ class GroupWork:
         self._mesh.close()
 
     def receive(self, rank: int, message: MeshMessage) -> None:
-        """Process a message from `rank`."""
         if message.fd >= 0:
             self.segments.learn(rank, message.segment, message.fd)
         if message.stage == ENDED:
@@ -268,7 +267,7 @@ class GroupWork:
                 raise self._cut_off(call, error) from error
 
     def _collect_messages(self, call: SharedWork) -> Messages | None:
-        """Return the messages that a call waits for, or None if some are missing."""
+        """Return the messages that `call` waits for, or None if some are missing."""
         if call.pending is not None:
             if call.pending.error is not None:
                 raise self._cut_off(call, call.pending.error)
@@ -285,7 +284,7 @@ class GroupWork:
         return set(self._mesh.peers) - self._arrived(call).keys()
 
     def _compare(self, call: SharedWork, rank: int, message: MeshMessage) -> None:
-        """Raise CollectiveError if a rank's message shows a different collective in this call."""
+        """Raise CollectiveError if `message` shows that `rank` is in a different collective."""
         said = mismatch(call.opening, message)
         if said is None:
             return
@@ -307,7 +306,7 @@ class GroupWork:
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
-        """Return this rank's timeout error, or the error of a rank that has already aborted."""
+        """Return a timeout error, or another rank's error if that rank has already aborted."""
         ranks = [self._group_ranks.ranks[place] for place in missing]
         speaker = self._group_ranks.speaker(self._rank)
         error = timeout_error(
@@ -316,7 +315,7 @@ class GroupWork:
         return self._failed(type(error), str(error), error.at_fault)
 
     def _cut_off(self, call: SharedWork, error: Exception) -> Exception:
-        """Return the error to raise for a failure between hosts."""
+        """Return the error to raise if the communication between hosts has failed."""
         # A lost host is often the consequence of a rank that exited on this host, so blame that
         # rank.
         if isinstance(error, PeerLost) and self._mesh.gone:
@@ -328,7 +327,10 @@ class GroupWork:
     def _failed(
         self, kind: type[CollectiveError], text: str, at_fault: tuple[int, ...] = ()
     ) -> CollectiveError:
-        """Send an error to the other ranks, and return it. Later calls raise it again."""
+        """Create an error, send it to the other ranks, and return it.
+
+        Later calls raise the same error.
+        """
         self._failure = kind(text).blaming(at_fault)
         self._process_work.error = self._process_work.error or self._failure
         reason = as_utf8(text)[:INLINE]
@@ -342,7 +344,7 @@ class GroupWork:
 
 
 def first_message(call: int, kind: str, buffer: Tensor, check: int) -> MeshMessage:
-    """Return the message that opens a call. All ranks must pass the same number `check`."""
+    """Return the message that opens a call. All ranks must pass the same `check`."""
     return MeshMessage(
         call,
         READY,

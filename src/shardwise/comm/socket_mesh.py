@@ -1,8 +1,8 @@
-"""Sends small messages between the ranks of a host, over a Unix socket for each pair of ranks.
+"""Sends small messages between the ranks of a host, over one Unix socket per pair of ranks.
 
 Messages from a peer arrive complete and in order. If a peer exits or is killed, its socket reports
-it immediately. A rank that has received a message can read everything that the sender wrote to
-shared memory before it, because the two system calls order the memory accesses.
+it immediately. A rank that has received a message can read everything that the sender had written
+to shared memory before sending it, because the two system calls order the memory accesses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _living: WeakSet[SocketMesh] = WeakSet()
 
 
 class MeshMessage(NamedTuple):
-    """A message from one rank to another about the `stage` that it reached in call number `call`.
+    """A message which says that the sender has reached `stage` in call number `call`.
 
     `kind`, `dtype`, `numel` and `check` describe the collective. Its buffer starts `offset` bytes
     into `segment`, or is sent as the `payload`. `fd` is a file descriptor that is sent along, or
@@ -59,7 +59,7 @@ class MeshMessage(NamedTuple):
 
 
 class MeshPoll:
-    """Waits for messages from all meshes of this process at once."""
+    """Waits for messages from all socket meshes of this process at once."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
@@ -87,7 +87,7 @@ class MeshPoll:
         self._poll.register(fd, select.POLLIN | (select.POLLOUT if room else 0))
 
     def add_bell(self, bell: int) -> None:
-        """Poll an eventfd, which wakes `look`."""
+        """Add the eventfd `bell`, which wakes `look`."""
         self._bells.add(bell)
         self._poll.register(bell, select.POLLIN)
 
@@ -99,7 +99,7 @@ class MeshPoll:
 
 
 class SocketMesh:
-    """Sockets from this rank to all others on its host. `gone` lists the peers that exited."""
+    """Sockets from this rank to all others on its host. `gone` lists the ranks that have exited."""
 
     def __init__(self, peers: dict[int, socket.socket], poll: MeshPoll) -> None:
         self._sockets = peers
@@ -115,11 +115,11 @@ class SocketMesh:
 
     @property
     def peers(self) -> list[int]:
-        """Ranks that this rank has a socket to."""
+        """The ranks that this rank is connected to."""
         return list(self._sockets)
 
     def send(self, rank: int, message: MeshMessage) -> None:
-        """Send a message, or queue it until the socket has room. Dropped if the peer has exited."""
+        """Send `message`, or queue it if the socket is full. Dropped if `rank` has exited."""
         # Use the queue even if it is empty, so that messages cannot overtake earlier ones.
         queue = self._unsent[rank]
         queue.append(message)
@@ -127,7 +127,7 @@ class SocketMesh:
             self.flush(rank)
 
     def close(self) -> None:
-        """Close every socket. The peers treat this as the exit of this rank."""
+        """Close every socket. To the other ranks this looks as if this rank had exited."""
         for peer in self._sockets.values():
             self.poll.leave(peer.fileno())
             peer.close()
@@ -159,7 +159,7 @@ class SocketMesh:
             yield MeshMessage._make([*fields, payload, fd])
 
     def flush(self, rank: int) -> None:
-        """Send the queued messages to `rank` until its socket is full."""
+        """Send the queued messages to `rank` until the queue is empty or the socket full."""
         peer, queue = self._sockets[rank], self._unsent[rank]
         while queue:
             message = queue[0]
@@ -183,7 +183,7 @@ class SocketMesh:
 
 
 def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
-    """Return a socket for higher ranks to connect to. All ranks must listen before any connects."""
+    """Return a socket to which higher ranks connect. All ranks must listen before any connects."""
     # SEQPACKET preserves message boundaries, unlike a stream.
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -199,10 +199,11 @@ def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
 def connect(
     listener: socket.socket, name: str, secret: bytes, rank: int, size: int, timeout: float
 ) -> dict[int, socket.socket]:
-    """Connect to every lower rank, accept every higher one, and return the sockets by rank.
+    """Connect to all lower ranks, accept all higher ones, and return the sockets by rank.
 
-    Other users of the host can see the names of the sockets. So a peer must belong to this user, as
-    the kernel reports it, and must know `secret`. Raises OSError if a connection fails.
+    Other users of the host can see the names of the sockets. So the kernel must report that a peer
+    belongs to this user, and the peer must prove that it knows `secret`. Raises OSError if a
+    connection fails.
     """
     # Connect in one direction only: if both ends connected, a pair would have two sockets.
     sockets: dict[int, socket.socket] = {}
@@ -246,7 +247,7 @@ def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
 
 
 def _is_ours(peer: socket.socket) -> bool:
-    """Return whether the process at the other end belongs to this user."""
+    """Return whether the process at the other end of the socket belongs to this user."""
     sockets = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(sockets)[1]) == os.geteuid()
 

@@ -1,4 +1,4 @@
-"""Small collectives over the process group of a script that does not use Shardwise's transports."""
+"""Small collectives for scripts that use a process group of their own."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class StockGroup:
     """The ranks of a torch.distributed process group, or this process alone.
 
     Args:
-        group: The process group; None for the default one, if there is one.
-        device: Device of small tensors, on which the group's backend works.
+        group: The process group. If None, the default one if it exists, else this process alone.
+        device: Device of small tensors, which the group's backend must support.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class StockGroup:
         ]
 
     def copy_from(self, source: int, value: Tensor) -> None:
-        """Copy `value` of rank `source` to every rank, in place."""
+        """Copy rank `source`'s `value` to every rank, in place."""
         if self.size > 1:
             sent = value.to(self.small_device, copy=True)
             dist.broadcast(sent, group=self._group, group_src=source)

@@ -27,12 +27,12 @@ def real_view(buffer: Tensor) -> Tensor:
 
 
 _highest = 0
-"""Highest number used so far in the name of a process group of this process."""
+"""Highest number used so far in the names of this process's groups."""
 
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Make torch use a new name for the next process group of these ranks. Collective."""
+    """Return a context manager in which torch uses a new name for a process group. Collective."""
     # torch names such a group by its ranks and by the current number of groups on this rank. That
     # number may differ between ranks. It also repeats after groups are closed, and then the store
     # would return the ranks' old addresses. So all ranks agree on a higher number, and add
@@ -60,9 +60,9 @@ def split_group(
 ) -> Collectives:
     """Return the group in `groups` that contains this rank, or `Solo` if none does. Collective.
 
-    `make` creates the transport from the group's members (indices into `group_ranks`, in ascending
-    order) and torch's group. If `timeout` is None, waits are limited by torch's default of 30
-    minutes.
+    `make` creates the transport from the new group's members (indices into `group_ranks`, in
+    ascending order) and torch's process group. If `timeout` is None, torch's default of 30 minutes
+    limits waits.
     """
     rank = group.rank
     check_groups(groups, len(group_ranks.ranks))
@@ -95,9 +95,10 @@ _GONE = ("closed by peer", "connection reset", "broken pipe", "connection refuse
 def explain(
     error: RuntimeError, speaker: str, what: str, other: str | None = None
 ) -> CollectiveError:
-    """Turn a backend error into the error that the user sees.
+    """Convert a backend error into the error that the user sees.
 
-    `speaker` is this rank ("Rank 0 of 2"). `other` is the rank that it waited for, if known.
+    `speaker` is this rank ("Rank 0 of 2"), and `what` the collective. `other` is the rank that it
+    waited for, if known.
     """
     # Backends raise RuntimeError for everything, so only the text distinguishes the cases.
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -130,7 +131,7 @@ def timeout_error(
 ) -> CollectiveError:
     """Return the error for a rank that waited too long for the ranks `missing`.
 
-    It names the ranks that block them (watch/wait_graph.py).
+    The error names the ranks that block them (see watch/wait_graph.py).
     """
     # If a rank aborted meanwhile, its error is the cause and this timeout only a consequence.
     blocking = status_server.blocking_ranks(missing)

@@ -1,8 +1,8 @@
 """Stores the anchor: the last common values of the parameters that islands train separately.
 
-Each rank stores the anchor of its interval of every bucket, even if the optimizer state is
-replicated, so that no two ranks of an island send the same elements. The anchor's tensors have the
-dtype of the master weights, and are stored on the optimizer state's tier:
+Each rank stores one interval of every bucket, even if the optimizer state is replicated, so that no
+two ranks of an island send the same elements. The anchor's tensors have the dtype of the master
+weights, and are stored on the optimizer state's tier:
 
     value       the last common value
     velocity    the outer update's velocity, if it has momentum
@@ -93,7 +93,7 @@ class Anchor:
             self._restore(key, (start or {}).get(key, {}))
 
     def restart(self) -> None:
-        """Reset the anchor to the current weights, and velocity and residual to zero."""
+        """Set the anchor to the current weights, and the velocity and the residual to zero."""
         for index in range(len(self.parts)):
             master = self._master(index)
             for key in self.keys:
@@ -101,12 +101,12 @@ class Anchor:
                 storage.store(torch.zeros_like(master) if key in (VELOCITY, RESIDUAL) else master)
 
     def forget_losses(self) -> None:
-        """Clear the residual after loading another island's residual."""
+        """Set the residual to zero, because it was loaded from another island's state."""
         for storage in self.storages.get(RESIDUAL, ()):
             storage.store(torch.zeros_like(storage.loaded()))
 
     def _restore(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set the tensors of `key` to `values` for all parameters in `values`."""
+        """Set tensor `key` to the given `values`, which may cover only some parameters."""
         for index, (first, end) in enumerate(self.parts):
             storage = self.storages[key][index]
             value = storage.loaded()
@@ -123,7 +123,7 @@ class Anchor:
         return self._optimizer.intervals[index].bucket
 
     def _master(self, index: int) -> Tensor:
-        """Return this rank's part of the current master weights in bucket `index`."""
+        """Return this rank's part of bucket `index`'s current master weights."""
         interval, (first, end) = self._optimizer.intervals[index], self.parts[index]
         return interval.master.loaded()[first - interval.own[0] : end - interval.own[0]]
 
@@ -133,15 +133,15 @@ class Anchor:
     # -- differences --------------------------------------------------------------------------
 
     def nbytes(self, index: int) -> int:
-        """Return the size in bytes of a packed difference of bucket `index`."""
+        """Return the size in bytes of bucket `index`'s packed difference."""
         storage = self.storages[VALUE][index]
         return self._wire.nbytes(storage.numel, storage.dtype)
 
     def pack(self, index: int) -> Tensor:
-        """Return bucket `index`'s packed difference of anchor and master weights, (nbytes,) uint8.
+        """Pack the difference between bucket `index`'s anchor and master weights, (nbytes,) uint8.
 
-        Rounding errors of the wire format are added to the next difference. Raises NonFiniteError
-        if the format cannot represent a value.
+        The wire format's rounding errors are added to the next difference. Raises NonFiniteError if
+        the format cannot represent a value.
         """
         master = self._master(index)
         difference = self._value(VALUE, index) - master
@@ -161,7 +161,7 @@ class Anchor:
         return packed
 
     def take_back(self, index: int, packed: Tensor) -> None:
-        """Restore the residual of bucket `index` to its value before `packed` was computed.
+        """Restore bucket `index`'s residual to its value before `packed` was computed.
 
         Call it for a difference that is dropped in transit. The anchor has not changed, so the next
         difference includes the dropped one.
@@ -176,9 +176,9 @@ class Anchor:
         self.storages[RESIDUAL][index].store(residual + sent.sub_(difference))
 
     def _refusal(self, index: int, difference: Tensor, error: ValueError) -> str:
-        """Return the message for a difference that cannot be sent.
+        """Return the error message for a difference that cannot be sent.
 
-        Names its first bad parameter.
+        It names the first parameter whose difference the wire format cannot represent.
         """
         start = self.parts[index][0]
         names = [
@@ -222,7 +222,7 @@ class Anchor:
         _keep(self.storages[key][index], value)
 
     def write(self, index: int, value: Tensor) -> None:
-        """Write `value` to this rank's part of the weights in bucket `index`.
+        """Write `value` to this rank's part of bucket `index`'s weights.
 
         Collective over the island.
         """
@@ -234,10 +234,7 @@ class Anchor:
             interval.target.store(own)
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """All-gather the full bucket `index` from each rank's `part`.
-
-        Collective over the island.
-        """
+        """Gather the full bucket `index` from the ranks' parts. Collective over the island."""
         if self._group.size == 1:
             return part
         bucket, (first, end) = self._bucket(index), self.parts[index]
@@ -247,7 +244,7 @@ class Anchor:
         return flat
 
     def device(self, index: int) -> torch.device:
-        """Return the device of messages for bucket `index`."""
+        """Return the device of bucket `index`'s messages."""
         return self._parameters.kind(index)[1]
 
     def meet(self) -> None:
@@ -258,7 +255,10 @@ class Anchor:
         self._parameters.meet()
 
     def publish(self, indices: Sequence[int]) -> None:
-        """All-gather the written parts of these buckets within the island. Collective."""
+        """All-gather the weights that `write` has stored, for the buckets `indices`.
+
+        Collective over the island.
+        """
         # If states are replicated, `write` has already written the full bucket on every rank. Start
         # all gathers before the first wait, so that they overlap.
         handles = [self._parameters.publish(i) for i in indices] if self._scattered else []
@@ -270,9 +270,10 @@ class Anchor:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context manager inside which the weights equal the anchor. Collective over the island.
+        """Return a context manager inside which the weights equal the anchor.
 
-        Weights and anchor are swapped, so both are restored bit for bit on exit.
+        Weights and anchor are swapped, so both are bit-identical after the block. Collective over
+        the island.
         """
         self.swap()
         try:
@@ -300,21 +301,18 @@ class Anchor:
         )
 
     def checksum(self) -> int:
-        """Return a 32-bit checksum of this rank's part of the anchor.
-
-        It is the same on all peers.
-        """
+        """Return a 32-bit checksum of this rank's part of the anchor, identical on its peers."""
         sums = [fingerprints.sums_of(self._value(VALUE, i)) for i in range(len(self.parts))]
         return crc32(repr(sums).encode())
 
     def loaded_value(self, index: int) -> Tensor:
-        """Return this rank's part of the anchor of bucket `index`."""
+        """Return this rank's part of bucket `index`'s anchor."""
         return self._value(VALUE, index)
 
     # -- for checkpoints ----------------------------------------------------------------------
 
     def loaded(self, key: str) -> Iterator[Tensor]:
-        """Yield the tensor `key` of each bucket, for the elements that this rank updates.
+        """Yield each bucket's tensor `key`, for the elements that this rank updates.
 
         Collective over the island if states are replicated.
         """
@@ -336,7 +334,7 @@ def _keep(storage: Storage, value: Tensor) -> None:
 def weighted_mean(parts: Iterator[Tensor], weights: Sequence[float]) -> Tensor:
     """Return the mean of `parts` weighted by `weights`, or the plain mean if all weights are 0.
 
-    Parts are added in order, so the result is reproducible bit for bit.
+    Parts are added in order, so the result is bit-identical every time.
     """
     total = sum(weights)
     shares = [w / total for w in weights] if total else [1.0 / len(weights)] * len(weights)

@@ -1,7 +1,7 @@
 """Sums gradients over islands at every step, and applies the sums of an earlier step.
 
-    step n    this island's sums are ready    send them, with a SumsReport
-              all islands' sums of step n - S    wait, and use them in this update
+    step n    this island's sums are ready     send them, with a SumsReport
+              all islands' sums of step n - S  wait, and use them in this update
 
 A gradient is therefore applied to weights that are at most S updates newer than the weights it was
 computed with. This is bounded staleness as in the stale synchronous parallel parameter server (Ho
@@ -36,13 +36,13 @@ from shardwise.states.storage.storage_factory import StorageFactory
 from shardwise.timeline import span
 
 CHECK_EVERY = 30
-"""The islands' weights are compared every this many steps."""
+"""Number of steps between two comparisons of the islands' weights."""
 
 
 class SumsReport(NamedTuple):
-    """The report that an island sends with the sums of a step. Each field has 8 bytes.
+    """An island's report, which it sends with a step's gradient sums. Each field has 8 bytes.
 
-    It is followed by packed flags that mark the parameters with a gradient.
+    Packed flags that mark the parameters with a gradient follow the fields.
     """
 
     step: float
@@ -76,9 +76,9 @@ class SumsReport(NamedTuple):
 def read_reports(
     rows: Sequence[list[float]], parameters: int
 ) -> tuple[list[SumsReport], list[bool]]:
-    """Parse the rows of all islands.
+    """Parse the rows from all islands.
 
-    Returns the reports, and for each parameter whether it has a gradient on any island.
+    Returns the reports, and a flag per parameter that is True if any island has a gradient for it.
     """
     count = len(SumsReport._fields)
     reports = [SumsReport(*row[:count]) for row in rows]
@@ -157,8 +157,8 @@ class BoundedStaleness(StepHooks):
     def after_exchange(self, engine: HookedEngine, totals: StepTotals) -> StepTotals:
         """Send this step's sums, and replace them with the sums of the step `behind` steps ago.
 
-        Returns the totals of that earlier step. In the first `behind` steps of a run there is none
-        yet, and the totals have weight 0. Collective over all ranks. Raises UsageError or
+        Returns that earlier step's totals. In the first `behind` steps of a run there is no earlier
+        step, so the totals have weight 0. Collective over all ranks. Raises UsageError or
         ModelMismatch if islands have diverged, and ModelError if the model's forward pass changes
         buffers.
         """
@@ -220,7 +220,7 @@ class BoundedStaleness(StepHooks):
         self.sums.send(step, row, 1.0 / engine.weighting.divisor(1.0), counts=finite)
 
     def _use(self, engine: HookedEngine, flight: Flight, totals: StepTotals) -> StepTotals:
-        """Replace the gradients with the sums of `flight`. Returns the totals of its step."""
+        """Replace the gradients with the sums in `flight`, and return the totals of their step."""
         sums, start = self.sums, time.monotonic()
         reports, used = read_reports(sums.receive_reports(flight), len(totals.used))
         _check(reports)

@@ -1,7 +1,7 @@
 """Saves and loads the states of islands, through the checkpoint's interface for extra sets.
 
 If the checkpoint has the same number of islands as this run, each island loads its own sets.
-Otherwise each island loads the mean over the sets of all islands.
+Otherwise each island loads the mean over all islands' sets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.states.step_hooks import StepHooks
 
 
 class IslandSets(ExtraSets):
-    """Implements the sets `island-K`, `island-K-optimizer` and `outer`, and their fields.
+    """The checkpoint sets `island-K`, `island-K-optimizer` and `outer`, and their fields.
 
     The fields are `islands` and `behind`. In a run without islands, this class loads checkpoints
     from runs with islands.
@@ -162,9 +162,9 @@ class IslandSets(ExtraSets):
 
 
 class MeanReader(TensorReader):
-    """Reads the mean of the tensors with the same name in several readers.
+    """Reads several readers' tensors with the same name, and returns their mean.
 
-    Tensors that are not floating-point are read from the first reader.
+    Tensors that are not floating-point are read from the first reader that has them.
     """
 
     def __init__(self, readers: Sequence[TensorReader]) -> None:
@@ -198,7 +198,7 @@ def _count(fields: Mapping[str, Any]) -> int:
 def _select_for_island(
     sets: Sets, fields: Mapping[str, Any], peers: Collectives
 ) -> tuple[dict[str, TensorReader], dict[str, Any]]:
-    """Select the sets and fields of the checkpoint that this rank's island reads."""
+    """Select the checkpoint's sets and fields that this rank's island reads."""
     saved, islands = _count(fields), fields.get("islands")
     if not islands:
         return dict(sets), dict(fields)
@@ -220,10 +220,10 @@ def _select_for_island(
 
 
 def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """For each parameter, return the maximum of each value over the islands.
+    """Return, for each parameter, the maximum of each value over the islands.
 
-    Values are optimizer counters such as the number of steps. An island may never have used a
-    parameter.
+    Values are optimizer counters, such as the number of steps. They can be missing on islands that
+    have never used the parameter.
     """
     largest: dict[str, dict[str, Any]] = {}
     for each in states:
@@ -235,7 +235,7 @@ def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[st
 
 
 def _as_number(value: Any) -> float:
-    """Decode a value to a comparable number. Returns 0 if it is not a number."""
+    """Decode a value to a comparable number. Return 0 if it is not a number."""
     number = json_values.decode(value)
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()

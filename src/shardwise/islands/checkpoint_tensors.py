@@ -1,4 +1,4 @@
-"""Lists the tensors that islands add to a checkpoint, besides model and optimizer.
+"""Lists the tensors that islands add to a checkpoint, in addition to model and optimizer.
 
     set outer       NAME.velocity    the outer update's velocity
                     NAME.mean        a mean difference that is not applied yet
@@ -41,7 +41,7 @@ OWN, MEAN = "own", "mean"
 
 
 def set_name(kind: str, island: int) -> str:
-    """Return the name of the set that holds the tensors of kind `kind` of island `island`."""
+    """Return the name of the set that holds island `island`'s tensors of kind `kind`."""
     # The first island's optimizer state has the same name as in a run without islands, so that such
     # a run can load it.
     if kind == GROUP:
@@ -52,7 +52,7 @@ def set_name(kind: str, island: int) -> str:
 class BucketTensors(ExtraTensors):
     """Base class for tensors that are stored per bucket of `source`, in parts on each rank.
 
-    `places` maps each kind of set to its places.
+    `places` maps each kind of set to the places of its tensors in the checkpoint.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class BucketTensors(ExtraTensors):
         return specs
 
     def __iter__(self) -> Iterator[StoredTensors]:
-        """Yield all stored spans, one bucket after the other."""
+        """Yield this rank's part of every tensor, bucket by bucket."""
         shards = {
             number: named.shard
             for number, named in enumerate(self._parameters.named)
@@ -113,9 +113,9 @@ class BucketTensors(ExtraTensors):
         }
 
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, name, full flat tensor in element order) of these tensors, on every rank.
+        """Yield (kind, name, full flat tensor) of the tensors in `out_of_order`, in element order.
 
-        Collective over the island.
+        Collective over the island. Every rank receives the full tensors.
         """
         for kind, key, index, storage in self._each():
             slots = self._bucket(index).slots
@@ -135,7 +135,7 @@ class BucketTensors(ExtraTensors):
 
 
 class IslandTensors(BucketTensors):
-    """This rank's parts of the tensors of `islands`, while anchor and weights are swapped.
+    """This rank's parts of the tensors in `islands`, while anchor and weights are swapped.
 
     `moved` is True if the weights differ from the anchor on any rank.
     """
@@ -175,8 +175,8 @@ class IslandTensors(BucketTensors):
     def numbers(self) -> dict[str, Any]:
         """Return two numbers per parameter, under the keys "weights" and "due".
 
-        They are the weight of the steps since its difference was last sent, and the step after
-        which its pending difference is applied.
+        "weights" is the total weight of the steps since the parameter's difference was last sent.
+        "due" is the step after which its pending difference is applied.
         """
         islands = self._islands
         buckets = range(islands.buckets)
@@ -186,7 +186,7 @@ class IslandTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Restore the numbers `saved` at step `step`, and add the differences to be filled in."""
+        """Restore the numbers `saved` at step `step`, and add zeros for pending differences."""
         for index in range(self._islands.buckets):
             names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))
@@ -202,7 +202,7 @@ FIELD = "behind"
 
 
 class DelayedTensors(BucketTensors):
-    """This rank's parts of the pending sums in `delayed`. Iterating waits for their arrival."""
+    """This rank's parts of the pending sums in `delayed`. Iterating waits until they arrive."""
 
     def __init__(
         self, parameters: Parameters, delayed: DelayedSums, places: Mapping[str, Places]
@@ -220,9 +220,9 @@ class DelayedTensors(BucketTensors):
                 yield OUTER, f"sum-{number}", index, MemoryStorage(total)
 
     def numbers(self, islands: int) -> dict[str, Any]:
-        """Return the fields to save: the numbers of islands and updates, and the pending steps.
+        """Return the checkpoint fields: island count, number of updates, and pending steps.
 
-        For each pending step, they contain the reports and the parameters that had a gradient.
+        Each pending step contains the reports and the names of parameters that had a gradient.
         """
         waiting = [self._numbers_of(flight) for flight in self._delayed.flights]
         return {"islands": islands, "updates": self._delayed.updates, "waiting": waiting}
@@ -237,7 +237,7 @@ class DelayedTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Restore the numbers `saved`, and add pending sums to be filled in."""
+        """Restore the numbers `saved`, and add zeros for pending sums."""
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
@@ -249,7 +249,7 @@ class DelayedTensors(BucketTensors):
 
 
 def join_numbers(numbers_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the numbers of all pipeline stages."""
+    """Merge the numbers from all pipeline stages."""
     waiting = [
         dict(each[0]) | {"used": [name for part in each for name in part["used"]]}
         for each in zip(*(numbers["waiting"] for numbers in numbers_by_rank), strict=True)

@@ -40,11 +40,11 @@ Rows = list[list[float]]
 
 @dataclass(eq=False)
 class Flight:
-    """The sums of one step, from sending until they are used.
+    """One step's sums, from sending until they are used.
 
-    `sums` has one entry per bucket: first the message with all islands' sums, after `receive` their
-    total. `report` is first the message with all islands' reports, after `receive_reports` their
-    rows.
+    `sums` has one entry per bucket: the message with all islands' sums, which `receive` replaces
+    with their total. `report` is the message with all islands' reports, which `receive_reports`
+    replaces with their rows.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Flight:
     """
 
     def wait(self) -> None:
-        """Wait until all islands have received the messages."""
+        """Wait until all islands have received this island's messages."""
         for sent in [*self.sums, self.report]:
             if isinstance(sent, Message):
                 sent.wait()
@@ -67,7 +67,7 @@ class DelayedSums:
     """Exchanges gradient sums between islands, and holds them until they are used.
 
     Args:
-        parameters: The parameters of the engine.
+        parameters: The engine's parameters.
         gradients: This island's sums, which `use` replaces.
         wire: The format of the messages.
         factory: Creates the storage for the residuals (rounding errors, added to the next sums).
@@ -176,15 +176,12 @@ class DelayedSums:
         return send(self._peers, report.view(torch.uint8).to(self._peers.small_device))
 
     def _zeros(self, index: int) -> Tensor:
-        """Return packed zeros of the same length as bucket `index`'s sum."""
+        """Return packed zeros of the same length as bucket `index`'s packed sum."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         return self._wire.pack(torch.zeros(end - first, dtype=dtype, device=device))
 
     def _pack(self, index: int, factor: float, losses: list[Tensor]) -> Tensor:
-        """Pack this rank's part of the sum of bucket `index`.
-
-        Append rounding errors to `losses`.
-        """
+        """Pack this rank's part of bucket `index`'s sum. Append its rounding errors to `losses`."""
         (first, end), (dtype, device) = self.parts[index], self._kinds[index]
         own = self._buckets[index].own[0]
         gradient = self._buckets[index].reduced.loaded(device)[first - own : end - own]
@@ -218,7 +215,7 @@ class DelayedSums:
     # -- and in -------------------------------------------------------------------------------
 
     def receive(self, flight: Flight) -> None:
-        """Wait for the sums of all islands and add them up."""
+        """Wait for all islands' sums and add them up."""
         for index, sent in enumerate(flight.sums):
             if isinstance(sent, Message):
                 rows = sent.wait()
@@ -229,9 +226,9 @@ class DelayedSums:
                 flight.sums[index] = total
 
     def receive_reports(self, flight: Flight) -> Rows:
-        """Wait for the reports of all islands and return them.
+        """Wait for all islands' reports and return them.
 
-        An all-zero report means that its island sends no sums.
+        A report that contains only zeros means that its island sends no sums.
         """
         if isinstance(flight.report, Message):
             rows = flight.report.wait().cpu().contiguous()
@@ -240,7 +237,10 @@ class DelayedSums:
         return flight.report
 
     def take_due(self, step: int) -> Flight | None:
-        """Return the sums of step `step`, or None if it sent no sums. Drop older sums."""
+        """Drop sums from before step `step`, and return the sums of that step.
+
+        Returns None if the step sent no sums.
+        """
         while self.flights and self.flights[0].step < step:
             self.flights.popleft().wait()
         is_due = self.flights and self.flights[0].step == step
@@ -255,7 +255,7 @@ class DelayedSums:
             self.flights.popleft().wait()
 
     def use(self, flight: Flight, factor: float) -> None:
-        """Replace the gradients with the total of `flight`, times `factor`.
+        """Replace the gradients with the totals in `flight`, times `factor`.
 
         Collective over the island.
         """
@@ -269,9 +269,9 @@ class DelayedSums:
         self._gradients.forget_squares(range(len(self._buckets)))
 
     def fill_with_nan(self, used: Sequence[bool]) -> None:
-        """Set the gradients of the parameters flagged in `used` to NaN, as in a non-finite step.
+        """Set the gradients of parameters flagged in `used` to NaN, as in a non-finite step.
 
-        Other gradients become 0, so that a user who replaces the NaN values has repaired the step.
+        Other gradients become 0. So a user who replaces the NaN values has repaired the step.
         """
         for bucket in self._buckets:
             value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]
@@ -282,10 +282,7 @@ class DelayedSums:
         self._gradients.forget_squares(range(len(self._buckets)))
 
     def whole(self, index: int, part: Tensor) -> Tensor:
-        """All-gather the full bucket `index` from each rank's `part`.
-
-        Collective over the island.
-        """
+        """Gather the full bucket `index` from the ranks' parts. Collective over the island."""
         if self._group.size == 1:
             return part
         layout, (first, end) = self._buckets[index].layout, self.parts[index]
@@ -298,8 +295,9 @@ class DelayedSums:
     def forget(self) -> None:
         """Wait for messages in transit and drop them. Collective over all ranks.
 
-        If an island is still in a step, an all-zero report tells it that no sums follow. Raises
-        UsageError on all ranks if some islands have sent sums more often than others.
+        An island that is still in a step receives a report that contains only zeros, because no
+        sums follow. Raises UsageError on all ranks if some islands have sent sums more often than
+        others.
         """
         # Send the report before the gather. An island that is still in a step waits for this
         # island's report, and would never reach the gather.
@@ -330,7 +328,7 @@ class DelayedSums:
         self._clear_residuals()
 
     def expect(self, step: int, report: Rows) -> None:
-        """Add an all-zero flight for step `step`. Loading a checkpoint fills in the sums."""
+        """Add zeros as the pending sums of step `step`. Loading a checkpoint fills them in."""
         sums: list[Message | Tensor] = [
             torch.zeros(end - first, dtype=dtype, device=device)
             for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
@@ -346,7 +344,7 @@ _ORPHANED: list[deque[Flight]] = []
 
 
 def _await_later(sums: DelayedSums) -> None:
-    """Make the process wait at exit until all islands have received the messages of `sums`.
+    """Make the process wait at exit until all islands have received the messages from `sums`.
 
     An island that finishes first must not close its connections while other islands wait for its
     last message.

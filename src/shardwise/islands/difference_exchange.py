@@ -30,14 +30,14 @@ _AHEAD = 3
 
 @dataclass(frozen=True)
 class Message:
-    """An all-gather of the islands' messages that is in flight."""
+    """A pending all-gather of one message per island."""
 
     handle: Handle
     rows: Tensor
     """The messages of all islands, shape (islands, bytes), uint8."""
 
     def wait(self) -> Tensor:
-        """Wait for the messages of all islands and return them."""
+        """Wait for all islands' messages and return them."""
         self.handle.wait()
         self.handle.reusable()
         return self.rows
@@ -62,7 +62,7 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 class DifferenceExchange:
     """Exchanges differences from `anchor` between islands.
 
-    `peers` are the ranks with the same index in all islands.
+    `peers` are the ranks with the same index in all islands. `begun` is the initial `has_begun`.
     """
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
@@ -99,7 +99,7 @@ class DifferenceExchange:
         return frozenset(self._flying)
 
     def count(self, weight: float) -> None:
-        """Add the weight of a step of this island to every bucket."""
+        """Add a step of weight `weight` to every bucket's total."""
         # Each bucket has its own total, because buckets are sent after different steps.
         self.weights = [before + weight for before in self.weights]
 
@@ -121,9 +121,9 @@ class DifferenceExchange:
         return torch.cat([weight.to(packed.device), packed])
 
     def receive_mean(self, index: int) -> Tensor:
-        """Wait for bucket `index`'s differences and return their mean.
+        """Wait for all islands' differences for bucket `index` and return their mean.
 
-        It is cached until `arrive`.
+        The mean is cached until `arrive`.
         """
         sent = self._flying[index]
         if isinstance(sent, Message):
@@ -131,9 +131,9 @@ class DifferenceExchange:
         return sent
 
     def expect(self, index: int, due: int) -> None:
-        """Add an all-zero difference for bucket `index`, to be applied after step `due`.
+        """Add zeros as bucket `index`'s pending difference, to be applied after step `due`.
 
-        Loading a checkpoint fills it in.
+        Loading a checkpoint fills in the difference.
         """
         # If the settings have changed since the save, no difference may be due after that step.
         # Drop it.
@@ -142,7 +142,7 @@ class DifferenceExchange:
             self.due[index] = due
 
     def arrive(self, indices: Sequence[int]) -> None:
-        """Apply the differences in transit to these buckets' anchor and weights.
+        """Apply the pending mean differences to the anchor and weights of the buckets `indices`.
 
         Collective over the peers and the island.
         """
@@ -154,7 +154,7 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def exchange(self, indices: Sequence[int], due: int) -> None:
-        """Send these buckets' differences and apply their mean to anchor and weights.
+        """Send the differences of the buckets `indices`, and apply their means immediately.
 
         Collective over the peers and the island.
         """
@@ -171,10 +171,10 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def gather_at_once(self, indices: Sequence[int], due: int, report: Tensor) -> list[Tensor]:
-        """Send these buckets and a report (flat uint8) in a single message per elastic island.
+        """Send the buckets `indices` and a report (flat uint8) in a single message per rank.
 
-        Returns the reports of all participating islands. Collective over all ranks. The differences
-        are applied later, in `arrive`.
+        Returns the reports from all participating islands. Collective over all ranks. Call `arrive`
+        to apply the differences.
         """
         # Use a single message, because an island may fail between two messages. On every rank, an
         # island thus contributes either to the mean of all buckets or of none.
@@ -188,7 +188,7 @@ class DifferenceExchange:
         return [row[0] for row in rows]
 
     def _apply(self, index: int) -> None:
-        """Update bucket `index`'s anchor and weights with its mean difference."""
+        """Apply bucket `index`'s mean difference to its anchor and weights."""
         self.anchor.apply(index, self.receive_mean(index))
         self._sent.pop(index, None)
         del self._flying[index], self.due[index]

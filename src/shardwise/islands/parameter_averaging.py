@@ -1,9 +1,9 @@
-"""Averages the parameters of islands every H steps.
+"""Averages the islands' parameters every H steps.
 
     after step n    exchange each bucket that is due (difference_exchange.py)
                     if n is a multiple of H: also exchange a small message, an IslandReport
 
-Islands send nothing in the other steps.
+Islands send nothing after other steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WEIGHT = "weight"
 
 
 class IslandReport(NamedTuple):
-    """The report that an island sends with its differences. Each field has 8 bytes."""
+    """An island's report, which it sends with its differences. Each field has 8 bytes."""
 
     loss: float
     weight: float
@@ -56,7 +56,7 @@ class IslandReport(NamedTuple):
 
 @dataclass(frozen=True)
 class SentBuffers:
-    """The buffers that the forward pass changes, as they were when a report was sent."""
+    """The buffers that the forward pass changes, with their values when a report was sent."""
 
     form: int
     rows: float
@@ -166,7 +166,7 @@ class ParameterAveraging(StepHooks):
     # -- around a step ----------------------------------------------------------------------
 
     def before_step(self, engine: HookedEngine) -> None:
-        """At the first step, initialise the anchor from the weights. Collective over all ranks.
+        """Initialise the anchor from the weights, at the first step. Collective over all ranks.
 
         This cannot happen earlier, because user code may load or change weights before the first
         step.
@@ -200,8 +200,8 @@ class ParameterAveraging(StepHooks):
     ) -> tuple[StepTotals, StepStats]:
         """Average the buckets that are due.
 
-        A request to stop, or a failed save, is held back until the next report, because all islands
-        must learn about it at the same step.
+        Requests to stop and failed saves are held back until the next report, because all islands
+        must learn about them at the same step.
         """
         self._asked = max(self._asked, totals.asked)
         self._unsaved |= totals.unsaved
@@ -231,7 +231,7 @@ class ParameterAveraging(StepHooks):
     def _average(self, engine: HookedEngine, stats: StepStats) -> list[IslandReport] | None:
         """Send and apply the differences of the buckets that are due.
 
-        Returns the reports of all islands, or None if no reports are due in this step.
+        Returns all islands' reports, or None if no reports are due in this step.
         """
         rule, exchange, step = self._rule, self.exchange, engine.steps
         buffers, count = engine.buffers, exchange.buckets
@@ -284,7 +284,7 @@ class ParameterAveraging(StepHooks):
         return send(self.peers, report.to(self.peers.small_device))
 
     def _pack_report(self, buffers: Buffers, step: int, stats: StepStats) -> Tensor:
-        """Return this island's report as uint8, and record the current values of the buffers."""
+        """Return this island's report as uint8, and record the buffers' current values."""
         # Record them now rather than when the reports arrive: with `--late`, training continues in
         # the meantime, and the mean must be over the same step on all islands.
         self._sent = SentBuffers(_form(buffers), buffers.rows, buffers.values())
@@ -300,7 +300,7 @@ class ParameterAveraging(StepHooks):
         return torch.tensor(report, dtype=torch.float64).view(torch.uint8)
 
     def _receive_reports(self, buffers: Buffers) -> list[IslandReport] | None:
-        """Return the reports of all islands, and average the buffers. Collective over the peers.
+        """Return all islands' reports, and average the buffers. Collective over the peers.
 
         Returns None if the reports were sent before this run was resumed. Raises UsageError or
         ModelMismatch if islands have diverged.
@@ -331,9 +331,10 @@ class ParameterAveraging(StepHooks):
         return reports
 
     def _average_buffers(self, buffers: Buffers, sent: SentBuffers) -> None:
-        """Set the buffers to their mean over islands, weighted by the rows of the last step.
+        """Set the buffers to their mean over islands, weighted by each island's row count.
 
-        With `--late`, changes since the buffers were sent are preserved.
+        The rows are those of the last step before the buffers were sent. With `--late`, changes
+        since then are preserved.
         """
         if not sent.values.numel():
             return
@@ -350,14 +351,14 @@ class ParameterAveraging(StepHooks):
 
 
 def _form(buffers: Buffers) -> int:
-    """Return a checksum of the set of buffers that the forward pass changes."""
+    """Return a checksum that identifies the buffers that the forward pass changes."""
     return crc32(str(buffers.form()).encode())
 
 
 def check_reports(reports: list[IslandReport], islands: Sequence[int]) -> None:
     """Raise an error if islands have made different numbers of steps or have different anchors.
 
-    All peers raise the same error: UsageError for steps, ModelMismatch for anchors.
+    Steps raise UsageError, anchors ModelMismatch. All peers raise the same error.
     """
     first = islands[0]
     for island, report in zip(islands, reports, strict=True):

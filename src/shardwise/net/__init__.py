@@ -1,12 +1,13 @@
-"""Finds out the rank of a process and connects it to the other ranks.
+"""Determines the rank of a process and connects it to the other ranks.
 
 identity.py, environment.py  rank and size, and the environment variables that hold them
-launchers/                   read rank and size from the variables of each launcher
+launchers/                   reads rank and size from each launcher's variables
 rpc.py, authentication.py    authenticated messages between processes
-rendezvous.py                connects all ranks: through rendezvous_file.py or torchrun_store.py
+rendezvous.py                connects all ranks, with rendezvous_file.py or torchrun_store.py
 store.py, listeners.py       rank 0's key-value store; blocks new connections to Gloo's sockets
 network.py, hosts.py         network interfaces and addresses; host lists
-progress.py, error_file.py   reports from a rank to its launcher (files: private_files.py)
+progress.py, error_file.py   reports from a rank to its launcher
+private_files.py             files that only this user can read
 restarts.py                  decides whether to restart a failed run
 python_command.py            builds the command line that runs a Python module
 """

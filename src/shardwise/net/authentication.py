@@ -1,8 +1,8 @@
-"""Proves that a process knows the secret of its run, and authenticates messages. Does no I/O.
+"""Proves that a process knows its run's secret, and authenticates messages. Does no I/O.
 
 The accepting end of a connection has a *role*, such as b"status 3", which identifies its service
 and its process. The connecting end names the role that it wants to reach, and each proof covers the
-role. A proof that an attacker relays to a different process of the run is therefore invalid there.
+role. If an attacker relays a proof to a different process of the run, the proof is invalid there.
 
 Each message carries a MAC (message authentication code) over its sequence number and content. Every
 connection and direction has its own key. An attacker in between cannot change, repeat, drop or
@@ -29,11 +29,11 @@ _HEAD = _LENGTH + MAC
 
 
 class Forged(ValueError):
-    """Raised for received bytes that were not sealed by a process that knows the secret."""
+    """Raised if received bytes were not sealed by a process that knows the secret."""
 
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
-    """Return the MAC of the sequence `parts`."""
+    """Return the message authentication code (MAC) of the sequence `parts`."""
     # Each part is prefixed with its length. Otherwise ("ab", "c") and ("a", "bc") would have the
     # same MAC.
     whole = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
@@ -41,7 +41,7 @@ def mac(secret: bytes, *parts: bytes) -> bytes:
 
 
 def sealed(secret: bytes, purpose: str, data: bytes) -> bytes:
-    """Return `data` prefixed with its MAC, which is valid only for the purpose `purpose`."""
+    """Return `data` prefixed with its MAC, which is valid only for `purpose`."""
     return mac(secret, b"seal", purpose.encode(), data) + data
 
 
@@ -56,8 +56,8 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
 class Proof:
     """The proofs of both ends of a connection, for their two nonces and the accepting end's role.
 
-    `of_accepting` is the nonce of the accepting end, `of_connecting` the nonce of the connecting
-    end. If `of_connecting` is None, a new one is drawn.
+    `of_accepting` is the accepting end's nonce, and `of_connecting` the connecting end's. If
+    `of_connecting` is None, a new one is drawn.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether the peer knows the secret and meant to connect to this role."""
+        """Return whether `words` prove that the peer knows the secret and means this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:
-        """Return whether the accepting end has this role and knows the secret."""
+        """Return whether `answer` proves that the accepting end has this role and the secret."""
         return hmac.compare_digest(answer, self.answer)
 
     def seals(self, *, accepts: bool = False) -> Seals:
@@ -86,10 +86,10 @@ class Proof:
 
 
 class Seals:
-    """Authenticates the messages of one end of a connection.
+    """Authenticates the messages at one end of a connection.
 
-    It adds a MAC to each message sent, and checks the MAC of each message received. On the wire a
-    message consists of its length (4 bytes), its MAC and its content.
+    It adds a MAC to each message sent, and checks the MAC of each message received. Each message is
+    sent as its length (4 bytes), its MAC and its content.
     """
 
     def __init__(self, sends: bytes, receives: bytes) -> None:
@@ -121,7 +121,7 @@ class Seals:
         return max(0, _HEAD + length - len(self._rest))
 
     def next(self) -> bytes | None:
-        """Remove and return the next message, or return None if it is incomplete.
+        """Remove the next message from the buffer and return it. Return None if it is incomplete.
 
         Raises Forged if its MAC is wrong.
         """
@@ -139,14 +139,14 @@ class Seals:
         return message
 
     def sends_bulk(self) -> hmac.HMAC:
-        """Return a MAC for bulk data that is sent unsealed.
+        """Return a MAC for bulk data that is sent without `frame`.
 
         Update it with the data, and send its digest after the data.
         """
         return self._bulk(self._keys[0], self._sent)
 
     def receives_bulk(self) -> hmac.HMAC:
-        """Return the receiver's counterpart of the other end's `sends_bulk`."""
+        """Return a MAC for received bulk data. Its digest must equal the one from the sender."""
         return self._bulk(self._keys[1], self._received)
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Defines the environment variables that the launcher sets for each rank, and the run's secret.
 
-`launch/run_spec.py` builds the environment of a rank, and `launchers/detection.py` reads it back.
+`launch/run_spec.py` builds a rank's environment, and `launchers/detection.py` reads it back.
 """
 
 import difflib
@@ -89,7 +89,7 @@ def identity_variables(identity: Identity) -> dict[str, str]:
 
 
 def is_foreign(name: str) -> bool:
-    """Return whether the variable `name` may tell a process its rank, size or meeting place."""
+    """Return whether the variable `name` may set a process's rank, size or rendezvous address."""
     return name in FOREIGN or name.startswith(FOREIGN_PREFIXES)
 
 
@@ -152,7 +152,7 @@ def working_folder(environ: Mapping[str, str]) -> str:
 
 
 def draw_secret() -> str:
-    """Generate the secret that the processes of a run use to authenticate each other.
+    """Generate the secret with which a run's processes authenticate each other.
 
     `shardwise run` passes it to ranks in their environment, and to agents over ssh. Under other
     launchers, rank 0 generates it and writes it to a file that only the same user can read. If the

@@ -4,12 +4,12 @@ When several ranks fail, most of them only report that another rank is gone. Eac
 terminated by an exception writes an error file with the time, so that the launcher can show the
 original cause.
 
-A *refusal* is an error about incorrect use of the library. Its message is sufficient, and the
-traceback through our code adds nothing. If all ranks report the same refusal, the launcher shows it
-once. Without a launcher, each rank shows its own.
+A *refusal* is an error about incorrect use of the library. Its message is sufficient: the traceback
+through our code adds nothing. If all ranks report the same refusal, the launcher shows it once.
+Without a launcher, each rank shows its own.
 
-the user's line ─▶ only frames of ours ─▶ an error of ours              a refusal
-                ─▶ the same, caused by an error in the user's code      no refusal: both are shown
+    user code ─▶ our code raises one of our errors             a refusal
+    the same, but an error in user code caused our error       not a refusal: both are shown
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def write(folder: Path, error: BaseException, text: str, refusal: str = "") -> N
 
 
 def _blames(error: BaseException) -> bool:
-    """Return whether the cause is probably on another rank."""
+    """Return whether the cause of `error` is probably on another rank."""
     named = isinstance(error, ShardwiseError) and bool(error.at_fault)
     return named or isinstance(error, CollectiveError)
 
@@ -162,7 +162,7 @@ def _message(error: BaseException) -> str:
 
 
 def read(folder: Path) -> dict[int, ErrorReport]:
-    """Read the error files in `folder`. Return the reports by rank."""
+    """Read the error files in `folder`, and return the reports by rank."""
     found = (ErrorReport(**json.loads(path.read_text())) for path in folder.glob("[0-9]*.json"))
     return {report.rank: report for report in found}
 
@@ -175,7 +175,7 @@ _BEFORE_USERS = {OURS / "adopt.py", OURS / "launch" / "function_rank.py"}
 def refusal_sentence(error: BaseException) -> str:
     """Return a refusal's one-line text: its message, and the lines of user code that led to it.
 
-    Returns "" if `error` is not a refusal and needs its traceback.
+    Returns "" if `error` is not a refusal, because its traceback must be shown.
     """
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""
@@ -215,7 +215,7 @@ def _place(frame: traceback.FrameSummary) -> str:
 
 
 def _files(trace: TracebackType | None) -> list[Path]:
-    """Return the file of each frame of a traceback, outermost first."""
+    """Return the file of each frame in a traceback, outermost first."""
     found = []
     for frame, _ in traceback.walk_tb(trace):
         name = frame.f_code.co_filename
@@ -227,7 +227,7 @@ def _files(trace: TracebackType | None) -> list[Path]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions that a traceback of `error` would show as its causes."""
+    """Yield the exceptions that `error`'s traceback would show as its causes."""
     seen = [error]
     while True:
         found = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -239,7 +239,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def is_users(file: Path) -> bool:
-    """Return whether a file is user code, not part of Shardwise, torch or the standard library."""
+    """Return whether `file` is user code, not part of Shardwise, torch or the standard library."""
     # An installed package counts as user code, because the user's own project may be installed.
     if str(file).startswith("<frozen ") or not {OURS, _torch()}.isdisjoint(file.parents):
         return False

@@ -1,6 +1,6 @@
-"""Parses the hosts of a run (`-H`, hostfiles) and assigns ranks to them.
+"""Parses a run's hosts (`-H`, hostfiles) and assigns ranks to them.
 
-All of these forms are equivalent:
+All of these forms are supported:
 
     -H alice@node1:4,[fd00::2]:2        as in mpirun
 
@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its name or address for ssh, and its number of slots, or None if not specified."""
+    """A host: its name or address for ssh, its slots (None if not given), and the user there."""
 
     name: str
     slots: int | None = None
@@ -71,7 +71,7 @@ _HOST = re.compile(
 
 
 def from_list(text: str) -> list[Host]:
-    """Parse the comma-separated hosts of `-H`. Raises LaunchError if one is malformed."""
+    """Parse `-H`'s comma-separated hosts. Raise LaunchError if one is malformed."""
     hosts = []
     for word in text.split(","):
         try:
@@ -82,7 +82,7 @@ def from_list(text: str) -> list[Host]:
 
 
 def read(path: Path) -> list[Host]:
-    """Read the hostfile at `path`. Raises LaunchError if it cannot be read or parsed."""
+    """Read the hostfile at `path`. Raise LaunchError if it cannot be read or parsed."""
     try:
         # Reading a FIFO or a terminal would block forever.
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -96,9 +96,9 @@ def read(path: Path) -> list[Host]:
 
 
 def from_file(text: str, name: str) -> list[Host]:
-    """Parse the contents `text` of a hostfile.
+    """Parse the text of a hostfile.
 
-    Raises LaunchError if a line is malformed. The message locates the error as `name`:line.
+    Raises LaunchError if a line is malformed. The message gives its location as `name`:line.
     """
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -132,7 +132,7 @@ def spread(
     Args:
         hosts: The hosts and their slots.
         total: The number of ranks, or None for one rank per slot. Earlier hosts are filled first.
-        per_host: The number of slots of hosts that do not specify one (default 1).
+        per_host: The number of slots on hosts that do not specify one (default 1).
 
     Raises:
         LaunchError: The ranks do not fit on the hosts, or `per_host` contradicts a host's slots.
@@ -166,7 +166,7 @@ def spread(
 
 
 def host_of(word: str) -> Host:
-    """Parse a host of the form `user@name:slots`. Raises ValueError with a message for the user."""
+    """Parse a host of the form `user@name:slots`. Raise ValueError with a message for the user."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
         raise ValueError(f"{word[:40] + '...'!r} is too long for a host name.")
     found = _HOST.fullmatch(word)
@@ -213,7 +213,8 @@ def _slots(text: str, word: str) -> int:
 def ranks(text: str, size: int, flag: str) -> tuple[int, ...]:
     """Parse a list of ranks such as "0,2-3".
 
-    Raises LaunchError, naming `flag`, if it is malformed or a rank is not below `size`.
+    Raises LaunchError if the list is malformed or a rank is not below `size`. The message names
+    `flag`.
     """
     found: set[int] = set()
     for word in text.split(","):

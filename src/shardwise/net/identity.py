@@ -16,14 +16,13 @@ class Identity:
         launcher: The name of the launcher.
         rank: The rank of this process.
         size: The number of ranks.
-        local_rank: The index of this rank among the ranks of its host.
+        local_rank: This rank's index among the ranks on its host.
         local_size: The number of ranks on this host.
         is_placed: False if the launcher does not reveal which ranks share a host. `local_rank` and
             `local_size` are then placeholders until the rendezvous.
         node: The index of this host, or None if the launcher does not provide it.
-        address: The host of rank 0, or None if unknown. If `port` is None, it is only a guess.
-        port: The port of rank 0, or None if the ranks must find each other through a rendezvous
-            file.
+        address: Rank 0's host, or None if unknown. This is only a guess if `port` is None.
+        port: Rank 0's port, or None if the ranks must find each other through a rendezvous file.
         listen_fd: Descriptor of a socket that rank 0 inherited and that already listens on `port`.
             No other process can therefore take the port before rank 0 uses it.
         job: A name that all ranks of this run share and no other run has, or None.
@@ -80,7 +79,8 @@ def read_integers(
 def read_integer(environ: Mapping[str, str], variable: str, launcher: str) -> int:
     """Read the integer in the environment variable `variable`.
 
-    Raises LaunchError, naming the variable and its launcher, if it is missing or not a number.
+    Raises LaunchError if the variable is missing or not a number. The message names the variable
+    and `launcher`.
     """
     text = environ.get(variable)
     if text is None:
@@ -102,7 +102,7 @@ def read_text(environ: Mapping[str, str], variable: str, launcher: str) -> str:
 
 
 def described(identity: Identity, environ: Mapping[str, str]) -> str:
-    """Return a text with one line per field of `identity`, naming the variable it was read from."""
+    """Return one line of text per field of `identity`, with the variable that provided it."""
     lines = [f"started by {identity.launcher}"]
     for name in ("rank", "size", "local_rank", "local_size", "node"):
         value, variable = getattr(identity, name), identity.variables.get(name)

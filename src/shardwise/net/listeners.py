@@ -30,15 +30,15 @@ _noted: deque[bytes] = deque(maxlen=64)
 
 
 def note(value: bytes) -> None:
-    """Remember a value that was set on the store, where Gloo publishes its listening addresses."""
+    """Store a value that was set on the store, where Gloo publishes its listening addresses."""
     _noted.append(value)
 
 
 def shut() -> None:
     """Block new connections to Gloo's listening sockets.
 
-    Call it once all ranks of Gloo's groups are connected. Does nothing if the kernel does not
-    support socket filters.
+    Call it once all ranks of Gloo's groups are connected. No-op if the kernel does not support
+    socket filters.
     """
     noted = list(_noted)
     _noted.clear()
@@ -56,7 +56,7 @@ def shut() -> None:
 
 
 def _listening() -> Iterator[socket.socket]:
-    """Yield a duplicate of each listening TCP socket of this process. The caller closes it."""
+    """Yield a duplicate of each listening TCP socket in this process. The caller closes it."""
     # Without /proc, as in some sandboxes and on other systems, the sockets stay open.
     for fd in os.listdir(_OPEN) if os.path.isdir(_OPEN) else ():
         with suppress(OSError):  # closed in the meantime, or not a socket

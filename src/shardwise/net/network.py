@@ -22,7 +22,7 @@ _ANY_PORT = 9
 def address_of_interface(name: str) -> str:
     """Return the address of interface `name`, preferring IPv4.
 
-    Raises LaunchError, listing the interfaces, if `name` is unknown or has no address.
+    Raises LaunchError if `name` is unknown or has no address. The message lists the interfaces.
     """
     found = [address for interface, address in _addresses() if interface == name]
     if found:
@@ -38,7 +38,7 @@ def address_of_interface(name: str) -> str:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the interface of this host that has `address`, or None."""
+    """Return the name of this host's interface that has `address`, or None."""
     plain = address.partition("%")[0]
     return next((name for name, held in _addresses() if held == plain), None)
 
@@ -80,7 +80,7 @@ def is_here(host: Host) -> bool:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """Yield (interface, address) pairs of this host, IPv4 first."""
+    """Yield this host's (interface, address) pairs, IPv4 first."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for name, _ in _indices():
             if (held := _address_four(probe, name)) is not None:
@@ -107,7 +107,7 @@ def _indices() -> list[tuple[str, int]]:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listen on `port` of `address`. Port 0 lets the kernel choose a free port.
+    """Listen on `port` at `address`. Port 0 lets the kernel choose a free port.
 
     Raises LaunchError if the port is in use or cannot be bound.
     """

@@ -1,4 +1,4 @@
-"""Reads and writes files that only this user can read or could have written.
+"""Reads and writes files that other users can neither read nor create.
 
 Other users of the host can guess names in the temporary folder, and create a link or a file there
 first. Ranks therefore use a subfolder that belongs to the user. It is trusted only if no other user
@@ -22,7 +22,7 @@ def folder_path() -> Path:
 
 
 def folder() -> Path:
-    """Return this user's folder, creating it if it is missing.
+    """Return this user's subfolder in the temporary folder, creating it if it is missing.
 
     Raises LaunchError if it cannot be created, or if other users may access it.
     """
@@ -51,19 +51,19 @@ def folder() -> Path:
 
 
 def tidy() -> None:
-    """Remove the folder if it is empty."""
+    """Remove this user's folder if it is empty."""
     with suppress(OSError):
         folder_path().rmdir()
 
 
 def create(place: Path) -> BinaryIO:
-    """Create a file that only this user can read. Raises OSError if it fails or `place` exists."""
+    """Create a file that only this user can read. Raise OSError if it fails or `place` exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags, 0o600), "wb")
 
 
 def write(place: Path, text: str, aside: str = ".writing-") -> None:
-    """Write `text` to `place` atomically, readable only by this user. Raises OSError on failure.
+    """Write `text` to `place` atomically, readable only by this user. Raise OSError on failure.
 
     The text is first written to a file whose name starts with `aside`, which is then renamed.
     """
@@ -77,10 +77,7 @@ def write(place: Path, text: str, aside: str = ".writing-") -> None:
 
 
 def _create_in_folder(place: Path) -> BinaryIO:
-    """Create a file with `create`.
-
-    If another run has just removed the folder, this recreates it.
-    """
+    """Create the file `place`, and its folder too if another run has just removed the folder."""
     while True:
         try:
             return create(place)
@@ -93,7 +90,7 @@ def _create_in_folder(place: Path) -> BinaryIO:
 def opened(place: Path) -> BinaryIO | None:
     """Open the file at `place` for reading.
 
-    Returns None if it is missing, or if another user could have created it.
+    Returns None if the file is missing, or if another user could have created it.
     """
     try:
         # O_NONBLOCK: opening a pipe that someone put there must not block.
@@ -112,7 +109,10 @@ def opened(place: Path) -> BinaryIO | None:
 
 
 def read(place: Path) -> str | None:
-    """Return the text of the file at `place`, or None if `opened` returns None."""
+    """Return the text of the file at `place`.
+
+    Returns None if the file is missing, or if another user could have created it.
+    """
     file = opened(place)
     if file is None:
         return None
@@ -121,5 +121,5 @@ def read(place: Path) -> str | None:
 
 
 def commit_file(run: str) -> str:
-    """Return the file name, in this user's folder, of the last commit of the elastic run `run`."""
+    """Return the name of the file that holds the elastic run `run`'s last commit."""
     return f"shardwise-commit-{run}"

@@ -1,9 +1,9 @@
-"""Records the progress of a rank in a memory-mapped file that its launcher reads.
+"""Records a rank's progress in a memory-mapped file that its launcher reads.
 
     saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
 Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
-almost nothing, and the launcher can read the record even after the rank was killed.
+almost nothing. The launcher can read the record even after the rank was killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Progress:
 
 
 class ProgressWriter:
-    """The rank's side of the record. Without a launcher, it writes to private memory."""
+    """Writes this rank's record. Without a launcher, it writes to private memory."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
@@ -92,18 +92,18 @@ class ProgressWriter:
         self._numbers[_RESUMES] = 1
 
     def stepped(self, engine: int, steps: int) -> None:
-        """Record that the engine with index `engine` has completed `steps` steps."""
+        """Record that engine number `engine` has completed `steps` steps."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine] = steps
 
     def kept(self, engine: int, steps: int) -> None:
-        """Record that a complete checkpoint covers the first `steps` steps of the engine."""
+        """Record that a complete checkpoint covers engine number `engine`'s first `steps` steps."""
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine + 1] = steps
 
 
 def read(folder: Path, rank: int) -> Progress | None:
-    """Read the progress of `rank` from `folder`, or return None if it has recorded none."""
+    """Read `rank`'s progress from `folder`, or return None if it has recorded none."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def _path(folder: Path, rank: int) -> Path:
 def mark_ended_early(folder: Path, rank: int) -> None:
     """Tell the ranks on this host, through the report folder, that `rank` exited with code 0.
 
-    Call it only once the rank has left no processes: a background process may still join.
+    Call it only once the rank has left no processes: a background process could still join the run.
     """
     with suppress(OSError):  # a full disk: the other ranks then wait until --timeout
         _ended_mark(folder, rank).touch()

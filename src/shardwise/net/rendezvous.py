@@ -3,9 +3,9 @@
     rank 0       listens ─▶ writes a file ─▶ waits for all ranks ─▶ removes it, sends its address
     other ranks  read the file ─▶ connect ─▶ proof ─▶ register ─▶ wait ─▶ choose the interface
 
-The rendezvous file (net/rendezvous_file.py) holds the secret, which both ends prove that they know.
-No file is needed if the launcher gives all ranks the secret and rank 0's address. Under torchrun,
-ranks meet on torchrun's own store (torchrun_store.py).
+The rendezvous file (net/rendezvous_file.py) holds the secret. Both ends of a connection prove that
+they know it. No file is needed if the launcher gives all ranks the secret and rank 0's address.
+Under torchrun, ranks meet on torchrun's own store (torchrun_store.py).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ TWICE = "twice"
 class Rendezvous(NamedTuple):
     """The result of the rendezvous: a store and the run's secret.
 
-    `is_open` is True if the secret was handed to anybody who could reach the store. `close` closes
-    the store.
+    `is_open` is True if anybody who could reach the store received the secret. `close` closes the
+    store.
     """
 
     store: Store
@@ -75,10 +75,10 @@ class _Terms:
     """Parameters of a rendezvous.
 
     Args:
-        identity: The rank of this process.
+        identity: This process's rank.
         timeout: Limit for the whole rendezvous, in seconds.
         deadline: The monotonic time when the limit expires.
-        address: Host and port of rank 0 if the launcher or the user specified them, otherwise None.
+        address: Rank 0's host and port if the launcher or the user specified them, otherwise None.
         path: The rendezvous file, or None if the ranks need no file.
         secret: The run's secret if the launcher or the user gave it to all ranks, otherwise None.
     """
@@ -101,7 +101,7 @@ class _Terms:
         return max(0.0, self.deadline - time.monotonic())
 
     def read_file(self) -> RendezvousFile | None:
-        """Return the content of rank 0's rendezvous file, or its equivalent for a given address."""
+        """Return rank 0's rendezvous file, or an equivalent object if the address is given."""
         if self.path is not None:
             return rendezvous_file.read(self.path)
         assert self.address is not None
@@ -117,7 +117,7 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
     Sets GLOO_SOCKET_IFNAME to the interface that leads to rank 0, unless the user has set it.
 
     Args:
-        identity: The rank of this process.
+        identity: This process's rank.
         timeout: Seconds to wait for all ranks.
         place: The `rendezvous` setting: HOST:PORT of rank 0, a folder shared by all hosts, or None.
 
@@ -173,7 +173,7 @@ def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | N
 
 
 def _host(terms: _Terms) -> Rendezvous:
-    """Host the store. Returns once all other ranks have registered."""
+    """Host the store, and return once all other ranks have registered."""
     identity, listening = terms.identity, _listen(terms)
     port, secret = listening.getsockname()[1], terms.secret or environment.draw_secret()
     # In an open run, ranks know no secret before they connect. They prove that they know the empty
@@ -217,7 +217,7 @@ def _listen(terms: _Terms) -> socket.socket:
 
 
 def _own_address(host: str, identity: Identity) -> str:
-    """Resolve `host` to a listening address, or to "" (all addresses) if it is not ours.
+    """Resolve `host` to an address to listen on, or "" (all addresses) if it is not this host's.
 
     `host` may be the address of a different device, such as a load balancer, or a loopback address
     that other hosts cannot reach.
@@ -255,7 +255,7 @@ def _announce(terms: _Terms, port: int, secret: str) -> AbstractContextManager[N
 
 
 def _await_all(terms: _Terms, store: HostStore) -> None:
-    """Wait until all ranks have registered. Raises LaunchError if some never do."""
+    """Wait until all ranks have registered. Raise LaunchError if some never do."""
     identity, warning = terms.identity, time.monotonic() + WARN
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
@@ -305,7 +305,7 @@ class LocalRanks:
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
-        """Return whether too few ranks have been running here for `STARTING` seconds."""
+        """Return whether some of this host's ranks have been missing for `STARTING` seconds."""
         living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None
@@ -345,7 +345,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _join(terms: _Terms) -> Rendezvous:
-    """Connect to rank 0's store. Returns once all ranks have registered."""
+    """Connect to rank 0's store, and return once all ranks have registered."""
     trouble = ""
     refused_since: float | None = None  # time since which every answer has been "another secret"
     while terms.left:

@@ -1,10 +1,10 @@
-"""Writes and reads the rendezvous file, which holds rank 0's address and the secret of the run.
+"""Writes and reads the rendezvous file, which holds rank 0's address and the run's secret.
 
 mpirun and srun do not give processes an address for their rendezvous. Rank 0 then listens on a port
 chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
 single host, the file is in the user's own temporary folder. Otherwise it is in the working
-directory, which the hosts of a cluster usually share. Only the same user can read it. Rank 0
-removes the file once all ranks have registered.
+directory, which the hosts of a cluster usually share. Only the same user can read the file. Rank 0
+removes it once all ranks have registered.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ class RendezvousFile:
 
     Args:
         addresses: Names or addresses of rank 0's host, the most likely to work first.
-        port: The port of rank 0.
-        host: The host name of rank 0.
-        pid: The process id of rank 0.
+        port: Rank 0's port.
+        host: Rank 0's host name.
+        pid: Rank 0's process id.
         secret: The run's secret, or "" if the ranks read it from their environment.
-        began: The start time of rank 0 (see `start_time`).
+        began: Rank 0's start time (see `start_time`).
     """
 
     addresses: tuple[str, ...]
@@ -58,11 +58,11 @@ class RendezvousFile:
 
 
 def path(identity: Identity, folder: str | None = None, run: str | None = None) -> Path:
-    """Return the path of this run's file. It is the same on all ranks.
+    """Return the path of this run's file, which is the same on all ranks.
 
     Args:
-        identity: The rank of this process.
-        folder: The folder of the file, or None for the default.
+        identity: This process's rank.
+        folder: The folder for the file, or None for the default.
         run: A name for the run, or None to derive one from the launcher.
 
     Raises:
@@ -111,9 +111,9 @@ def _own_number(name: str) -> str | None:
 
 @contextmanager
 def publish(place: Path, file: RendezvousFile) -> Iterator[None]:
-    """Context manager that writes the file to `place`, and removes it on exit or SIGTERM.
+    """Return a context manager that writes `file` to `place`, and removes it on exit or SIGTERM.
 
-    Raises LaunchError if the file of another running process on this host is already there.
+    Raises LaunchError if `place` holds the file of another running process on this host.
     """
     _remove_stale(place.parent)
     before = read(place)
@@ -172,7 +172,7 @@ def _remove_stale(folder: Path) -> None:
 
 
 def _is_needed(old: Path) -> bool:
-    """Return whether the process that wrote a file may still be running on any host."""
+    """Return whether the process that wrote the file `old` may still be running on any host."""
     if old.name.startswith(DRAFT):
         return False
     file = read(old)
@@ -191,7 +191,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, which stops a run, so that cleanup code runs."""
+    """Return a context manager in which SIGTERM raises SystemExit, so that cleanup code runs."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -208,7 +208,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def name_by_process() -> str:
-    """Return a name for the run: the id and start time of the process that started this rank."""
+    """Return a run name made from the id and start time of the process that started this rank."""
     # There may be a wrapper script between launcher and rank, so search all ancestors. If none is a
     # known launcher, use the parent.
     pid = launcher_process() or os.getppid()
@@ -217,7 +217,7 @@ def name_by_process() -> str:
 
 
 def _name_by_hydra(identity: Identity) -> str | None:
-    """Return a name for the run if MPICH's mpiexec started it, or None for other launchers."""
+    """Return a run name if MPICH's mpiexec started the run, or None for other launchers."""
     # mpiexec does not give ranks a run name. But the proxies that start the ranks on each host are
     # passed mpiexec's address, `--control-port HOST:PORT`, which is unique at any time.
     pid = launcher_process() if "PMI_RANK" in identity.variables.values() else None
@@ -229,6 +229,9 @@ def _name_by_hydra(identity: Identity) -> str | None:
 
 
 def launcher_process(pid: int | None = None) -> int | None:
-    """Return the nearest ancestor of `pid` (default: this process) that is a launcher, or None."""
+    """Return the id of the nearest ancestor that is a launcher, or None.
+
+    `pid` is the process whose ancestors are searched (default: this process).
+    """
     above = processes.ancestors(pid)
     return next((each for each, name in above if name in launcher_detection.PROCESSES), None)

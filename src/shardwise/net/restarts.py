@@ -1,4 +1,4 @@
-"""Decides whether to restart a failed run, and writes the message about it."""
+"""Decides whether to restart a failed run, and writes a message about the decision."""
 
 import signal
 from collections.abc import Callable
@@ -16,7 +16,7 @@ SAVED = 75
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A failure of a run. A run that stops on request has not failed.
+    """A failure that ends a run. A run that stops on request has not failed.
 
     Args:
         what: Text that names the event and its rank or host.
@@ -51,7 +51,7 @@ class Ending:
 class Restarts:
     """Counts failures and decides whether to restart. No side effects.
 
-    `allowed` limits the total number of restarts, of the run and of single islands.
+    `allowed` limits the total number of restarts, including those of single islands.
     """
 
     def __init__(self, allowed: int) -> None:
@@ -70,11 +70,11 @@ class Restarts:
         return self.number > self.allowed
 
     def island_started(self) -> None:
-        """Count the restart of a single island while the other islands kept running."""
+        """Count a single island's restart, during which the other islands kept running."""
         self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
-        """Count `failure`. Return whether to restart the run, and a message about it, or ""."""
+        """Count `failure`. Return whether to restart the run, and a message for the user or ""."""
         progress = failure.progress or Progress(step=0, kept=0)
         number, is_spent = self.number, self.is_spent
         self._failures.append((progress.step, progress.kept))
@@ -97,7 +97,7 @@ class Restarts:
 
 
 def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
-    """Run `once` until it succeeds or the restarts are used up. Return the exit code."""
+    """Call `once` until it returns no failure or no restart is left. Return the exit code."""
     ending = last_ending(restarts, once, say)
     say(ending.words)
     return ending.code
@@ -106,7 +106,7 @@ def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str]
 def last_ending(
     restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]
 ) -> Ending:
-    """Run `once` until it succeeds or the restarts are used up. Return the last result."""
+    """Call `once` until it returns no failure or no restart is left. Return the last ending."""
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)
@@ -125,7 +125,7 @@ def _where(progress: Progress) -> str:
 
 
 def resume_point(progress: Progress) -> str:
-    """Return a text that says where the next start resumes, and how many steps are lost."""
+    """Return a phrase that says where the next start resumes, and how many steps are lost."""
     lost = progress.step - (progress.kept if progress.resumes else 0)
     steps = f"{lost} step{'s' * (lost != 1)} {'is' if lost == 1 else 'are'} lost"
     if progress.kept and progress.resumes:

@@ -13,8 +13,8 @@
 A peer without the secret is disconnected before anything but its proof is read. A silent peer does
 not delay other peers.
 
-Four protocols do not use this module. An ssh agent sends its messages over the standard streams of
-ssh, which has already authenticated both ends. There they are mixed with lines that the login
+Four protocols do not use this module. An ssh agent sends its messages over ssh's standard streams,
+because ssh has already authenticated both ends. There they are mixed with lines that the login
 prints (launch/ssh/protocol.py). The other three use Unix sockets, because they pass file
 descriptors or are on the hot path: comm/socket_mesh.py, the links between rank and launcher, and
 the fork server of tools/verify.
@@ -125,7 +125,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decode a message from `encode`. Raises ValueError if it is not valid JSON."""
+    """Decode a message from `encode`. Raise ValueError if it is not valid JSON."""
     return json.loads(data, object_hook=_restore_bytes)
 
 
@@ -146,8 +146,8 @@ def connect(
     """Connect to a server and authenticate.
 
     Args:
-        place: The host and port of the server.
-        secret: The secret of the run.
+        place: The server's host and port.
+        secret: The run's secret.
         role: The role that the server must have (see authentication.py).
         until: The deadline (monotonic clock, in seconds).
         reach: Limit in seconds for the TCP connection, excluding authentication. None for no limit
@@ -194,7 +194,7 @@ def _exactly(peer: socket.socket, count: int, until: float) -> bytes:
 
 
 class Link:
-    """One end of a connection in an event loop. Queues data while the socket's buffer is full."""
+    """One end of a connection in an event loop, which queues data while the socket is full."""
 
     def __init__(self, connection: Connection) -> None:
         self.socket, self._seals = connection.socket, connection.seals
@@ -206,7 +206,7 @@ class Link:
 
     @property
     def has_unsent(self) -> bool:
-        """True if some queued bytes have not been accepted by the socket yet."""
+        """True if the socket has not accepted all queued bytes yet."""
         return bool(self._unsent)
 
     @property
@@ -267,7 +267,7 @@ class Link:
 
 
 def listen(address: str) -> socket.socket:
-    """Listen on `address`, on a free port chosen by the kernel. Raises OSError on failure."""
+    """Listen on `address`, on a free port chosen by the kernel. Raise OSError on failure."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, 0), family=family, backlog=1024)
     _opened.add(listener)
@@ -287,12 +287,12 @@ class _Stranger:
 class Acceptor:
     """Accepts connections and authenticates several peers concurrently.
 
-    As a context manager, it closes unauthenticated peers, but neither the listener nor the bell.
+    As a context manager, it closes unauthenticated peers, but neither `listener` nor `bell`.
 
     Args:
         listener: The listening socket.
         secret: The secret that peers must know.
-        role: The role of this process. Peers that want to reach a different role are disconnected.
+        role: This process's role. Peers that want to reach a different role are disconnected.
         bell: A socket that makes `accept` return None once it becomes readable.
     """
 
@@ -322,7 +322,7 @@ class Acceptor:
     def accept(self, until: float | None = None) -> Connection | None:
         """Return the next authenticated connection.
 
-        Returns None once the bell is readable, or at the monotonic time `until`.
+        Returns None if the bell becomes readable, or at the monotonic time `until`.
         """
         while until is None or time.monotonic() < until:
             # All strangers get the same time to authenticate, so the first one times out first.
@@ -368,7 +368,7 @@ class Acceptor:
     def _read_proof(self, stranger: _Stranger) -> Connection | None:
         """Read more of a peer's proof.
 
-        Return the connection once the proof is complete and valid.
+        Return the connection if the proof is complete and valid, otherwise None.
         """
         try:
             # Do not read past the proof: the messages that follow belong to the connection.
@@ -402,9 +402,9 @@ class Acceptor:
 class Server:
     """Accepts connections in a thread and calls `handle` for each.
 
-    It owns `listener`. Each connection is handled in its own thread or, if `one_by_one` is true, in
-    the accepting thread, one after the other. If a handler raises OSError, or an error caused by a
-    malformed message, only its own connection is closed.
+    It owns `listener`. If `one_by_one` is true, connections are handled one after the other in the
+    accepting thread, otherwise each in its own thread. If a handler raises OSError, or an error
+    caused by a malformed message, only its own connection is closed.
     """
 
     def __init__(
@@ -425,12 +425,12 @@ class Server:
         self._thread = self._start(self._accept, listener, secret, role, rung)
 
     def accept_no_more(self, seconds: float | None = None) -> None:
-        """Stop accepting connections. Waits at most `seconds` seconds for the accepting thread."""
+        """Stop accepting connections. Wait at most `seconds` seconds for the accepting thread."""
         self._bell.close()
         self._thread.join(seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Close all connections. Waits at most `seconds` seconds for each handler."""
+        """Close all connections. Wait at most `seconds` seconds for each handler."""
         self.accept_no_more(seconds)
         with self._lock:
             handlers = dict(self._handlers)
@@ -470,7 +470,7 @@ class Server:
 
 
 class Endpoint(NamedTuple):
-    """The address, port and role of a server (see authentication.py)."""
+    """A server's address, port and role (see authentication.py)."""
 
     address: str
     port: int
@@ -484,7 +484,7 @@ def call_all(
 
     Args:
         places: The servers by key.
-        secret: The secret of the run.
+        secret: The run's secret.
         request: The request: JSON values, which may contain bytes.
         patience: Seconds to wait for replies.
 

@@ -3,8 +3,8 @@
     rank 0       KeyValueTable ◀─ HostStore
     other ranks  ClientStore ─▶ own connection (rpc.py) ─▶ own thread on rank 0 ─▶ KeyValueTable
 
-torch's TCPStore serves anybody who connects. This store requires the secret, and once all ranks
-have registered, it accepts no new connections. A rank uses the same connection all the time.
+torch's TCPStore serves anybody who connects. This store requires the secret. Once all ranks have
+registered, it accepts no new connections, and each rank continues to use its first one.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class KeyValueTable:
 
 
 class _TableStore(Store):
-    """Base class of stores that give a table torch's Store interface.
+    """Base class for stores that expose a `KeyValueTable` through torch's Store interface.
 
     torch calls these methods from Python and C++. `timeout` is the default limit for waits, in
     seconds.
@@ -161,9 +161,10 @@ class _TableStore(Store):
 
 
 class HostStore(_TableStore):
-    """Rank 0's side of the store.
+    """Rank 0's side of the store, which holds the table.
 
-    Until `accept_no_more`, it accepts ranks that know `secret` on `listener`, which it owns.
+    It owns `listener`. Until `accept_no_more`, it accepts connections from ranks that know
+    `secret`.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
@@ -188,7 +189,7 @@ class HostStore(_TableStore):
         self._server.close(0.0)
 
     def _serve(self, connection: rpc.Connection) -> None:
-        """Answer a rank's requests until it disconnects."""
+        """Answer a rank's requests until the rank disconnects."""
         while (request := connection.receive()) is not None:
             verb, *given = rpc.decode(request)
             connection.send(rpc.encode(self._answer(verb, given)))

@@ -2,7 +2,8 @@
 
 Anybody who reaches that store can read and write it, so it must not hold the run's secret. On a
 single host, rank 0 writes the secret to a file that only the same user can read. On several hosts,
-the user supplies the secret. Otherwise the run is open, and prints a warning.
+the user supplies the secret. If the user supplies none, anybody who reaches the store can join the
+run, and rank 0 prints a warning.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def has_store() -> bool:
 
 
 def exposed() -> str:
-    """Return the warning about torchrun's open agent.
+    """Return the warning that torchrun's agent accepts connections without authentication.
 
     Returns "" if there is no such agent, or if `shardwise run` has already printed the warning.
     """
@@ -55,7 +56,7 @@ def exposed() -> str:
 def meet(identity: Identity, timeout: float) -> Rendezvous:
     """Connect to the other ranks through the agent's store, within `timeout` seconds.
 
-    Raises LaunchError, naming the missing ranks, if some do not register in time. Raises
+    Raises LaunchError if some ranks do not register in time. The message names them. Raises
     RuntimeError if the store cannot be reached.
     """
     limit = timedelta(seconds=timeout)

@@ -1,14 +1,14 @@
 """Lets a run continue after workers are lost, with `--survive` (docs/faults.md).
 
-    membership.py   decides who is left and which step stands: pure arithmetic
-    agreement.py    ranks exchange reports until all that are left know the same decision
-    connecting.py   connects them, over a new store and a new transport
+    membership.py   decides which ranks are left, and whether a pending step must be finished
+    agreement.py    ranks exchange reports until all remaining ranks know the same decision
+    connecting.py   connects the remaining ranks, over a new store and a new transport
     group.py        the group whose transport is replaced after a loss
-    fence.py        kills ranks that are stopped for long
+    fence.py        kills ranks that are stopped for too long
 
 A rank that loses another one closes its transport at once, so that every other rank notices too.
-All that are left then report to the lowest of them, which decides. They meet in a new store of that
-rank, and create a new transport.
+All remaining ranks then report to the lowest of them, which decides. That rank also hosts a new
+store, over which they create a new transport.
 """
 
 from shardwise.comm.survivors.group import Loss, SurvivorGroup

@@ -1,10 +1,10 @@
-"""Exchanges reports after a loss, until all ranks that are left know the same decision.
+"""Exchanges reports after a loss, until all remaining ranks know the same decision.
 
-    rank that lost another ── report ─▶ status server of the lowest rank that has not ended
+    rank that lost another ── report ─▶ status server of the lowest rank that has not exited
                            ◀─ decision, or "wait": then it asks again
 
-The lowest rank decides once every rank whose process has not ended has reported. If it ends before
-all have met, the next one takes its place, and the others report to that one.
+The lowest rank decides once every rank whose process has not exited has reported. If the lowest
+rank exits before all ranks have met, the next one decides, and the others report to that one.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from shardwise.net import network
 from shardwise.watch.status_server import StatusServer
 
 REGROUP = "regroup"
-"""The name of a report among the requests to a status server."""
+"""The kind of status server request that contains a report."""
 
 PAUSE = 0.01
-"""Seconds between two reports of a rank that waits for the decision."""
+"""Seconds after which a rank that waits for the decision reports again."""
 
 
 class Agreement:
-    """The reports that this rank has received, and the last decision it has made or heard of.
+    """The reports that this rank has received, and its last decision.
 
     Args:
         server: This rank's status server, which receives the reports.
-        address: The address of this rank for the others.
+        address: This rank's address, at which other ranks can reach it.
     """
 
     def __init__(self, server: StatusServer, address: str) -> None:
@@ -52,7 +52,7 @@ class Agreement:
 
         Args:
             mine: This rank's report.
-            members: The ranks of the last group that could train.
+            members: The ranks that were in the group before the loss.
             timeout: Limit for the wait, in seconds.
 
         Returns:
@@ -84,13 +84,13 @@ class Agreement:
     def _decide(
         self, mine: Report, members: Sequence[int], ended: set[int]
     ) -> tuple[Decision, socket.socket] | None:
-        """Decide if all have reported. Returns None if not."""
+        """Return the decision and a listening socket, or None if a report is missing."""
         with self._lock:
             self._reports[mine.rank] = mine
             decision = membership.decide(self._reports, members, ended)
             if decision is None:
                 return None
-            # Listen first: a rank that hears of the decision connects at once.
+            # Listen first, because a rank that receives the decision connects at once.
             listener = network.listen(self._address, 0)
             port = listener.getsockname()[1]
             self._decision = replace(decision, address=self._address, port=port)
@@ -106,12 +106,12 @@ class Agreement:
         return Decision(**(found | {"members": tuple(found["members"])}))
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Answer a report, in the thread of the status server."""
+        """Answer another rank's report. Runs in the status server's thread."""
         report = Report(**question["report"])
         with self._lock:
             made = self._decision
             if made is not None and made.generation > report.generation:
-                # The others go on without a rank that was stopped until now.
+                # The other ranks continue without a rank that was stopped until now.
                 return {"decision": asdict(made)} if report.rank in made.members else {}
             self._reports[report.rank] = report
         return {}

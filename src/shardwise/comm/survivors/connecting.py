@@ -1,4 +1,4 @@
-"""Connects the ranks that are left after a loss, over a new store and a new transport."""
+"""Connects the remaining ranks after a loss, over a new store and a new transport."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
 
 RunStore = HostStore | ClientStore
-"""The store in which the ranks that are left meet, on the first of them or on another one."""
+"""The store in which the remaining ranks meet: HostStore on the first of them."""
 
 ADDRESS = "127.0.0.1"
-"""Where ranks meet again. All are on one host."""
+"""Address at which the remaining ranks meet. All are on one host."""
 
 LOOK = 0.05
-"""Seconds between two looks at whether a rank that is awaited has ended."""
+"""Seconds between two checks whether an awaited rank has exited."""
 
 
 def retire(group: Collectives) -> Arena | None:
-    """Close a transport that has lost a rank. Returns its shared memory, if it has any."""
+    """Close a transport that has lost a rank, and return its shared memory, if it has any."""
     if isinstance(group, SharedMemory):
         return group.retire()
     if isinstance(group, Gloo):
@@ -56,12 +56,12 @@ def connect(
         run_size: Number of ranks at the start of the run.
         server: This rank's status server.
         listener: The listening socket, on the first member only.
-        memory: This rank's shared memory, if the ranks shared memory before.
+        memory: This rank's shared memory, if the lost transport used any.
         timeout: Limit for every wait, in seconds.
 
     Raises:
-        CollectiveError: A member has ended. Other errors of torch and of the network mean the same
-            if a member has ended.
+        CollectiveError: A member has exited. This can also cause other errors from torch and from
+            the network.
     """
     members = decision.members
     rank, size = members.index(number), len(members)
@@ -114,7 +114,7 @@ def connect(
 def _await(
     store: RunStore, keys: list[str], decision: Decision, server: StatusServer, timeout: float
 ) -> None:
-    """Wait for `keys`. Raises CollectiveError if a member ends first, or after the timeout."""
+    """Wait for `keys`. Raise CollectiveError if a member exits first, or after the timeout."""
     until = time.monotonic() + timeout
     while store.absent(keys, LOOK):
         ended = [rank for rank in decision.members if server.has_ended(rank)]

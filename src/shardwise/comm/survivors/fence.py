@@ -1,7 +1,7 @@
-"""Kills ranks of this host that are stopped for long, so that the others continue without them.
+"""Kills ranks on this host that are stopped for too long, so that the others can continue.
 
-A stopped rank keeps its sockets open: the others would wait for it until `--timeout`, and if it
-woke up later, it would act on a state that the others have left behind.
+A rank that is stopped, for example by SIGSTOP, keeps its sockets open. The other ranks would wait
+for it until `--timeout`. If it woke up later, it would act on an outdated state.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from shardwise.watch.status_server import StatusServer
 
 TICK = 1.0
-"""Longest time in seconds between two looks at the states of the processes."""
+"""Maximum time in seconds between two checks of the processes' states."""
 
 
 class Fence:
-    """A thread that looks at the processes of `members`.
+    """A thread that monitors the processes of `members`, and kills those stopped for too long.
 
     Args:
         server: This rank's status server, which knows the processes.
-        members: Returns the ranks that are left.
-        limit: Seconds that a process may be stopped.
+        members: Returns the remaining ranks.
+        limit: Seconds for which a process may be stopped.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Fence:
         threading.Thread(target=self._run, name="shardwise-fence", daemon=True).start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._closed.set()
 
     def _run(self) -> None:

@@ -1,7 +1,6 @@
 """The group of all ranks of a run, whose transport is replaced when ranks are lost.
 
-Everything that holds the group keeps working after a loss: only `rank`, `size` and the transport
-behind them change.
+References to the group stay valid after a loss: only its `rank`, `size` and transport change.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ T = TypeVar("T")
 
 
 class Loss(NamedTuple):
-    """The result of a loss.
+    """The outcome after ranks were lost.
 
     Args:
-        stands: True if the commit in progress is complete on all ranks, so this rank finishes it.
-        lost: The ranks of the run that were lost.
+        stands: True if the pending commit is prepared on all ranks, so that this rank finishes it.
+        lost: The lost ranks, by their numbers in the run.
         seconds: Time from the start of the agreement until all ranks had a new transport.
     """
 
@@ -40,16 +39,16 @@ class Loss(NamedTuple):
 
 
 class SurvivorGroup(Collectives):
-    """All ranks of the run that are left, over a transport that `replace` renews.
+    """All remaining ranks of the run, over a transport that `replace` renews.
 
     Args:
-        inner: The transport of all ranks. On one host, on the CPU.
+        inner: The transport of all ranks, which must be CPU ranks on one host.
         timeout: Limit for every wait, in seconds.
         most: Number of ranks that may be lost at once.
 
     Attributes:
         prepared: Number of commits that this rank could finish alone. A step is a commit, and so
-            is a call in `steadily`.
+            is a call of `steadily`.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
         between_steps: Called after a loss in `steadily`.
     """
@@ -88,7 +87,7 @@ class SurvivorGroup(Collectives):
             leaves: True if this rank leaves the run after the commit.
 
         Returns:
-            The ranks of the run that leave.
+            The ranks that leave, by their numbers in the run.
         """
         self.prepared = self.confirmed + 1
         flags = torch.zeros(self.size)
@@ -103,7 +102,7 @@ class SurvivorGroup(Collectives):
         return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag)
 
     def allows(self, leaving: Sequence[int]) -> bool:
-        """Return whether the run continues if the ranks `leaving` leave at once."""
+        """Return whether the run can continue if the ranks `leaving` leave at once."""
         return len(leaving) <= min(self._most, self.size - 1)
 
     def steadily(self, work: Callable[[], T]) -> T:
@@ -127,11 +126,11 @@ class SurvivorGroup(Collectives):
                 return found
 
     def replace(self) -> Loss:
-        """Agree with all ranks that are left who they are, and connect to them. Collective.
+        """Agree on which ranks are left, and connect to them over a new transport. Collective.
 
         Raises:
             CollectiveError: More ranks are lost than the run may lose at once, or a rank that has
-                not ended does not take part.
+                not exited does not take part.
         """
         began, before = time.monotonic(), self.members
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
@@ -179,8 +178,8 @@ class SurvivorGroup(Collectives):
         self._adopt(inner)
         self.rank, self.size = inner.rank, inner.size
         self.members = decision.members
-        # Purposes of pickles contain the number of the call, which is not the same on all ranks
-        # after a call has failed on some.
+        # A pickle's purpose contains the number of its call. Ranks disagree about this number after
+        # a call has failed on only some of them.
         self._gathered = decision.generation << 32
         for changed in self._changed:
             changed()

@@ -1,14 +1,14 @@
-"""Decides which ranks are left after a loss, and whether the step in progress stands.
+"""Decides which ranks are left after a loss, and whether they finish or repeat the pending step.
 
 A commit is a step, or a call such as `engine.save`. Each rank counts:
 
     prepared    number of commits that this rank could finish alone: it has a step's totals
     confirmed   number of commits that every rank was prepared for, as far as this one knows
 
-A rank updates only after it has confirmed the step. So a step that one rank has confirmed is
-prepared on all, and everybody can finish it. A step that no remaining rank has confirmed has
-changed nothing that is left, and is repeated. A lost rank may have confirmed and updated a step,
-but its state is lost with it.
+A rank updates only after it has confirmed the step. So if one rank has confirmed a step, all ranks
+are prepared for it, and every remaining rank finishes it. If no remaining rank has confirmed a
+step, none has changed its state, and the step is repeated. A lost rank may have confirmed and
+updated a step, but its state is lost with it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class Report:
     """The report of a rank that has lost another one.
 
     Args:
-        rank: Its number in the run.
-        generation: Number of decisions before this one, as far as it knows.
-        prepared: Number of commits that it could finish alone.
-        confirmed: Number of commits that every rank was prepared for, as far as it knows.
+        rank: The reporting rank's number in the run.
+        generation: Number of earlier decisions, as far as the reporting rank knows.
+        prepared: Number of commits that the reporting rank could finish alone.
+        confirmed: Number of commits that every rank was prepared for, as far as the reporting
+            rank knows.
     """
 
     rank: int
@@ -38,11 +39,11 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The remaining ranks, and the commits that stand.
+    """The remaining ranks, and the number of commits that they finish.
 
     Args:
-        generation: Number of this group, higher than in every report.
-        members: Ranks of the run that are left, in ascending order. The first one hosts the
+        generation: Number of this decision, higher than in every report.
+        members: The remaining ranks of the run, in ascending order. The first one hosts the
             store that connects them.
         confirmed: Number of commits that all members finish before they continue.
         address: Where the first member listens.
@@ -57,19 +58,19 @@ class Decision:
 
 
 def leader(members: Sequence[int], ended: Collection[int]) -> int:
-    """Return the rank that decides: the lowest of `members` whose process has not ended."""
+    """Return the rank that decides: the lowest of `members` whose process has not exited."""
     return min(rank for rank in members if rank not in ended)
 
 
 def decide(
     reports: Mapping[int, Report], members: Sequence[int], ended: Collection[int]
 ) -> Decision | None:
-    """Return the decision, or None while a rank that has not ended has not reported.
+    """Return the decision, or None if a rank that has not exited has not yet reported.
 
     Args:
         reports: The reports so far, by rank.
-        members: The ranks of the last group that could train.
-        ended: Those whose processes have ended.
+        members: The ranks that were in the group before the loss.
+        ended: The members whose processes have exited.
 
     Raises:
         CollectiveError: The reports contradict each other.
@@ -93,15 +94,12 @@ def decide(
 
 
 def stands(decision: Decision, mine: Report) -> bool:
-    """Return whether the step in progress on this rank stands, so that the rank must finish it.
-
-    If not, the rank repeats the step.
-    """
+    """Return whether this rank must finish its pending step. Otherwise it repeats the step."""
     return decision.confirmed > mine.confirmed
 
 
 def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None:
-    """Raise CollectiveError if more than `most` of `members` are no longer among `left`."""
+    """Raise CollectiveError if more than `most` of `members` are missing from `left`."""
     lost = [rank for rank in members if rank not in left]
     if len(lost) > most:
         raise CollectiveError(
@@ -112,12 +110,12 @@ def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None
 
 
 def holders(members: Sequence[int], left: Sequence[int]) -> list[int]:
-    """Return who holds the sharded state of each of `members`: the index of a rank in `left`.
+    """Return, for each of `members`, the index in `left` of the rank that holds its sharded state.
 
-    Each member's state has a second copy on the next member; the last one's is on the first.
+    Each member's state has a second copy on the next member. The last one's copy is on the first.
 
     Raises:
-        CollectiveError: A member and the one that held its copy are both lost.
+        CollectiveError: A member and the holder of its copy are both lost.
     """
     found = []
     for place, rank in enumerate(members):

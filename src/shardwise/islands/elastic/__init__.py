@@ -1,9 +1,9 @@
-"""Makes islands elastic: a failed island is removed, restarts and returns while others train.
+"""Makes islands elastic: a failed island is removed, restarted and admitted while others train.
 
 In a rank:
 
-collectives.py   implements collectives over the participating islands; joins them in sw.init
-link.py          connects the rank to the broker of its host
+collectives.py   collectives over the participating islands; `join` connects a rank in sw.init
+link.py          connects the rank to its host's broker
 returns.py       saves a checkpoint for a returning island, and loads it there
 
 In the launcher:
@@ -12,7 +12,7 @@ run.py           runs a job on this host
 supervisor.py    detects failed islands, and decides which ones restart
 workers.py       starts an island's ranks on one host
 membership.py    decides which islands take part in an exchange
-exchanges.py     completes exchanges between ranks over the brokers of all hosts
+exchanges.py     completes exchanges between ranks over the brokers on all hosts
 broker.py        holds the links to a host's ranks, and the files that ranks contribute
 
 On several hosts:

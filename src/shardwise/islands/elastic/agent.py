@@ -1,4 +1,4 @@
-"""Runs on each host of a run with elastic islands, as the launcher's agent.
+"""The launcher's agent on each host of a run with elastic islands.
 
 launcher                    agent
     serve ->                starts this host's broker, and a server for the other hosts
@@ -85,7 +85,7 @@ class IslandAgent(Agent):
     # -- the start ------------------------------------------------------------------------
 
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
-        """Start this host's broker, and serve other hosts.
+        """Start this host's broker, and its file server for other hosts.
 
         `ranks` is the number of ranks on this host, `islands` the number of islands in the run.
         """
@@ -104,7 +104,7 @@ class IslandAgent(Agent):
         self._send("serving")
 
     def on_listen(self, island: int, address: str) -> None:
-        """Open the listening socket for the rendezvous of island `island`."""
+        """Open the listening socket for island `island`'s rendezvous."""
         self._close_meeting(island)
         meeting, spare = network.listen(address, 0), network.reserve_port(address)
         self._meetings[island] = [meeting, spare]
@@ -158,21 +158,21 @@ class IslandAgent(Agent):
         self._send("contribution", **asdict(what), data=data)
 
     def request_return(self, rank: int) -> None:
-        """Forward the request of `rank` to be admitted."""
+        """Forward `rank`'s request to be admitted."""
         self._send("back", rank=rank)
 
     def report_missing(self, rank: int) -> None:
-        """Forward the request of `rank` for the list of missing ranks."""
+        """Forward `rank`'s request for the list of missing ranks."""
         self._send("who", rank=rank)
 
     # -- files of ranks of other hosts ----------------------------------------------------
 
     def on_keep(self, rank: int, number: int, data: str) -> None:
-        """Store the base64-encoded file `data` from a rank on another host."""
+        """Store the base64-encoded content `data` of file `number` from `rank` on another host."""
         self._broker.write((rank, number), base64.b64decode(data))
 
     def on_fetch(self, rank: int, number: int, address: str, port: int) -> None:
-        """Start fetching a file from the server of another host."""
+        """Start fetching file `number` of `rank` from the server at `address`."""
         self._fetches.begin((rank, number), (address, port))
 
     def on_settle(self, deliveries: list[dict[str, Any]], dropped: list[list[int]]) -> None:

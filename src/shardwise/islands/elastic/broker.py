@@ -1,4 +1,4 @@
-"""Connects the ranks of a host to the exchanges: receives contributions, and delivers answers.
+"""Forwards data between a host's ranks and the exchanges that they take part in.
 
     rank  ─▶ {"label": label, ...} + a file in memory              the rank's contribution
     rank  ─▶ {"back": true}                                       the rank asks to be admitted
@@ -45,8 +45,8 @@ class Contribution:
 
     Attributes:
         rank: The rank that contributes.
-        number: The number of the file at the broker of the rank's host.
-        size: The size of the file in bytes.
+        number: The file's number at the broker of the rank's host.
+        size: The file's size in bytes.
         label: The name of the exchange.
         alone: True if only the rank's peers take part in the exchange, False if all ranks do.
         resumes: True if the rank would resume from a checkpoint after a restart.
@@ -61,7 +61,7 @@ class Contribution:
 
     @property
     def key(self) -> Key:
-        """The key of the file, which is unique across all hosts."""
+        """The file's key, which is unique across all hosts."""
         return self.rank, self.number
 
 
@@ -77,7 +77,7 @@ class Delivery:
 class BrokerEvents(Protocol):
     """Receives messages from ranks.
 
-    Implemented by `Exchanges`, and by agents, which forward them.
+    Implemented by `Exchanges`, and by agents, which forward the messages.
     """
 
     def contribute(self, what: Contribution) -> None:
@@ -93,7 +93,7 @@ class BrokerEvents(Protocol):
 class HostBroker:
     """Holds the links to this host's ranks, and the files from all hosts that these ranks need.
 
-    It runs in the event loop of `selector`, and reports to `events`.
+    It runs in `selector`'s event loop, and reports to `events`.
     """
 
     def __init__(self, selector: selectors.BaseSelector, events: BrokerEvents) -> None:
@@ -111,7 +111,7 @@ class HostBroker:
         """
 
     def open(self, rank: int) -> socket.socket:
-        """Open a link to `rank`. Return the end of the socket that the rank inherits."""
+        """Open a link to `rank`, and return the end of the socket that the rank inherits."""
         # SEQPACKET preserves message boundaries and can pass descriptors.
         broker_end, rank_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         broker_end.setblocking(False)
@@ -153,16 +153,16 @@ class HostBroker:
         self.keep(key, fd)
 
     def copy(self, key: Key) -> int | None:
-        """Return a new descriptor of the file `key`, or None if it is not on this host.
+        """Return a new descriptor for the file `key`, or None if the file is not on this host.
 
-        The caller closes it. Safe to call from any thread.
+        The caller closes the descriptor. Safe to call from any thread.
         """
         with self._lock:
             fd = self._files.get(key)
             return None if fd is None else os.dup(fd)
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
-        """Deliver messages and files to ranks, then close the files `dropped`."""
+        """Deliver messages and files to ranks, then delete the files in `dropped`."""
         # Deliver first, because a delivery may contain a file that is to be dropped.
         for delivery in deliveries:
             self._send(delivery)
@@ -172,7 +172,7 @@ class HostBroker:
                     os.close(fd)
 
     def _hear(self, rank: int, link: socket.socket) -> None:
-        """Handle a message from `rank`."""
+        """Receive a message from `rank`, and report it to `events`."""
         # An earlier event in the same iteration of the event loop may have closed the link.
         if self._links.get(rank) is not link:
             return
@@ -196,7 +196,7 @@ class HostBroker:
             self._take(rank, message, fds[0])
 
     def _take(self, rank: int, message: dict[str, Any], fd: int) -> None:
-        """Store a rank's file and report the contribution."""
+        """Store the file `fd` from `rank`, and report the contribution."""
         contribution = Contribution(
             rank=rank,
             number=next(self._numbers),

@@ -1,10 +1,11 @@
 """Implements collectives over the participating elastic islands, whose number may change.
 
-    ElasticRun     all ranks: the island's own transport inside it, IslandLink between islands
+    ElasticRun     all ranks: the transport within this island, IslandLink between islands
     ElasticPeers   the ranks with the same index in all islands: IslandLink only
 
 Each call is one exchange (membership.py). If an island fails, either all other islands receive its
-contribution, or none of them. `rank` and `size` count only the islands that currently take part.
+contribution, or none of them does. `rank` and `size` count only the islands that currently take
+part.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ _PICKLES = "an object of elastic islands"
 
 
 class _LinkCollectives(Collectives):
-    """Base class.
+    """Base class of collectives between elastic islands.
 
-    `island` is the group of this island's ranks, `link` leads to the other islands.
+    `island` is the group of this island's ranks. `link` connects this rank to the other islands.
     """
 
     has_changing_ranks = True
@@ -59,7 +60,7 @@ class _LinkCollectives(Collectives):
         return self.island.small_device
 
     def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
-        """All-gather `tensor`, of the same shape and dtype on all ranks, from all islands."""
+        """All-gather `tensor` from all islands. All ranks must pass the same shape and dtype."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
         _, rows = self.link.exchange(label, mine, alone=alone)
@@ -142,7 +143,7 @@ class ElasticPeers(_LinkCollectives):
     def gather_at_once(self, step: int, mine: Tensor) -> list[Tensor]:
         """All-gather `mine` (flat uint8) after step `step`, in the order of the islands.
 
-        Collective over all ranks of all participating islands.
+        All ranks of all participating islands must call it.
         """
         return self._swap(f"{BOUNDARY} after step {step}", mine)
 
@@ -206,7 +207,7 @@ class ElasticRun(_LinkCollectives):
     def begin(self) -> None:
         """Record that all islands start training with identical weights.
 
-        From then on, the run survives the failure of an island.
+        Afterwards, the run survives the failure of an island.
         """
         self.link.exchange(f"{BEGINS} of training", b"")
 
@@ -266,7 +267,7 @@ class ElasticRun(_LinkCollectives):
         self.link.exchange("a barrier", b"")
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        """Split into groups inside islands, or into one group of peers per index."""
+        """Split into groups within islands, or into one group of peers per index."""
         place = self.link.place
         check_groups(groups, place.count * place.size)
         mine = range(place.first, place.first + place.size)
@@ -311,9 +312,9 @@ def join(
     settings: Settings,
     on_meeting: OnMeeting | None,
 ) -> Collectives:
-    """Connect to the ranks of this island, and through the launcher to all other islands.
+    """Connect to this island's ranks, and through the launcher to all other islands.
 
-    `shardwise.init` calls it instead of `comm.connect`, because workers.py names it in the
+    `shardwise.init` calls this function instead of `comm.connect` if workers.py has named it in the
     environment. Raises ConfigError if the script sets a different number of islands than the
     launcher.
     """

@@ -20,7 +20,7 @@ from shardwise.islands.elastic.membership import Answer, Arrival, Membership
 
 
 class Broker(Protocol):
-    """Interface to a host's broker: a HostBroker in this process, or a RemoteBroker."""
+    """Interface of a host's broker: a HostBroker in this process, or a RemoteBroker."""
 
     def settle(self, deliveries: Sequence[Delivery], dropped: Sequence[Key]) -> None:
         """Deliver messages and files to ranks, then delete the files in `dropped`."""
@@ -35,8 +35,8 @@ class FileTransfers(Protocol):
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
         """Copy a contribution from the broker `source` to the broker `target`.
 
-        `data` is the file's content if it is small, otherwise None. Returns whether `target` has
-        the file immediately. If not, `Exchanges.mark_fetched` is called later.
+        `data` is the file's content if the file is small, otherwise None. Returns True if `target`
+        has the file on return. Otherwise, `Exchanges.mark_fetched` is called later.
         """
 
 
@@ -44,7 +44,7 @@ class FileTransfers(Protocol):
 class _HeldFile:
     """A rank's file, the brokers that have it, and the brokers that still need it.
 
-    `is_counted` is True once the rank counts as present.
+    `is_counted` is True once the rank counts as present in its exchange.
     """
 
     what: Contribution
@@ -54,7 +54,7 @@ class _HeldFile:
 
 
 class Exchanges:
-    """Runs the exchanges of `membership` over the brokers of all hosts.
+    """Runs the exchanges of `membership` over the brokers on all hosts.
 
     Args:
         membership: Decides which islands take part.
@@ -82,7 +82,7 @@ class Exchanges:
         self._brokers |= dict.fromkeys(ranks, broker)
 
     def detach(self, broker: Broker) -> None:
-        """Remove `broker`, whose host is lost. No files are needed there any more."""
+        """Remove `broker`, whose host is lost and therefore needs no more files."""
         self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
             held.holders.discard(broker)
@@ -90,11 +90,11 @@ class Exchanges:
             self._count(held)
 
     def link(self, ranks: Iterable[int]) -> None:
-        """Accept messages from these ranks, which are about to start."""
+        """Accept messages from `ranks`, which are about to start."""
         self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
-        """Remove `island`: no rank waits for it any more, and its messages are ignored."""
+        """Remove `island`. No rank waits for it any more, and its messages are ignored."""
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
@@ -117,7 +117,7 @@ class Exchanges:
     def contribute(self, what: Contribution, data: str | None = None) -> None:
         """Record that a rank has contributed a file to an exchange.
 
-        `data` is the content of a small file that other hosts need, otherwise None.
+        `data` is the file's content if the file is small and other hosts need it, otherwise None.
         """
         broker = self._brokers[what.rank]
         if what.rank not in self._linked:  # its island was lost in the meantime
@@ -149,7 +149,7 @@ class Exchanges:
             self.membership.request_return(rank)
 
     def report_missing(self, rank: int) -> None:
-        """Tell `rank` which ranks are missing.
+        """Tell `rank` which ranks its exchange is still waiting for.
 
         There are none if its answer is already in transit.
         """
@@ -179,7 +179,7 @@ class Exchanges:
         held.holders.add(broker)
 
     def _count(self, held: _HeldFile) -> None:
-        """Count the rank as present if all brokers that need its file have it."""
+        """Count the file's rank as present if all brokers that need the file have it."""
         if not held.missing and not held.is_counted:
             held.is_counted = True
             arrival = Arrival(label=held.what.label, alone=held.what.alone)
@@ -195,7 +195,7 @@ class Exchanges:
                 self._answered(islands)
 
     def _settle(self, answers: Sequence[Answer], ranks: Iterable[int]) -> None:
-        """Deliver `answers`, and drop the files of `ranks` on all hosts."""
+        """Deliver `answers`, and drop `ranks`' files on all hosts."""
         deliveries: dict[Broker, list[Delivery]] = defaultdict(list)
         dropped: dict[Broker, list[Key]] = defaultdict(list)
         for answer in answers:

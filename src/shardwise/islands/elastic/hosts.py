@@ -3,8 +3,8 @@
     all hosts ready ─▶ each serves the others ─▶ all can reach each other ─▶ islands start
     a host is lost  ─▶ its islands are removed ─▶ it is polled until it responds ─▶ they return
 
-Everything runs in the supervisor's event loop. An operation that takes several messages is a
-generator, which is resumed after each arriving message.
+Everything runs in the supervisor's event loop. An operation that waits for several messages is a
+generator, which is resumed after each message.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PATIENT = 3.0
 def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -> Ending:
     """Connect to all hosts, start all islands, and watch them until the run ends.
 
-    `restarts` counts and limits the restarts of single islands.
+    `restarts` counts and limits the islands' restarts.
     """
     supervisor = IslandSupervisor(
         console,
@@ -77,7 +77,7 @@ def once(job: RunSpec, console: Console, signals: Signals, restarts: Restarts) -
 
 
 class IslandHosts:
-    """Starts the hosts of a run of elastic islands, and recovers lost hosts."""
+    """Starts the hosts of a run with elastic islands, and recovers lost hosts."""
 
     def __init__(
         self,
@@ -97,9 +97,10 @@ class IslandHosts:
     # -- the beginning --------------------------------------------------------------------
 
     def open(self) -> None:
-        """Wait until all hosts serve each other, or the run is asked to stop.
+        """Start all hosts' agents, and wait until the hosts can fetch files from each other.
 
-        Raises LaunchError, listing all problems, if a host cannot be used.
+        Returns early if the run is asked to stop. Raises LaunchError, which lists all problems, if
+        a host cannot be used.
         """
         job, supervisor = self._job, self._supervisor
         remotes = self._agents.start(job.shares)
@@ -132,7 +133,7 @@ class IslandHosts:
             host.is_up = True
 
     def _serve(self, host: IslandHost) -> None:
-        """Start the broker and server of a host that is ready."""
+        """Start the broker and the file server of a host that is ready."""
         ready, job = host.remote.ready, self._job
         assert ready is not None
         place = ready["address"], ready["port"]
@@ -143,7 +144,7 @@ class IslandHosts:
         self._exchanges.attach(broker, host.share.numbers)
 
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
-        """Wait until the first host of each pair can fetch from the second.
+        """Wait until the first host in each pair can fetch from the second.
 
         Raises LaunchError if a host cannot fetch.
         """
@@ -174,7 +175,10 @@ class IslandHosts:
     # -- islands --------------------------------------------------------------------------
 
     def start(self, island: int, returns: bool) -> RemoteIsland:
-        """Start an island as soon as all of its hosts are up."""
+        """Start an island as soon as all of its hosts are up.
+
+        `returns` is True if other islands train already.
+        """
         ranks = self._exchanges.membership.ranks(island)
         hosts = [host for host in self._hosts if ranks_on_host(ranks, host)]
         site = RemoteIsland(island, ranks, hosts, self._supervisor, returns=returns)
@@ -183,7 +187,7 @@ class IslandHosts:
         return site
 
     def _starting(self, island: RemoteIsland) -> Iterator[None]:
-        """Start an island. This generator is resumed after each arriving message."""
+        """Start an island. This generator is resumed after each message."""
         first, job, number = island.hosts[0], self._job, island.number
         address = yield from self._meeting(island)
         # A host may have been lost while the first host opened the socket. Its new agent does not
@@ -204,7 +208,7 @@ class IslandHosts:
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
         """Open the listening socket for an island's rendezvous, once all of its hosts are up.
 
-        The host of the first rank listens. Returns its address.
+        The first rank's host listens. Returns its address.
         """
         while not island.can_start:
             yield
@@ -220,7 +224,7 @@ class IslandHosts:
     # -- during the run -------------------------------------------------------------------
 
     def resume(self) -> float | None:
-        """Resume all operations.
+        """Resume all pending starts and recoveries.
 
         Returns the number of seconds until the next call, or None to wait for a message.
         """
@@ -236,7 +240,7 @@ class IslandHosts:
         return 1.0 if any(host.recovery for host in self._hosts) else None
 
     def _coming_up(self, host: IslandHost) -> Iterator[None]:
-        """Poll a lost host until it serves again."""
+        """Restart a lost host's agent, retrying until the host serves again."""
         is_reported = False
         while True:
             # First wait for the old agent to exit, because its ranks occupy the accelerators. If
@@ -256,7 +260,7 @@ class IslandHosts:
                 return
 
     def _replaced(self, host: IslandHost) -> Iterator[None]:
-        """Stop a host's agent, and wait until its ranks have exited too."""
+        """Close the connection to a host's agent, and wait until its ranks have exited too."""
         if host.remote.broker is not None:
             self._exchanges.detach(host.remote.broker)
         host.remote.close()
@@ -267,7 +271,7 @@ class IslandHosts:
         self._agents.forget(host.remote, until)
 
     def _asked_again(self, host: IslandHost) -> Iterator[None]:
-        """Start a new agent and its server on a host. Raises LaunchError if it does not respond."""
+        """Start a new agent and its file server. Raise LaunchError if the host is unreachable."""
         try:
             (host.remote,) = self._agents.start([host.share])
         except OSError as error:
@@ -289,8 +293,8 @@ class IslandHosts:
     def bring(self, what: Contribution, data: str | None, source: Broker, target: Broker) -> bool:
         """Copy a contribution from the broker `source` to the broker `target`.
 
-        `data` is the file's content if it is small, otherwise None. Returns whether `target` has
-        the file immediately.
+        `data` is the file's content if the file is small, otherwise None. Returns True if `target`
+        has the file on return.
         """
         assert isinstance(source, RemoteBroker)
         assert isinstance(target, RemoteBroker)
@@ -324,7 +328,7 @@ class IslandHosts:
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
     """Wait until the agent has sent the message `word`.
 
-    Raises LaunchError if it does not arrive.
+    Raises LaunchError if the message has not arrived at the monotonic time `until`.
     """
     while getattr(host.remote, word) is None:
         _see_no_fault(host, until)
@@ -340,7 +344,7 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
 
 
 def _reason(client: IslandHost, server: IslandHost) -> str:
-    """Return why one host's last fetch from another failed, or "" if it did not fail."""
+    """Return why `client`'s last fetch from `server` failed, or "" if it did not fail."""
     return client.broker.unreached.get(server.share.first, "")
 
 

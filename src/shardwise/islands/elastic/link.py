@@ -2,8 +2,9 @@
 
     contribution  ─▶  launcher: all ranks have contributed  ─▶  who took part, and their files
 
-A rank writes its data to an anonymous in-memory file, and sends the descriptor to the launcher, or
-on several hosts to its host's agent. membership.py decides which islands take part.
+A rank writes its data to an anonymous in-memory file, and sends the descriptor to the launcher. On
+several hosts, it sends the descriptor to its host's agent instead. membership.py decides which
+islands take part.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class IslandLink:
     """A rank's link to the launcher.
 
     Args:
-        place: The island of the rank, and its socket to the launcher.
+        place: The rank's island, and its socket to the launcher.
         rank: The rank.
         timeout: The value of `--timeout`, in seconds.
         warn_after: Seconds after which the first rank of the island prints the missing ranks.
@@ -91,8 +92,8 @@ class IslandLink:
         """Send `mine` to the other islands, and receive their data.
 
         All ranks of all islands must call it. If `alone` is true, only the peers (the ranks with
-        the same index) call it. Returns the islands that took part, and the data of their peers in
-        the order of the islands. Raises CollectiveError if a rank does not call it in time, and
+        the same index) call it. Returns the islands that took part, and their peers' data in the
+        order of the islands. Raises CollectiveError if a rank does not call it in time, and
         UsageError if a rank calls it with a different `label`.
         """
         if self.outside:
@@ -192,7 +193,7 @@ class IslandLink:
         ).blaming(rank for rank in ranks if rank != self._rank)
 
     def _warn(self, label: str, missing: Sequence[int]) -> None:
-        """Print the ranks that this island is waiting for, on its first rank only."""
+        """Print the ranks that this island is waiting for, if this rank is the island's first."""
         if missing and self._rank == self.place.first:
             print(
                 f"shardwise: island {self.place.island} has waited {self._warn_after:g} s in "
@@ -209,7 +210,7 @@ class IslandLink:
         ).blaming(missing)
 
     def _update_members(self, answer: dict[str, Any]) -> None:
-        """Store which islands take part from now on."""
+        """Store the participating and waiting islands from the launcher's `answer`."""
         before, self.members = self.members, tuple(answer["members"])
         self.waiting = tuple(answer["waiting"])
         if before != self.members:
@@ -222,9 +223,10 @@ class IslandLink:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Context manager in which an exchange raises IslandsChanged if the islands have changed.
+        """Return a context manager inside which `exchange` raises IslandsChanged after a change.
 
-        All members raise. The set is compared with the one at the start of the outermost block.
+        All participating ranks raise it. The islands are compared with those at the start of the
+        outermost block.
         """
         outer, self._steady = self._steady, self._steady or self.members
         try:
@@ -237,14 +239,14 @@ class IslandLink:
     def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
         """Admit the waiting islands `islands` after step `step`, and send them `about`.
 
-        They take part from the next exchange.
+        They take part from the next exchange on.
         """
         self.exchange(admission(islands, step), about)
 
     def wait_for_admission(self) -> tuple[dict[str, Any], bytes]:
         """Wait until the other islands admit this one.
 
-        Returns their answer, to be passed to `enter`, and their data.
+        Returns the launcher's answer, to be passed to `enter`, and the other islands' data.
         """
         # Wait without a limit, because the other islands' next boundary may be many steps away.
         self._guarded(lambda: self._socket.send(b'{"back": true}'))
@@ -254,7 +256,7 @@ class IslandLink:
                 return received[0], bytes(received[1][0])
 
     def enter(self, answer: dict[str, Any]) -> None:
-        """Start to take part in exchanges."""
+        """Start to take part in exchanges, after loading what `wait_for_admission` returned."""
         self.outside = False
         self._update_members(answer)
 

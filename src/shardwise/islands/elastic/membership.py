@@ -1,10 +1,10 @@
-"""Decides which elastic islands take part in an exchange, and tells a rank its island.
+"""Decides which elastic islands take part in an exchange, and tells each rank its island.
 
     member ── a rank exits ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
 
-An exchange is complete once all ranks of all members have contributed to it. All ranks get the same
-answer about who took part, so all compute the same sum. An island that fails before that is
-excluded on all ranks, and an island that fails afterwards has taken part on all ranks.
+An exchange is complete once all ranks of all members have contributed to it. All ranks receive the
+same list of the islands that took part, so all compute the same sum. An island that fails before
+that is excluded on all ranks, and an island that fails afterwards has taken part on all ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def admission(islands: Sequence[int], step: int) -> str:
 
 
 def _admitted_by(label: str) -> tuple[list[int], int]:
-    """Parse a label from `admission` into islands and step."""
+    """Parse a label from `admission` into the admitted islands and the step."""
     named, _, step = label.removeprefix(ADMITS).partition("after")
     return [int(number) for number in named.split()], int(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """The exchange that a waiting rank has joined.
+    """The exchange in which a rank is waiting.
 
     Args:
         label: The name of the exchange.
@@ -66,14 +66,14 @@ class Answer:
 
 @dataclass
 class Membership:
-    """The islands of a run, and the pending exchanges of their ranks.
+    """The islands of a run, and the pending exchanges between their ranks.
 
     Attributes:
         count: The number of islands.
         size: The number of ranks per island.
         has_begun: True once all islands have started training, with identical weights.
         members: The participating islands.
-        fresh: The islands that have returned, but have not taken part in an exchange since.
+        fresh: The islands that were admitted again, but have not taken part in an exchange since.
         admitted: For each island, the step after which it was last admitted.
     """
 
@@ -119,9 +119,10 @@ class Membership:
         return list(self._completed())
 
     def readers(self, rank: int, label: str) -> list[int]:
-        """Return the ranks that receive the file of `rank` in the exchange `label`.
+        """Return the ranks that receive `rank`'s file in the exchange `label`.
 
-        These are its peers in the member islands, and all ranks of the islands being admitted.
+        These are its peers in the member islands. In an admission, the first rank of each island
+        also sends its file to all ranks of the admitted islands.
         """
         place = rank % self.size
         readers = [island * self.size + place for island in self.members]
@@ -130,15 +131,15 @@ class Membership:
         return [each for each in readers if each != rank]
 
     def missing(self, rank: int) -> list[int]:
-        """Return the ranks that have not yet joined the pending exchange of `rank`."""
+        """Return the ranks that have not yet joined `rank`'s pending exchange."""
         return [each for each in self._partners(rank) if each not in self._arrived]
 
     def is_fresh(self, rank: int) -> bool:
-        """Return whether the island of `rank` is in `fresh`."""
+        """Return whether `rank`'s island is in `fresh`."""
         return rank // self.size in self.fresh
 
     def _partners(self, rank: int) -> list[int]:
-        """Return all ranks of the pending exchange of `rank`."""
+        """Return all ranks that take part in `rank`'s pending exchange."""
         if self._arrived[rank].alone:
             return [island * self.size + rank % self.size for island in self.members]
         return [each for island in self.members for each in self.ranks(island)]
@@ -158,7 +159,7 @@ class Membership:
             yield from self._refused(everybody)
 
     def _exchanged(self, rank: int) -> Iterator[Answer]:
-        """Complete the pending exchange of `rank`, and yield its answers."""
+        """Complete `rank`'s pending exchange, and yield its answers."""
         # Read `took_part` before `_admit`, which adds members for the next exchange.
         label, partners, took_part = self._arrived[rank].label, self._partners(rank), self.members
         self.has_begun |= label.startswith((BEGINS, BOUNDARY))
@@ -188,7 +189,7 @@ class Membership:
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:
-        """Yield error answers for ranks that wait in different exchanges."""
+        """Yield error answers if all ranks wait, but in different exchanges."""
         # If there is a fresh island, it is at fault, because the other islands agreed before.
         # Otherwise the rank at fault is unknown.
         at_fault = [r for r in everybody if r // self.size in self.fresh] or everybody
@@ -214,10 +215,10 @@ class IslandPlace:
     """A rank's island, and the rank's socket to the launcher.
 
     Attributes:
-        island: The index of the island, less than `count`.
+        island: The island's index, less than `count`.
         count: The number of islands.
         size: The number of ranks per island.
-        fd: Descriptor of the rank's end of a socket to the launcher, which the rank inherits.
+        fd: Descriptor of the rank's end of the socket, which the rank inherits.
         returns: True if the other islands train without this one until they admit it.
     """
 
@@ -238,7 +239,7 @@ class IslandPlace:
 
 
 def read(environ: Mapping[str, str]) -> IslandPlace | None:
-    """Read a rank's place from the environment. Returns None if islands are not elastic."""
+    """Read a rank's place from the environment. Return None if islands are not elastic."""
     text = environ.get(VARIABLE)
     return None if text is None else IslandPlace(**json.loads(text))
 

@@ -1,4 +1,4 @@
-"""Represents remote hosts, brokers and islands in the launcher."""
+"""The launcher's representation of remote hosts, brokers and islands."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shardwise.net.hosts import Share
 
 
 class RemoteBroker:
-    """Represents the broker of another host, which runs in that host's agent.
+    """Represents the broker on another host, which runs in that host's agent.
 
     Args:
         send: Sends a message to the agent.
         exchanges: Receives the ranks' messages.
-        place: The address of that host's file server.
-        failed: Called as `failed(broker, key, reason)` if that host could not fetch a file.
+        place: The address of the host's file server.
+        failed: Called as `failed(broker, key, reason)` if the host could not fetch a file.
 
     Attributes:
         serving: True once the agent's broker is running.
-        meetings: For each island that meets on that host, its ports.
-        reached: The first rank of each host that it could fetch from.
-        unreached: For the first rank of each host that it could not fetch from, the reason.
-        unstarted: For each island that could not start there, the reason.
+        meetings: For each island with a rendezvous on the host, its ports.
+        reached: The other hosts that the host could fetch from, by their first ranks.
+        unreached: The reasons why the host could not fetch from others, by their first ranks.
+        unstarted: For each island that could not start on the host, the reason.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class RemoteBroker:
         self.unreached.pop(rank, None)
 
     def keep(self, key: Key, data: str) -> None:
-        """Store the base64-encoded `data` as the file `key` on that host."""
+        """Store the base64-encoded `data` as the file `key` on the remote host."""
         self._send("keep", rank=key[0], number=key[1], data=data)
 
     def fetch(self, key: Key, source: RemoteBroker) -> None:
-        """Make that host fetch the file `key` from the host of the broker `source`."""
+        """Tell the remote host to fetch the file `key` from the host of the broker `source`."""
         if key[1] != transfers.NOTHING:
             self.stalls[key] = math.inf
         address, port = source.place
@@ -131,7 +131,7 @@ class RemoteBroker:
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Return whether that host currently fails to fetch files of `ranks`."""
+        """Return whether the remote host's fetches of any of `ranks`' files currently fail."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
@@ -143,9 +143,10 @@ class IslandRemoteHost(RemoteHost):
     """The broker of the host, once it was asked to serve."""
 
     def serve(self, broker: RemoteBroker, supervisor: IslandSupervisor, **values: Any) -> None:
-        """Start the broker of that host, which is represented by `broker`.
+        """Start the remote host's broker, which is represented by `broker`.
 
-        `supervisor` handles the ranks' messages.
+        `supervisor` handles the ranks' messages. `values` are the arguments of
+        `IslandAgent.on_serve`.
         """
         self.broker, self._supervisor = broker, supervisor
         # Ranks count as exited until their island starts.
@@ -155,7 +156,10 @@ class IslandRemoteHost(RemoteHost):
     def start_island(
         self, meeting: Meeting, streams: WorkerStreams, ranks: Collection[int], **about: Any
     ) -> None:
-        """Start an island's ranks on that host. `about` holds the arguments of `IslandWorkers`."""
+        """Start an island's ranks on the remote host.
+
+        `about` holds further arguments of `IslandAgent.on_start_island`.
+        """
         self._left.difference_update(ranks)
         self.send("start_island", meeting=asdict(meeting), streams=asdict(streams), **about)
 
@@ -189,12 +193,11 @@ class IslandHost:
 
     @property
     def name(self) -> str:
-        """The host's name."""
         return self.share.host.name
 
     @property
     def broker(self) -> RemoteBroker:
-        """The broker of the host, once it was asked to serve."""
+        """The host's broker, once it has been asked to serve."""
         assert self.remote.broker is not None
         return self.remote.broker
 
@@ -237,7 +240,7 @@ class RemoteIsland:
                 self._supervisor.lost(ranks_on_host(self.ranks, host), message)
 
     def reap(self) -> None:
-        """Do nothing, because the agents report the exits of ranks."""
+        """Do nothing, because the agents report the ranks' exits."""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the ranks, or cancel their start."""
@@ -246,7 +249,7 @@ class RemoteIsland:
                 host.remote.send_signal(number, self.number)
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the ranks to stop, because the run was asked to stop."""
+        """Ask the ranks to stop, or cancel their start."""
         if number == signal.SIGUSR1 and self.pending_start is not None and not self.returns:
             return  # there is nothing to save before the run has started
         if not self._cancel_start():
@@ -254,18 +257,18 @@ class RemoteIsland:
                 host.remote.ask_to_end(number, self.number)
 
     def ended_well(self, rank: int) -> None:
-        """Tell the ranks that `rank` exited with code 0."""
+        """Tell the island's ranks that `rank` exited with code 0."""
         if rank in self.ranks:
             for host in self.hosts:
                 host.remote.ended_well(rank, self.number)
 
     def resize(self, window: tuple[int, int]) -> None:
-        """Forward the new size of the terminal."""
+        """Forward the terminal's new size."""
         for host in self.hosts:
             host.remote.resize(window)
 
     def end(self) -> None:
-        """Kill the remaining processes of the ranks."""
+        """Kill the island's remaining processes."""
         self.send_signal(signal.SIGKILL)
 
     def release(self) -> bool:
@@ -283,5 +286,5 @@ class RemoteIsland:
 
 
 def ranks_on_host(ranks: range, host: IslandHost) -> range:
-    """Return those ranks of an island that are on `host`."""
+    """Return the island's `ranks` that are on `host`."""
     return ranks_here(ranks, host.share.first, host.share.count)

@@ -3,8 +3,8 @@
     other islands   a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-Islands are admitted between a boundary and the next batch, the same point where a stopping run
-saves. Schedulers have stepped then, and the weights of all islands equal the anchor.
+Islands are admitted between a boundary and the next batch, which is also where a run saves when it
+is asked to stop. At this point schedulers have stepped, and all islands' weights equal the anchor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from shardwise.world.current_batch import Batch
 
 
 class IslandReturns:
-    """Lets other islands return to an engine, and lets this island return to the others.
+    """Admits returning islands, and lets this island return to the others.
 
     Args:
-        engine: The engine of this rank.
+        engine: This rank's engine.
         checkpoints: Saves and loads the checkpoint for a returning island.
         run: All ranks of the participating islands.
         every: The number of steps between two boundaries.

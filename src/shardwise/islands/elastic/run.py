@@ -35,7 +35,7 @@ def once(
 ) -> Ending:
     """Start all islands, and watch them until the run ends.
 
-    `restarts` counts and limits the restarts of single islands.
+    `restarts` counts and limits the islands' restarts.
     """
     allow_files(spec.size, spec.parts)
     address = LOOPBACK if spec.interface is None else network.address_of_interface(spec.interface)
@@ -100,10 +100,10 @@ def once(
 
 
 def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-    """Validate the number of elastic islands in a run.
+    """Return the number of elastic islands, and `settings` updated with this number.
 
-    `counts` holds the number of ranks on each host. Returns the number of islands, and `settings`
-    updated with it. Raises LaunchError if the values do not fit together.
+    `counts` holds the number of ranks on each host. Raises LaunchError if elastic islands are not
+    possible with these values.
     """
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands works only on Linux. Remove this flag.")

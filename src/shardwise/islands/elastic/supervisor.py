@@ -31,13 +31,13 @@ NEVER = math.inf
 
 
 class IslandSite(Site, Protocol):
-    """The ranks of an island: IslandWorkers on this host, RemoteIsland on other hosts."""
+    """An island's ranks: IslandWorkers on this host, RemoteIsland on other hosts."""
 
     def end(self) -> None:
-        """Kill the remaining processes of its ranks."""
+        """Kill the island's remaining processes."""
 
     def release(self) -> bool:
-        """Return whether none of the island's processes is left."""
+        """Return whether all of the island's processes are gone."""
 
 
 Start = Callable[[int, bool], IslandSite]
@@ -46,7 +46,7 @@ Start = Callable[[int, bool], IslandSite]
 
 @dataclass
 class IslandFailure:
-    """A failed island: how its ranks exited, and why some of them cannot be reached."""
+    """How a failed island's ranks exited, and why some of them cannot be reached."""
 
     exits: dict[int, RankExit] = field(default_factory=dict)
     losses: list[str] = field(default_factory=list)
@@ -65,12 +65,12 @@ class IslandFailure:
 
 
 class IslandSupervisor(Supervisor):
-    """Watches the ranks of elastic islands. An island may fail while the others train.
+    """Watches elastic islands' ranks. An island may fail while the others train.
 
     Args:
         count: The number of islands.
         size: The number of ranks per island.
-        restarts: Counts and limits the restarts of islands.
+        restarts: Counts and limits the islands' restarts.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class IslandSupervisor(Supervisor):
         """Failed islands that may still have child processes."""
 
     def watch_islands(self, start: Start) -> Ending:
-        """Start all islands and watch them.
+        """Start all islands and watch them until all ranks have exited.
 
-        Returns how the run ended, once all ranks have exited.
+        Returns how the run ended.
         """
         self._start = start
         self.islands += [start(island, False) for island in range(self._membership.count)]
@@ -113,14 +113,14 @@ class IslandSupervisor(Supervisor):
 
     @property
     def _away(self) -> set[int]:
-        """Islands that have failed and not taken part since.
+        """Islands that have failed, and have not taken part in an exchange since.
 
-        An admitted island may still be loading.
+        A restarted island is included even after its admission, because it may still be loading.
         """
         return set(self._failures)
 
     def turn(self, limit: float | None = None) -> None:
-        """Run one iteration of the event loop, and kill failed islands that are due."""
+        """Run one iteration of the event loop, and kill the failed islands that are due."""
         super().turn(limit)
         # Release them immediately: once the system reuses their process ids, the reaper would kill
         # unrelated processes.
@@ -178,11 +178,11 @@ class IslandSupervisor(Supervisor):
             self._fail(island, self._living(island) & set(ranks), why=why)
 
     def _living(self, island: int) -> set[int]:
-        """Return the running ranks of an island."""
+        """Return the island's running ranks."""
         return self._running & set(self._membership.ranks(island))
 
     def _are_alone(self, islands: Collection[int]) -> bool:
-        """Return whether the other islands can continue after `islands` have failed."""
+        """Return whether the run can continue without `islands`, which have failed."""
         failed = set(islands)
         # Nobody waits for these islands, so their failure changes nothing.
         if failed <= self._unneeded:
@@ -202,7 +202,10 @@ class IslandSupervisor(Supervisor):
         rank_exit: RankExit | None = None,
         why: str | None = None,
     ) -> None:
-        """Record that ranks of `island` have exited or cannot be reached, so the island fails."""
+        """Record that `ranks` have exited or cannot be reached, so that their island fails.
+
+        `rank_exit` describes how a rank exited, and `why` the reason why ranks cannot be reached.
+        """
         self._running.difference_update(ranks)
         self._begin_failing(island)
         failure = self._failures[island]
@@ -230,7 +233,7 @@ class IslandSupervisor(Supervisor):
             self.exchanges.lose(island)
 
     def _failed(self, island: int) -> None:
-        """Report that all ranks of `island` have exited, and restart the island if possible."""
+        """Report that all of the island's ranks have exited, and restart the island if possible."""
         del self._failing[island]
         workers = self.islands[island]
         workers.end()  # kills the remaining child processes
@@ -254,7 +257,7 @@ class IslandSupervisor(Supervisor):
             self._start_again(island)
 
     def _cause(self, failure: IslandFailure) -> str:
-        """Return a text that names the rank of an island that failed, and the cause."""
+        """Return a phrase that names the rank at fault and the cause of the failure."""
         reports, exits = failure.reports, failure.exits
         verdict = failure_report.judge([each.end for each in exits.values()], reports)
         if verdict is None or (failure.losses and failure_report.is_consequence(verdict, reports)):
@@ -265,7 +268,7 @@ class IslandSupervisor(Supervisor):
         return f"{what}: {why.removesuffix('.')}"
 
     def _next(self, island: int) -> tuple[bool, str]:
-        """Return whether to restart `island`, and a sentence about it."""
+        """Return whether to restart `island`, and a sentence for the user about it."""
         if island not in self.exchanges.resuming:
             return False, "It does not return, because the script calls no engine.resume(folder)."
         # Count restarts since the island last took part, so that an island that fails rarely is
@@ -278,7 +281,7 @@ class IslandSupervisor(Supervisor):
         return True, f"Restarting it ({self._restarts.number} of {self._restarts.allowed})."
 
     def _start_again(self, island: int) -> None:
-        """Restart `island`. A failed start counts as a failure of the island, and is retried."""
+        """Restart `island`. If the start itself fails, retry while restarts are left."""
         comes = True
         while comes:
             self._restarts.island_started()
@@ -297,7 +300,10 @@ class IslandSupervisor(Supervisor):
     # -- the others -------------------------------------------------------------------------
 
     def _exchanged(self, islands: Sequence[int]) -> None:
-        """Record that these islands have taken part in an exchange, and report the changes."""
+        """Record that `islands` took part in an exchange.
+
+        Print which islands have finished or returned since the last exchange.
+        """
         for island in self._finished - self._said:
             self.say(f"shardwise: island {island} has finished. The others continue without it.\n")
         self._said |= self._finished
@@ -312,7 +318,7 @@ class IslandSupervisor(Supervisor):
                 self.say(f"shardwise: island {island} has returned, from step {step} on.\n")
 
     def _end_unneeded(self) -> None:
-        """Kill returning islands if no island takes part any more."""
+        """Kill returning islands if no participating island is left to admit them."""
         taking_part = [rank for each in self._membership.members for rank in self._living(each)]
         # A returning island needs a running member to admit it.
         if taking_part or self._unneeded:
@@ -322,7 +328,7 @@ class IslandSupervisor(Supervisor):
             self.islands[island].end()
 
     def _recall(self) -> None:
-        """Add failures of islands to the possible causes of the run's failure."""
+        """Add the islands' failures to the possible causes of the run's failure."""
         # Exclude failures that the other islands have survived, because they did not end the run.
         for island, failure in self._failures.items():
             if island not in self._outlived:

@@ -49,9 +49,9 @@ def serve(
 
     Args:
         listener: The listening socket.
-        place: The address of `listener` as seen from other hosts.
-        secret: The secret of the run.
-        copy: Returns a new descriptor of the file with the given key, or None if it is missing.
+        place: The address at which other hosts reach `listener`.
+        secret: The run's secret.
+        copy: Returns a new descriptor for the file with the given key, or None if it is missing.
     """
 
     def give(peer: rpc.Connection) -> None:
@@ -77,9 +77,9 @@ class Fetches:
 
     Args:
         selector: The event loop that runs the callbacks.
-        secret: The secret of the run.
+        secret: The run's secret.
         done: Called with the key and the descriptor of each file that has arrived.
-        failed: Called with the key and the reason of each failed attempt.
+        failed: Called with the file's key and the reason after each failed attempt.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Fetches:
         selector.register(self._wake_receiver, selectors.EVENT_READ, self._on_wake)
 
     def begin(self, key: Key, source: Address) -> None:
-        """Start fetching the file `key` from the host that serves at `source`."""
+        """Start fetching the file `key` from the file server at `source`."""
         self.cancel(key)
         self._running[key] = _Fetch(key, source, self._secret, self._report)
         self._running[key].start()
@@ -154,7 +154,7 @@ class Fetches:
 class _Fetch(Thread):
     """Fetches a single file in its own thread.
 
-    `tell` is called with the file's descriptor, and with the reason of each failure.
+    `tell` is called with a reason after each failure, and with the file's descriptor at the end.
     """
 
     def __init__(
@@ -227,12 +227,12 @@ class _Fetch(Thread):
 
 
 def _role(place: Address) -> bytes:
-    """Return the role of the file server at `place` (see authentication.py)."""
+    """Return the file server's role in the authentication (see authentication.py)."""
     return f"islands {place[0]} {place[1]}".encode()
 
 
 def _message(peer: rpc.Connection) -> bytes:
-    """Return the next message from `peer`. Raises OSError if none arrives or its MAC is wrong."""
+    """Return the next message from `peer`. Raise OSError if none arrives or its MAC is wrong."""
     try:
         message = peer.receive()
     except authentication.Forged as error:
@@ -243,7 +243,7 @@ def _message(peer: rpc.Connection) -> bytes:
 
 
 def _send_file(peer: rpc.Connection, fd: int) -> None:
-    """Send a file's size, its content, and the MAC. Raises OSError if the connection fails."""
+    """Send a file's size, content and MAC. Raise OSError if the connection fails."""
     size, place = os.fstat(fd).st_size, 0
     peer.send(_SIZE.pack(size))
     sum_of_all, buffer = peer.seals.sends_bulk(), memoryview(bytearray(min(size, CHUNK)))

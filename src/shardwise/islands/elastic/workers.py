@@ -30,12 +30,12 @@ OpenLink = Callable[[int], socket.socket]
 
 
 class IslandWorkers(LocalWorkers):
-    """The ranks of an island on this host. They connect to the island's first rank.
+    """An island's ranks on this host. They connect to the island's first rank.
 
     Args:
         spec: The job, with all ranks of this host.
         local: The other arguments of `LocalWorkers`.
-        island: The index of the island.
+        island: The island's index.
         count: The number of islands.
         link: Opens a rank's link to the broker.
         returns: True if the other islands train without this one until they admit it.
@@ -72,12 +72,12 @@ class IslandWorkers(LocalWorkers):
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Return a rank's identity in the run. Its host may also have ranks of other islands."""
+        """Return a rank's identity. Its local rank counts all islands' ranks on this host."""
         identity, host = super()._identity(local_rank, listen_fd), self._host
         return replace(identity, local_rank=identity.rank - host.first, local_size=host.count)
 
     def ended_well(self, rank: int) -> None:
-        """If `rank` is in this island, tell the island's ranks that it exited with code 0.
+        """Tell this island's ranks that `rank` exited with code 0, if `rank` is one of them.
 
         Ranks of other islands do not wait for it.
         """
@@ -85,7 +85,7 @@ class IslandWorkers(LocalWorkers):
             progress.mark_ended_early(self._folder, rank - self._ranks.start)
 
     def end(self) -> None:
-        """Kill the remaining processes of the ranks."""
+        """Kill the island's remaining processes."""
         self.send_signal(signal.SIGKILL)
 
     def give_up(self) -> None:
@@ -100,7 +100,7 @@ class IslandWorkers(LocalWorkers):
 
 
 def allow_files(ranks: int, islands: int, kept: int = 0) -> None:
-    """Raise this process's limit of open files to the number that exchanges need.
+    """Raise this process's limit on open files to the number that exchanges need.
 
     Args:
         ranks: The number of ranks on this host.

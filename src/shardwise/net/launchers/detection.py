@@ -28,10 +28,10 @@ class Launcher:
         name: The name shown in messages.
         level: The nesting level, for combinations such as `srun torchrun` or mpirun inside an
             allocation. The innermost launcher has the lowest level and takes precedence.
-        read: Function that returns the identity of this process, or None if the launcher did not
-            start it.
+        read: Function that returns this process's identity, or None if the launcher did not start
+            it.
         processes: The names of the launcher's processes that start ranks.
-        sets_threads: True if the launcher sets the number of threads of each rank.
+        sets_threads: True if the launcher sets each rank's number of threads.
     """
 
     name: str
@@ -86,7 +86,7 @@ def _environment(environ: Environ) -> Identity | None:
     """Read RANK, WORLD_SIZE and MASTER_ADDR if no local rank is set.
 
     Services (Kubeflow's PyTorchJob, Vertex AI) set them for each pod or host, and users set them in
-    scripts. A launcher that starts ranks inside the pod takes precedence over these variables.
+    scripts. If a launcher starts ranks inside the pod, its variables take precedence.
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys() or _torchrun(environ):
         return None
@@ -189,13 +189,13 @@ SETS_THREADS = frozenset(row.name for row in LAUNCHERS if row.sets_threads)
 
 
 def processes_of(launcher: str) -> frozenset[str]:
-    """Return the names of the processes whose children are ranks of `launcher`."""
+    """Return the names of the processes whose children are `launcher`'s ranks."""
     rows = (row for row in LAUNCHERS if row.name == launcher)
     return frozenset(name[:15] for row in rows for name in row.processes)
 
 
 def identify(environ: Environ = os.environ) -> Identity:
-    """Return the identity of this process, from its environment and its ancestors.
+    """Return the identity of this process, based on its environment and its ancestors.
 
     Raises LaunchError under the same conditions as `detect`.
     """
@@ -230,7 +230,7 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
 
     Args:
         environ: The environment variables.
-        parents: The names of this process's ancestors that start ranks.
+        parents: The names of those ancestors of this process that start ranks.
 
     Raises:
         LaunchError: Variables are missing or impossible, two launchers at the same level contradict
@@ -265,9 +265,9 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
 
 
 def _is_alone(environ: Environ) -> bool:
-    """Return whether the user requests a single process.
+    """Return whether the user requests a single process with SHARDWISE_ALONE.
 
-    Raises LaunchError for an invalid value.
+    Raises LaunchError if the variable has an invalid value.
     """
     text = environ.get(ALONE, "")
     if text not in ("", "0", "1"):
@@ -289,7 +289,7 @@ def _check_by_hand(identity: Identity, environ: Environ) -> None:
 
 
 def _agreed(found: list[Identity]) -> Identity:
-    """Return the identity that all of `found` agree on. Raises LaunchError if they disagree."""
+    """Return the identity on which all in `found` agree. Raise LaunchError if they disagree."""
     first = found[0]
     for other in found[1:]:
         if (other.rank, other.size) != (first.rank, first.size):
@@ -301,6 +301,6 @@ def _agreed(found: list[Identity]) -> Identity:
 
 
 def claim(identity: Identity) -> str:
-    """Return a text that states the rank and size set by a launcher, with their variables."""
+    """Return a phrase with the rank and size that a launcher has set, and with their variables."""
     rank, size = identity.variables["rank"], identity.variables["size"]
     return f"{identity.launcher} says {rank}={identity.rank}, {size}={identity.size}"

@@ -1,4 +1,4 @@
-"""Reads the identity of a rank from the variables of MPI launchers.
+"""Reads a rank's identity from the variables of MPI launchers.
 
 Open MPI        OMPI_COMM_WORLD_*                 mpirun of Open MPI 4 and 5 (docs.open-mpi.org)
 MPICH           PMI_RANK, MPI_LOCALRANKID         Hydra (src/pm/hydra/proxy/pmip_cb.c)
@@ -83,11 +83,11 @@ def mvapich(environ: Environ) -> Identity | None:
 
 
 def hydra(environ: Environ) -> Identity | None:
-    """Read the variables of Hydra, the mpiexec of MPICH and of Intel MPI.
+    """Read the variables of Hydra, the mpiexec of MPICH and Intel MPI.
 
     Only Hydra sets MPI_LOCALRANKID. Intel MPI provides a run name, MPICH does not. MPICH's ranks
     derive a name from the process that started them (see rendezvous_file.py) or, on several hosts
-    of a Slurm allocation, from the job step of Hydra's proxies.
+    in a Slurm allocation, from the job step in which Hydra's proxies run.
     """
     if "MPI_LOCALRANKID" not in environ:
         return None
@@ -105,7 +105,7 @@ def hydra(environ: Environ) -> Identity | None:
 def pmi(environ: Environ) -> Identity | None:
     """Read PMI_RANK and PMI_SIZE, unless other variables show which launcher set them.
 
-    srun --mpi=pmi2, Flux and PALS set them too, but their own variables hold more information.
+    srun --mpi=pmi2, Flux and PALS set both too, but their own variables hold more information.
     """
     identity = None if "MPI_LOCALRANKID" in environ else _PMI.read(environ)
     if identity is None:

@@ -52,14 +52,14 @@ _MAIN = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 
 
 def skypilot(environ: Environ) -> Identity | None:
-    """Read the variables of a SkyPilot node. The first address in the list is rank 0's."""
+    """Read a SkyPilot node's variables. The first address in the list is rank 0's."""
     identity = SKYPILOT.read(environ)
     addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
     return _at(identity, addresses[0] if addresses else None, environ)
 
 
 def sagemaker(environ: Environ) -> Identity | None:
-    """Return the rank of this host in a SageMaker training job, which is its index in SM_HOSTS."""
+    """Read a SageMaker training job's variables. The rank is this host's index in SM_HOSTS."""
     if not {"SM_HOSTS", "SM_CURRENT_HOST"} & environ.keys():
         return None
     here = read_text(environ, "SM_CURRENT_HOST", "SageMaker")
@@ -82,7 +82,7 @@ def sagemaker(environ: Environ) -> Identity | None:
 
 
 def kubeflow(environ: Environ) -> Identity | None:
-    """Read the variables of a Kubeflow Trainer pod, which are also torchrun's options.
+    """Read a Kubeflow Trainer pod's variables, which are also torchrun's options.
 
     Raises LaunchError if each pod should run several processes, because Kubeflow starts only one.
     """

@@ -1,6 +1,6 @@
 """Asks a PMIx server for the number of ranks.
 
-PRRTE's prterun, and PALS with --pmi=pmix, tell a rank only its rank, PMIX_RANK. The process that
+PRRTE's prterun, and PALS with --pmi=pmix, set only a rank's own number, PMIX_RANK. The process that
 started the rank is a PMIx server, which knows everything else. We load the same library file that
 the server has loaded, so that client and server have the same version. The request runs in a child
 process, so that the script can still initialise MPI later.
@@ -57,7 +57,7 @@ _UINT16 = 13
 
 
 def read(environ: Environ) -> Identity | None:
-    """Read PMIX_RANK and the server's replies, or return None if there are none or PALS is used.
+    """Read PMIX_RANK and the server's replies. Return None without replies, or under PALS.
 
     Raises LaunchError for a rank of PRRTE whose server did not reply.
     """
@@ -77,7 +77,7 @@ def _is_prrte(environ: Environ) -> bool:
 
 
 def ask(environ: Environ) -> dict[str, str]:
-    """Return the replies of this rank's server as variables, or {} if there is no server."""
+    """Return the PMIx server's replies as variables, or {} if there is no server."""
     if not {"PMIX_RANK", "PMIX_NAMESPACE"} <= environ.keys() or _SAYS_RANK & environ.keys():
         return {}
     if not _is_prrte(environ) and _SAYS_SIZE & environ.keys():
@@ -112,7 +112,7 @@ def _answer(environ: Environ) -> dict[str, str]:
 
 
 def _loaded_above() -> str | None:
-    """Return the path of the PMIx library loaded by the nearest ancestor that has loaded one."""
+    """Return the path of the PMIx library in the nearest ancestor process that has loaded one."""
     for pid, _ in processes.ancestors():
         try:
             maps = Path(f"/proc/{pid}/maps").read_text()

@@ -1,4 +1,4 @@
-"""Reads the identity of a rank from the variables of schedulers that start ranks themselves.
+"""Reads a rank's identity from the variables of schedulers that start ranks themselves.
 
 Flux        FLUX_TASK_RANK, FLUX_JOB_SIZE         flux run (flux-core: src/shell/shell.c)
 LSF         JSM_NAMESPACE_*                       jsrun (IBM's JSM)
@@ -6,8 +6,8 @@ LSF         JSM_NAMESPACE_*                       jsrun (IBM's JSM)
 PALS        PALS_RANKID, PMI_SIZE                 mpiexec of HPE Cray (pals.h): Polaris, Aurora
 HTCondor    _CONDOR_PROCNO, _CONDOR_NPROCS        parallel universe (parallel_proc.cpp)
 
-slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt do not start ranks. PBS starts them
-with pbsdsh, but does not tell them the number of ranks (see signs.py).
+slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt do not start ranks. PBS starts ranks
+with pbsdsh, but does not tell them how many there are (see signs.py).
 """
 
 from dataclasses import replace

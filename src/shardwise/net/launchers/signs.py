@@ -1,4 +1,4 @@
-"""Detects that a process is one of several, started by a launcher that we cannot read.
+"""Detects that a process is one of several, started by an unsupported launcher.
 
 Such a process must not train alone: all processes would train the same model, and silently
 overwrite each other's checkpoints.
@@ -44,11 +44,11 @@ WAYS_OF_COMMAND = (
 
 
 def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = True) -> list[str]:
-    """Return texts for the signs that this process is one of several. No side effects.
+    """Return the signs that this process is one of several, as text. No side effects.
 
     Args:
         environ: The environment variables.
-        parents: The names of this process's ancestors that start ranks.
+        parents: The names of those ancestors of this process that start ranks.
         alone: True if no launcher was detected. False if the detected launcher claims to have
             started a single process. In that case only pairs of a rank and a size count as signs.
     """
@@ -88,7 +88,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return a variable, as "NAME=VALUE", that shows that this batch job has several slots.
+    """Return a variable, as "NAME=VALUE", which shows that this batch job has several slots.
 
     Returns None if there is no such variable.
     """
@@ -100,7 +100,7 @@ def in_job(environ: Mapping[str, str]) -> str | None:
 
 
 def _hosts_in(environ: Mapping[str, str], name: str) -> int:
-    """Return the number of hosts in TensorFlow's or Vertex AI's variable `name`, 0 if unset."""
+    """Return the number of hosts in the variable `name` (TF_CONFIG or CLUSTER_SPEC), 0 if unset."""
     roles = ("chief", "master", "worker", "workerpool0", "workerpool1")
     try:
         cluster = json.loads(environ[name])["cluster"]
@@ -145,7 +145,7 @@ def _stem(text: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    """Parse `text` as a number. Returns 1 if it is None or empty, -1 if it is not a number."""
+    """Parse `text` as a number. Return 1 if it is None or empty, -1 if it is not a number."""
     if not text:
         return 1
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

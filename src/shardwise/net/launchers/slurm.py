@@ -1,4 +1,4 @@
-"""Reads the identity of a Slurm task, and starts ranks through srun.
+"""Reads a Slurm task's identity, and starts ranks through srun.
 
 Batch scripts and the shells of interactive allocations have many of a task's variables, but they
 are not ranks.
@@ -7,7 +7,7 @@ Inside an allocation, `shardwise run` starts the ranks through srun:
 
     sbatch -N 2 --gpus-per-node 4 job.sh      job.sh: shardwise run --zero 3 train.py
 
-srun starts the ranks on all hosts of the allocation, prefixes each output line with the rank, and
+srun starts the ranks on all hosts in the allocation, prefixes each output line with the rank, and
 kills all ranks when one fails. If the allocation consists of this host only, our own launcher
 starts the ranks, because its failure reports contain more information.
 """
@@ -69,7 +69,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of srun and not an interactive shell."""
+    """Return whether this process is one of srun's tasks and not an interactive shell."""
     # Tasks started from a shell of `srun --pty` inherit SLURM_PTY_PORT, but have a higher step id.
     # The job name does not help, because salloc names all its jobs `interactive`.
     number = environ.get("SLURM_STEP_ID", "")
@@ -85,7 +85,7 @@ _OF_A_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 def _is_broken_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is a task of srun with some of its variables missing.
+    """Return whether this process is one of srun's tasks, but some of its variables are missing.
 
     Returns False for the shell of a step, and for a batch script (a step in newer Slurm versions).
     """
@@ -174,7 +174,10 @@ def needs_srun(environ: Mapping[str, str]) -> bool:
 
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of a single-host allocation, or None if none is set."""
+    """Return a single-host allocation's number of tasks.
+
+    Returns None if the number is not set or there are several hosts.
+    """
     if not ("SLURM_JOB_ID" in environ and environ.get("SLURM_NTASKS") and _is_this_host(environ)):
         return None
     return _positive(environ, "SLURM_NTASKS")
@@ -190,7 +193,7 @@ def srun_command(
     """Return the srun command line that starts the ranks. No side effects.
 
     Args:
-        environ: The variables of the allocation.
+        environ: The allocation's variables.
         command: The command line of a rank.
         size: The number of ranks. Defaults to the allocation's number of tasks if set, otherwise
             one rank per GPU, otherwise one per host.

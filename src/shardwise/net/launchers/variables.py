@@ -10,7 +10,7 @@ from shardwise.net.launchers.signs import WAYS
 Environ = Mapping[str, str]
 
 Reader = Callable[[Environ], Identity | None]
-"""Returns the identity that a launcher gave this process, or None if it did not start it."""
+"""Returns the identity set by a launcher, or None if another launcher started this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class RankVariables:
         size: The variable that holds the number of ranks.
         local_rank: The variable that holds the rank's index on its host.
         local_size: The variable that holds the number of ranks on the host.
-        node: The variable that holds the index of the host.
+        node: The variable that holds the host's index.
         job: Variables whose values together identify the run, or () if the launcher sets none. All
             ranks of a run have the same values, and no other run has them.
         one_per_host: True if the launcher starts one process per host.
@@ -39,7 +39,7 @@ class RankVariables:
     one_per_host: bool = False
 
     def read(self, environ: Environ) -> Identity | None:
-        """Return the identity of a rank, or None if neither the rank nor the size is set.
+        """Return this process's identity, or None if neither its rank nor the size is set.
 
         Raises LaunchError if only one of the two is set.
         """
