@@ -178,7 +178,7 @@ class EngineGuard:
         seed: Tensor | None,
         passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """If this step is checked, compute the gradients of `loss` once before the real backward pass."""
+        """If this step is checked, compute the gradients of `loss` an extra time."""
         named = [(each.name, each.parameter) for each in self._engine.states.parameters.named]
         self.second_run.before_backward(loss, seed, named, passes)
 
@@ -257,7 +257,7 @@ class EngineGuard:
             checks.act(found, partial(self._repair, found, pieces), self._advice)
 
     def _name_straggler(self, step: int) -> None:
-        """Print, at most once, which rank the others wait for. Collective if there is such a rank."""
+        """Print, at most once, which rank the others wait for. Collective if there is one."""
         slow = straggler(self._checks.times)
         if slow is None or slow.rank in self._stragglers:
             return
@@ -280,7 +280,7 @@ class EngineGuard:
     # -- actions ------------------------------------------------------------------------------
 
     def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
-        """Overwrite wrong states with rank `source`'s. Return False if it has no copy. Collective."""
+        """Copy wrong states from rank `source`. Return False if it has no copy. Collective."""
         names = {name for each in found for name in each.names}
         wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
         placement = self._engine.spec.placement

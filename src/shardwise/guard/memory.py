@@ -150,7 +150,7 @@ def _within(
 
 
 def flat_view(value: Tensor) -> Tensor:
-    """Return `value` flattened to (numel,). This is a view, unless its elements overlap in memory."""
+    """Return `value` flattened to (numel,): a view, unless its elements overlap in memory."""
     value = value.detach()
     if value.is_contiguous():
         return value.view(-1)

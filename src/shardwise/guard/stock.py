@@ -36,7 +36,8 @@ class Guard:
         action: What to do on an error. `"stop"` (default) raises, `"warn"` prints, and `"restore"`
             copies the tensor from an intact rank, or raises if there is none.
         memory: Also check the memory of all states at each backward pass. This finds flipped bits
-            in tensors that no other rank holds, but reads all states twice per step. Default: False.
+            in tensors that no other rank holds, but reads all states twice per step.
+            Default: False.
         group: The replicas' process group. Default: the default group.
 
     Raises:
@@ -194,7 +195,7 @@ class Guard:
                         yield from _piece(BUFFER, name, value)
 
     def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
-        """Overwrite wrong states with rank `source`'s. Return False if it has no copy. Collective."""
+        """Copy wrong states from rank `source`. Return False if it has no copy. Collective."""
         names = {name for each in found for name in each.names}
         wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
         if any(piece.is_shard for piece in wanted):

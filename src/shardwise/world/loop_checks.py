@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """The accumulation of an engine. `stepping` is True once a step has started or failed."""
+    """An engine's pending backward passes. `stepping`: True once a step has started or failed."""
 
     @property
     def backwards(self) -> int: ...
@@ -22,13 +22,13 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns at the end of a run about backward passes without a step, in any of its engines."""
+    """Warns at the end of a run if an engine ran backward passes that no step followed."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []
 
     def watch(self, engine: Backwards) -> None:
-        """Include the accumulation of an engine. It is kept even after the engine is freed."""
+        """Include an engine's backward passes, even after the engine has been freed."""
         self._engines.append(engine)
 
     def words(self) -> str:
@@ -54,7 +54,7 @@ class UnsteppedBackwards:
 class StepsWithoutEngine:
     """Warns once if optimizers step without an engine on several workers. `say` prints the warning.
 
-    It warns at the second step of an optimizer, not at the first.
+    It warns at an optimizer's second step, not at the first.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:
