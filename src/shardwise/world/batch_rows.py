@@ -215,8 +215,8 @@ class BatchRows(ABC):
         """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
         It is 0 for a stand-in: a row that a rank without rows gets, so that it runs the same code
-        as the other ranks. In your own sums and counts, use only the first rows: `scores[:
-        world.rows]`.
+        as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
+        `scores[: world.rows]`.
 
         Raises:
             DataError: There has been no batch yet.
