@@ -48,7 +48,7 @@ class BatchCut(ABC):
 
     @abstractmethod
     def own_part_rows(self, rows: int) -> list[Rows]:
-        """Split `rows` rows that only this rank reads, into as many micro-batches as a full step."""
+        """Split `rows` rows that only this rank reads into as many micro-batches as a step has."""
 
     @abstractmethod
     def stand_in(self, rows: Sequence[T]) -> list[T]:

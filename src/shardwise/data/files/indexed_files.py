@@ -290,7 +290,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
 
 @contextmanager
 def replacement_of(file: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces `file` at the end, so that `file` is never incomplete."""
+    """Yield a temporary file that replaces `file` at the end, so `file` is never incomplete."""
     part = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with part.open("wb") as target:

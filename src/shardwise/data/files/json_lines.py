@@ -64,7 +64,7 @@ class JsonLines(IndexedFiles):
         return np.concatenate([np.empty((0, 2), np.int64), *pieces]).astype(np.int64)
 
     def parse(self, content: bytes, place: str) -> Any:
-        """Return the JSON value in `content`. Raise DataError, naming `place`, if it is malformed."""
+        """Return the JSON value in `content`. Raise DataError, naming `place`, if malformed."""
         try:
             return json.loads(content)
         except ValueError as error:

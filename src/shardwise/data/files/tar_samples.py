@@ -21,10 +21,9 @@ class TarSamples(IndexedFiles):
 
         cat/17.jpg  cat/17.json  cat/18.jpg  cat/18.json      two samples with two fields
 
-    A sample is a dict. The key "__key__" holds the common part of the names. For each file, the
-    rest of its name, in lower case, maps to its bytes: `{"__key__": "cat/17", "jpg": b"...",
-    "json": b"..."}`. Decode the fields in `transform`. The tar files must be local and
-    uncompressed.
+    A sample is a dict, such as `{"__key__": "cat/17", "jpg": b"...", "json": b"..."}`. It holds the
+    common part of the names as "__key__" and maps the rest of each name, in lower case, to the
+    file's bytes. Decode the fields in `transform`. The tar files must be local and uncompressed.
 
     Args:
         files: A path, a pattern such as `data-{000..146}.tar`, or a list of these. The files that
