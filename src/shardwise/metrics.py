@@ -133,7 +133,7 @@ class _Sum:
 
 
 class _ExactSum(_Sum):
-    """A running sum without rounding, for exact mode. Reading its value synchronises with the device.
+    """A running sum without rounding, for exact mode. Reading it synchronises with the device.
 
     It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does not
     depend on how values are distributed across ranks.

@@ -34,7 +34,7 @@ def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
 
 
 def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
-    """Return the error about an optimizer or scheduler that both the config and the script define."""
+    """Return the error about an optimizer or scheduler in both the config and the script."""
     instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
         f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "

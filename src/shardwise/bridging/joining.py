@@ -79,7 +79,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for islands and context groups. Unless `in_parts`, also for divided replicas."""
+    """Raise UsageError for islands, context groups or, unless `in_parts`, divided replicas."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "
@@ -115,7 +115,7 @@ def _mention_one_process(world: sw.World) -> None:
 
 
 def _set_environment(world: sw.World) -> None:
-    """Set the variables from which Accelerate and torch's libraries read the rank and the device."""
+    """Set the variables from which Accelerate and torch's libraries read rank and device."""
     if world.device.type == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:

@@ -113,7 +113,7 @@ class TrainedModels:
         trained.engine.close()
 
     def clip_always(self, max_norm: float | None) -> None:
-        """Clip to `max_norm` in every step, overriding the script's clipping. None disables this."""
+        """Clip to `max_norm` in every step, overriding the script's clipping. None undoes this."""
         for each in self._trained:
             each.always_clips = max_norm
 
@@ -229,7 +229,7 @@ class TrainedModels:
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Inside the block, gather the full gradients of `parameters`, to read or write. Collective.
+        """Inside the block, gather the full gradients of `parameters` for access. Collective.
 
         All other gradients of these parameters' engines are gathered too.
         """
