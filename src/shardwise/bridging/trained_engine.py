@@ -150,9 +150,10 @@ class TrainedEngine:
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Make the next step clip to `max_norm`, or multiply by `coefficient` if that is below 1.
+        """Make the next step clip to `max_norm` or, if `coefficient` is passed, scale by that factor.
 
-        A second call clips gradients that are already clipped, so the smaller limit applies.
+        A coefficient of 1 or more has no effect. A second call clips gradients that are already
+        clipped, so the smaller limit applies.
         """
         if coefficient is not None:
             max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf

@@ -116,7 +116,7 @@ OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
 
 
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
-    """Raise ConfigError if `keywords` contains a keyword of another function than `caller`."""
+    """Raise ConfigError if a keyword belongs to a function other than `caller`."""
     for name in keywords:
         if name in _ELSEWHERE:
             raise ConfigError(

@@ -152,7 +152,7 @@ def port(text: str) -> int | None:
 
 
 def rendezvous(text: str) -> str:
-    """Parse the place where ranks meet: HOST:PORT, or a folder."""
+    """Parse a rendezvous: HOST:PORT, or a folder."""
     host, _, last = text.rpartition(":")
     if os.sep not in text and not (host and port(last)):
         raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")

@@ -36,7 +36,7 @@ class BatchCut(ABC):
 
     @abstractmethod
     def parts(self, rows: int) -> list[Rows]:
-        """Return the rows of each of this rank's micro-batches. If empty, use `stand_in`."""
+        """Return the rows of each of this rank's micro-batches. Empty ones need `stand_in`."""
 
     @abstractmethod
     def all_have(self, rows: int) -> list[bool]:

@@ -48,7 +48,7 @@ class GuardedEngine(Protocol):
 
 
 class GuardedResidency(Protocol):
-    """The methods that a second run uses to gather and release sharded parameters."""
+    """Interface to the object that gathers and frees sharded parameters, for a second run."""
 
     def set_aside(self) -> Callable[[], None]:
         """Set the recorded forward passes aside, and return a function that restores them."""

@@ -90,10 +90,10 @@ class CommonRandomStream:
     # -- draws that all ranks share ---------------------------------------------------------
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Use rank 0's stream if the ranks' streams differ. Return whether they differed.
+        """Use rank 0's stream on all ranks if their streams differ. Return whether they differed.
 
-        `gather` returns every rank's value on all ranks. Collective until every rank has its own
-        generators. Until then, a draw on only one rank advances that rank's stream.
+        `gather` returns every rank's value on all ranks. The call is collective until each rank has
+        its own seed, because until then a draw on one rank advances only that rank's stream.
         """
         # From then on only `draw` and `alike` advance the stream, and all ranks call these.
         if self.is_one:
@@ -191,7 +191,7 @@ class CommonRandomStream:
 
     @contextmanager
     def at_boundary(self) -> Iterator[None]:
-        """Inside the block, rewind to the last step boundary. For a save.
+        """Rewind to the last step boundary inside the block, in which a checkpoint is saved.
 
         A process that loads the checkpoint will repeat what this process has drawn for the next
         step.

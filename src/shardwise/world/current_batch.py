@@ -1,4 +1,4 @@
-"""Records the batch returned last. Its size is the weight of a loss without `weight=`.
+"""Records the last batch passed to the script. Its size is the weight of a loss without `weight=`.
 
 A Loader opens a stream for each iteration and describes each batch. The engine looks up the batch
 that a loss was computed from. Metrics looks up whether that batch counts.
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """Batch sizes and step counts of a stream, for the startup summary. They cover all ranks."""
+    """The batch size and number of steps of a stream, across all ranks. Shown at startup."""
 
     batch_size: int | None
     micro_batches: int
@@ -200,12 +200,12 @@ class CurrentBatch:
         return [stream for stream in self.streams if stream.training and stream.batch]
 
     def in_loop(self) -> bool:
-        """Return whether a loop over a Loader is running that may return training batches."""
+        """Return whether a running loop over a Loader may return training batches."""
         loops = (stream for stream in self.streams if not stream.passing)
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """Return the batch that the running forward pass computes.
+        """Return the batch that the current forward pass runs on.
 
         `training` is True if autograd is recording.
         """

@@ -12,7 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """An engine's pending backward passes. `stepping`: True once a step has started or failed."""
+    """The backward passes of an engine since its last step.
+
+    `stepping` is True once a step has started or failed.
+    """
 
     @property
     def backwards(self) -> int: ...
@@ -52,9 +55,9 @@ class UnsteppedBackwards:
 
 
 class StepsWithoutEngine:
-    """Warns once if optimizers step without an engine on several workers. `say` prints the warning.
+    """Warns once if a script with several workers steps its optimizers without an engine.
 
-    It warns at an optimizer's second step, not at the first.
+    It warns at an optimizer's second step, not at the first. `say` prints the warning.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:

@@ -96,7 +96,7 @@ class Document:
         return default if value is None else value
 
     def error(self, key: str, words: str) -> ConfigError:
-        """Return an error that `key` has an unsupported value. `words` says what is wrong."""
+        """Return the error for an unsupported value of `key`. `words` says what is wrong."""
         return ConfigError(f"{self.name}: {key} {words}")
 
 
