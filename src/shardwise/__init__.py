@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import(module: str) -> ModuleType:
-    """Import a module without changing the random numbers that the script will draw."""
+    """Import a module without changing the state of the script's random generators."""
     # Some libraries draw from Python's global generator on import.
     import random
 

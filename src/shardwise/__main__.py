@@ -1,4 +1,4 @@
-"""Runs the `shardwise` command, also when called as `python -m shardwise`."""
+"""Runs the `shardwise` command, also as `python -m shardwise`."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ import threading
 def main() -> int:
     """Import the command line, run it and return the exit code.
 
-    Ctrl-C during the imports terminates the process without a traceback, as with other commands.
+    Ctrl-C during the imports terminates the process without a traceback, as in other commands.
     """
     # Keep the current handler if SIGINT is ignored (under nohup), or outside the main thread.
     is_ours = (

@@ -42,7 +42,7 @@ class ShardwiseError(Exception):
     """Base class of all errors that Shardwise raises on purpose.
 
     Attributes:
-        at_fault: Ranks that the message names as the cause, if this rank is not the cause.
+        at_fault: Ranks that the message names as the cause, if the cause is not this rank.
     """
 
     at_fault: tuple[int, ...] = ()
@@ -114,11 +114,11 @@ class ParameterAccess(UsageError):
 
 
 class OrderError(UsageError):
-    """Raised if a sharded unit is needed at a point where other ranks do not gather it."""
+    """Raised if this rank needs a sharded unit at a point where other ranks do not gather it."""
 
 
 class BadCall(UsageError, ValueError, RuntimeError):
-    """Raised for invalid arguments, such as a name already in use by a pending operation.
+    """Raised for invalid arguments, such as a name that a pending operation already uses.
 
     It is both a ValueError, which Horovod raises in Python, and a RuntimeError, which Horovod's C++
     code raises.
@@ -126,7 +126,7 @@ class BadCall(UsageError, ValueError, RuntimeError):
 
 
 class HookOrder(UsageError, AssertionError):
-    """Raised if backward, synchronize, step and zero_grad are in an order that loses gradients.
+    """Raised if backward, synchronize, step and zero_grad run in an order that loses gradients.
 
     Also an AssertionError, as in Horovod.
     """
@@ -168,7 +168,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class TierError(ShardwiseError):
-    """Raised if a folder or a disk cannot hold a state, or failed while it held one."""
+    """Raised if a folder or a disk cannot store a state, or failed while it stored one."""
 
 
 class NonFiniteError(ShardwiseError):
@@ -191,7 +191,7 @@ class PeerLost(CollectiveError):
 
 
 class HorovodInternalError(CollectiveError, RuntimeError):
-    """Raised if an operation of `shardwise.horovod` failed: ranks disagree on it, or one exited.
+    """Raised if an operation of `shardwise.horovod` failed, because ranks disagree or one exited.
 
     The name and the base class RuntimeError are the same as in Horovod.
     """

@@ -27,7 +27,7 @@ SCALINGS = ("linear", "sqrt", "none")
 
 
 def factor(workers: float, scaling: str = "linear") -> float:
-    """Return the factor of the learning rate for a global batch that is `workers` times as large.
+    """Return the learning-rate factor for a global batch that is `workers` times as large.
 
     Args:
         workers: Ratio of the new batch size to the old one, above 0.
@@ -67,8 +67,8 @@ def warmed(epoch: float, epochs: float, to: float) -> float:
 class ScaledLR(LRScheduler):
     """A scheduler that scales the optimizer's learning rates for a larger global batch.
 
-    For scripts whose global batch grows with the number of workers. Give the optimizer the learning
-    rate for a single worker; during the warm-up, the scheduler raises it to this rate times the
+    For scripts whose global batch grows with the number of workers. Pass the optimizer the learning
+    rate for a single worker. During the warm-up, the scheduler raises it to this rate times the
     factor. If the global batch stays the same, so does the learning rate, and no scheduler is
     needed. Call `step()` after each training step.
 
@@ -81,8 +81,8 @@ class ScaledLR(LRScheduler):
         optimizer: The user's optimizer.
         steps_per_epoch: Training steps per epoch, such as `len(loader)`.
         workers: Ratio of the global batch size to that of a single worker. Default:
-            `world.data_size`; with `--islands` the number of replicas per island, because each
-            island steps on its own rows.
+            `world.data_size`. With `--islands`, the default is the number of replicas per island,
+            because each island steps on its own rows.
         scaling: "linear" (default), "sqrt" or "none".
         warmup_epochs: Length of the warm-up in epochs, possibly fractional; 0 for none. Default: 5.
         momentum_correction: Multiply each step's momentum by the ratio of its learning rate to the
@@ -155,7 +155,7 @@ class ScaledLR(LRScheduler):
     def state_dict(self) -> dict[str, Any]:
         """Return a dict with "steps", "epoch" (fractional), "multiplier" and "base_lrs".
 
-        With `momentum_correction` it also has "correction", the current factor of the momentum.
+        With `momentum_correction`, it also contains "correction", the current momentum factor.
         """
         correction = {"correction": self._correction()} if self._corrects else {}
         return correction | {
@@ -166,7 +166,7 @@ class ScaledLR(LRScheduler):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore from `state`. Load the optimizer's state first.
+        """Restore the schedule from `state`. Load the optimizer's state first.
 
         Rescales the optimizer's learning rates to the current number of workers.
         """
@@ -191,14 +191,14 @@ class ScaledLR(LRScheduler):
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """Return the ratio of the next step's learning rate to the current one."""
+        """Return the ratio of the next step's learning rate to the current step's."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
 
 
 def _check_momentum(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError if the optimizer's momentum needs no correction."""
+    """Raise ModelError if the optimizer's momentum does not need a correction."""
     name = type(optimizer).__name__
     if not all("momentum" in group for group in optimizer.param_groups):
         raise ModelError(f"{name} has no momentum in its groups: remove momentum_correction.")
@@ -212,7 +212,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
-    """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
+    """Return how far momentum alone moves a parameter at rate `rate`, after a step at rate 1."""
     # Disable weight decay, which would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}

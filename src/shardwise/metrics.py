@@ -19,8 +19,8 @@ Number = float | Tensor
 class Metrics:
     """Weighted means over all batches of a loop, across all ranks.
 
-    A batch's weight is its number of samples. A stand-in (the batch of a rank that has no samples
-    left) has weight 0.
+    A batch's weight is its number of samples. A stand-in (the batch of a rank without samples)
+    has weight 0.
 
     Example:
         metrics = sw.Metrics()
@@ -40,7 +40,7 @@ class Metrics:
         self._skipped_before = self._world.current_batch.skipped_batches
 
     def add(self, n: Number | None = None, **means: Any) -> None:
-        """Add means that were computed over `n` items of this rank.
+        """Add means that were computed over `n` items on this rank.
 
         Tensors stay on their device (in float64 if the device supports it), so this never
         synchronises. If the batch is a stand-in (a repeated sample for a rank without rows) or `n`
@@ -52,7 +52,7 @@ class Metrics:
             **means: Means by name, as numbers or tensors with one element.
 
         Raises:
-            UsageError: If `n` is not given and there is no current batch, or if a metric is called
+            UsageError: If `n` is not passed and there is no current batch, or if a metric is called
                 `weight` (which is the name of `n` in `engine.backward`).
             MetricsError: If `n` is below 0, or a value is not a scalar.
 
@@ -85,7 +85,7 @@ class Metrics:
             self._weights.setdefault(name, self._kind()).add(weight)
 
     def compute(self) -> dict[str, float]:
-        """Return the means of everything that all ranks have added since the last call, and reset.
+        """Return the means over everything that any rank has added since the last call, and reset.
 
         Collective, with a single exchange. A mean over no items is NaN.
 
@@ -121,8 +121,6 @@ NOTHING: tuple[list[float], list[float]] = ([0.0], [0.0])
 
 
 class _Sum:
-    """A running sum."""
-
     def __init__(self) -> None:
         self._total: Number = 0.0
 
@@ -135,7 +133,7 @@ class _Sum:
 
 
 class _ExactSum(_Sum):
-    """A running sum without rounding, for exact mode. Reading values synchronises with the device.
+    """A running sum without rounding, for exact mode. Reading it synchronises with the device.
 
     It consists of a few numbers whose digits do not overlap (Shewchuk, 1997), so the total does not
     depend on how values are distributed across ranks.

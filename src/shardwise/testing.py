@@ -56,7 +56,7 @@ def assert_same_training(
     steps: int = 5,
     bits: bool = False,
 ) -> None:
-    """Assert that training under several placements gives the result of plain PyTorch.
+    """Assert that training under several placements gives the same results as plain PyTorch.
 
     It trains once in plain PyTorch and once per placement, and compares every loss, gradient norm,
     parameter, buffer and optimizer state. By default, results are compared in fp64, to within 1e-8.
@@ -71,8 +71,8 @@ def assert_same_training(
         bits: Require bit-identical results, in the model's own precision. Default: False.
 
     Raises:
-        AssertionError: A result differs. The message names the first step, the first tensor and the
-            cause, as `shardwise verify` does.
+        AssertionError: A result differs. The message names the first step and tensor that differ,
+            and the cause, as `shardwise verify` does.
         UsageError: `make` cannot be imported.
 
     Example:
@@ -140,9 +140,9 @@ def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
 
 
 def _import_function(path: str, name: str, module: str, folders: str) -> Callable[[], Training]:
-    """Import, in another process, the function described by `_source_of`.
+    """Import the function that `_source_of` described in another process.
 
-    It is imported by its module's name if that leads to the same file, otherwise from the file.
+    The function is imported by module name if that finds the same file, otherwise from the file.
     """
     # Append to this process's own entries, which must keep their order.
     sys.path += [folder for folder in folders.split(os.pathsep) if folder not in sys.path]
@@ -154,7 +154,7 @@ def _import_function(path: str, name: str, module: str, folders: str) -> Callabl
 
 
 def _by_name(path: str, module: str) -> ModuleType | None:
-    """Import a module by name if it is in the file `path`. Otherwise return None."""
+    """Import a module by name if its file is `path`. Otherwise return None."""
     # pytest's importlib mode gives modules different names from those that an import would use.
     if module == "__main__":
         return None
@@ -168,7 +168,7 @@ def _by_name(path: str, module: str) -> ModuleType | None:
 
 
 def _by_file(path: str) -> ModuleType:
-    """Import the module in the file `path`, by its full name if it is in a package."""
+    """Import the module in file `path`, by its full name if it belongs to a package."""
     file = Path(path)
     # Relative imports in the file need its package's name.
     names, folder = [file.stem], file.parent
@@ -189,7 +189,7 @@ def _by_file(path: str) -> ModuleType:
 
 
 def _train(make: Callable[[], Training], steps: int) -> None:
-    """Train under the placement given by this process's flags."""
+    """Train under the placement that this process's flags define."""
     import shardwise as sw
 
     world = sw.init(seed=0)
@@ -201,7 +201,7 @@ def _train(make: Callable[[], Training], steps: int) -> None:
 
 
 def _train_plain(make: Callable[[], Training], steps: int) -> None:
-    """Run the same loop in plain PyTorch."""
+    """Train in plain PyTorch, with the same loop."""
     # Seed like `sw.init(seed=0)` in `_train`, so that `make` builds the same model and batches.
     seed_everything(0)
     model, optimizer, batches, loss_of = make()

@@ -4,7 +4,7 @@ joining.py          joins the run that a launcher has started
 trained_models.py   creates one engine for each connected set of models and optimizers
 trained_engine.py   one such engine, and its state between backward and step
 plain_gradients.py  averages gradients of models that no prepared optimizer trains
-exact_mean.py       exact_mean=True: counts each sample once, and weights losses by their items
+exact_mean.py       exact_mean=True: counts each sample once, and weights losses by item counts
 deepspeed_json.py   applies a DeepSpeed config in another library's training loop
-written_files.py    files that the main rank writes for all ranks
+written_files.py    writes files on the main rank for all ranks
 """

@@ -21,8 +21,8 @@ _INTERVAL = "pipeline.activation_checkpoint_interval"
 def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
     """Parse the DeepSpeed config `tree` for a training loop of Accelerate or Trainer.
 
-    Raises ConfigError if `config.deepspeed.parse` would, or if the config sums gradients, because
-    these loops average them.
+    Raises ConfigError if `config.deepspeed.parse` does. Also raises it if the config sums
+    gradients, because these loops average them.
     """
     job = parse(tree, auto)
     if not job.averages:
@@ -34,7 +34,7 @@ def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
 
 
 def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
-    """Return the error for an optimizer or scheduler in both the config and the script."""
+    """Return the error about an optimizer or scheduler in both the config and the script."""
     instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
         f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "
@@ -43,19 +43,19 @@ def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -
 
 
 def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
-    """Return the config's Shardwise settings, for a loop that has its own data loaders."""
+    """Return the config's Shardwise settings, for a training loop with its own data loaders."""
     # Leave out the micro-batch size, because the library's data loaders define it.
     return {name: value for name, value in job.settings.items() if name != "micro_batch_size"}
 
 
 def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the ignored keys of a config and the values of "auto", once."""
+    """Print, once, a config's ignored keys and the values that replaced "auto"."""
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
 
 
 def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the settings of a config, the values of "auto" and the ignored keys, once."""
+    """Print, once, a config's settings, its ignored keys and the values that replaced "auto"."""
     settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     say_lines(world, job)
@@ -64,7 +64,7 @@ def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
 
 
 def without_effect(job: DeepSpeedJob) -> str:
-    """Return the enabled keys of a config that only `deepspeed.initialize` honours."""
+    """Describe the enabled keys of a config that have an effect only in `deepspeed.initialize`."""
     keys = {
         "managed_gradient_accumulation": not job.manages_accumulation,
         "dataloader_drop_last": job.drop_last,

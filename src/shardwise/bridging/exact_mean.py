@@ -1,9 +1,9 @@
-"""Implements `exact_mean=True`: every sample of a step counts once, as on a single process.
+"""Implements `exact_mean=True`: every sample of a step counts once, as in a single process.
 
 Libraries repeat samples at the end of an epoch until every rank has the same number. With
 `exact_mean=True`, a rank drops the repeated rows of its batches. A batch that contains only
-repeated rows is left unchanged, because every rank must run the same number of forward passes, and
-its loss gets weight 0:
+repeated rows is left unchanged, because every rank must run the same number of forward passes. Its
+loss gets weight 0:
 
     9 samples, batches of 2, 2 ranks     rank 0           rank 1
     the library's batches                0 2 | 4 6 | 8    1 3 | 5 7 | 0
@@ -32,7 +32,7 @@ ItemsOf = Callable[[Any], Any]
 class CountedBatch:
     """A batch as the script receives it.
 
-    `samples` is the number of its rows that count, possibly 0.
+    `samples` is the number of rows that are not repeated, possibly 0.
     """
 
     samples: int
@@ -45,11 +45,11 @@ class CountedBatch:
 class CountedBatches:
     """The last batch of each open loader.
 
-    The next loss is assumed to be computed from such a batch.
+    The next loss is assumed to be computed from one of these batches.
 
     Args:
-        loaders: Name of the loaders in messages ("prepared loader").
-        call: Name of the backward call in messages ("accelerator.backward").
+        loaders: What messages call the loaders ("prepared loader").
+        call: What messages call the backward call ("accelerator.backward").
         items_of: Counts the items of a batch, if a loss is not a mean over samples.
     """
 
@@ -74,7 +74,7 @@ class CountedBatches:
     ) -> Iterator[Any]:
         """Yield the batches of `loader` to the script.
 
-        `count(number, batch)` returns the batch to yield, and its counts.
+        `count(number, batch)` returns the batch to yield, and its CountedBatch.
         """
         try:
             for number, batch in enumerate(batches):
@@ -94,7 +94,7 @@ class CountedBatches:
     def items(self, number: float | Tensor | None, same_items: bool | None) -> LossItems:
         """Return the items of a loss: `number` items or, if it is None, those of the loss's batch.
 
-        A batch that contains only repeated samples has no items.
+        A batch that contains only repeated samples has 0 items.
         """
         if number is not None:
             rows = None if self.last is None else self.last.samples
@@ -106,7 +106,7 @@ class CountedBatches:
         return LossItems(counted, batch, same_items, rows=batch.samples)
 
     def batch_of_loss(self) -> CountedBatch:
-        """Return the batch of the current loss.
+        """Return the batch that the current loss was computed from.
 
         Raises UsageError if the batch is ambiguous, or if it has repeated samples.
         """
@@ -133,9 +133,9 @@ class CountedBatches:
 def items_of_loss(
     batches: CountedBatches | None, keywords: dict[str, Any], call: str, setting: str
 ) -> LossItems | None:
-    """Pop `weight` and `same_items` from a backward call's `keywords`, and return its loss's items.
+    """Pop `weight` and `same_items` from the keywords of a backward call. Return the loss's items.
 
-    Returns None without exact means. Raises UsageError for a weight without exact means.
+    Returns None without `exact_mean=True`, and then raises UsageError if a weight was passed.
     """
     number, same = keywords.pop("weight", None), keywords.pop("same_items", None)
     if batches is not None:

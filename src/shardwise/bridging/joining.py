@@ -1,4 +1,4 @@
-"""Starts a run under a library that reads its rank from environment variables."""
+"""Joins a run under a library that reads its rank from environment variables."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SETTINGS = frozenset(FIELDS)
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
-    """Return the world of this process. Call `sw.init` with `settings` unless the script has.
+    """Return the world of this process. Call `sw.init` with `settings` if the script has not.
 
     Raises UsageError for islands, and for settings that contradict a run that this process has
-    already joined. Unless `in_parts` is true, it also raises UsageError if a replica spans several
+    already joined. Unless `in_parts` is true, also raises UsageError if a replica spans several
     ranks, as with `--tensor`.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
@@ -46,14 +46,14 @@ def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -
 
 
 def joined() -> sw.World | None:
-    """Return the world that this process has joined, or None."""
+    """Return the world that this process has joined, or None if it has not joined a run."""
     with suppress(UsageError):
         return sw.world()
     return None
 
 
 def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
-    """Raise UsageError for a setting that differs from the running world's."""
+    """Raise UsageError if a setting differs from that of the running world."""
     for name, value in given.items():
         found = world.device.type if name == "device" else getattr(world.settings, name)
         if found != value:
@@ -64,9 +64,9 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
-    """Divide each replica over `pipeline` or `tensor` ranks after joining the run. Collective.
+    """After joining the run, divide each replica over `pipeline` or `tensor` ranks. Collective.
 
-    Raises UsageError on all ranks if an engine exists on any of them.
+    Raises UsageError on all ranks if any of them has an engine.
     """
     # Use `world.any`, because the ranks' garbage collectors may have collected different engines.
     if initialize.mesh_after(world, axes) != world.mesh and world.any(bool(living)):
@@ -79,7 +79,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for islands, context groups and, unless `in_parts`, divided replicas."""
+    """Raise UsageError for islands, context groups or, unless `in_parts`, divided replicas."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "

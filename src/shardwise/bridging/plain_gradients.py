@@ -21,11 +21,10 @@ def plain_backward(
     last: bool = True,
     retain_graph: bool = False,
 ) -> None:
-    """Run torch's own backward for `loss`.
+    """Run torch's own backward pass for `loss`.
 
-    If `last` is true, also average the gradients of `models`.
-
-    The call is collective if `last` is true.
+    If `last` is true, also average the gradients of `models` across ranks. The call is then
+    collective.
     """
     # `p.grad` accumulates over steps until the script clears it. The gradients of earlier steps are
     # already identical on all ranks, so averaging them again does not change them.

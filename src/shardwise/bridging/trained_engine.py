@@ -1,6 +1,6 @@
-"""One engine with its models and optimizers, as a bridge uses it.
+"""One engine with its models and optimizers, as the bridges use it.
 
-backward ── clip ── clip ── step of one optimizer ── step of the other: the engine steps
+backward ── clip ── clip ── one optimizer's step ── the other one's step: the engine steps
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """The items over which a loss is averaged: their `number`, and their `batch` if known."""
+    """The items over which a loss is averaged: their `number`, and their `batch` if it is known."""
 
     number: float | Tensor
     batch: object = None
@@ -39,7 +39,7 @@ class LossItems:
 
 @dataclass(eq=False)
 class TrainedEngine:
-    """An engine with its models and optimizers, and the requests since its last step."""
+    """An engine with its models and optimizers, and the calls recorded since its last step."""
 
     engine: sw.Engine
     models: list[nn.Module]
@@ -72,11 +72,11 @@ class TrainedEngine:
 
     @property
     def waits(self) -> bool:
-        """True if some of its optimizers, but not all, were stepped."""
+        """True if some, but not all, of the engine's optimizers were stepped."""
         return bool(self._stepped)
 
     def check_complete(self, call: str) -> None:
-        """Raise UsageError if some of the optimizers, but not all, were stepped."""
+        """Raise UsageError if some, but not all, of the engine's optimizers were stepped."""
         if self._stepped:
             left = [each for each in self.optimizers if each not in self._stepped]
             names = " and ".join(type(each).__name__ for each in left)
@@ -87,7 +87,7 @@ class TrainedEngine:
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Step `optimizer`. The engine steps once all of its optimizers have been stepped."""
+        """Record a step of `optimizer`. Step the engine once all of its optimizers were stepped."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
@@ -113,9 +113,9 @@ class TrainedEngine:
     def has_gradients(self, call: str) -> bool:
         """Return whether backward was called since the last step.
 
-        Raises UsageError if it was not, and the script has not cleared the gradients either. In
-        `call`, a plain optimizer would use the gradients of the last step again, but the engine has
-        freed them.
+        Raises UsageError if it was not, unless the script has cleared the gradients. A plain
+        optimizer would use the gradients of the last step again in `call`, but the engine has freed
+        them.
         """
         if self.engine.has_gradients or self.cleared:
             return self.engine.has_gradients
@@ -125,9 +125,9 @@ class TrainedEngine:
         )
 
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
-        """Return the keyword arguments that weight a backward of `loss`, a mean over `items`.
+        """Return the keyword arguments that weight a backward pass of `loss`, a mean over `items`.
 
-        A further loss of the same batch is added to the earlier ones, as in plain PyTorch.
+        Another loss on the same batch is added to the previous one, as in plain PyTorch.
         """
         again = items.same_items
         if again is None and items.batch is not None:
@@ -143,16 +143,17 @@ class TrainedEngine:
         return {"weight": number, "same_items": again}
 
     def clear(self) -> None:
-        """Discard the gradients since the last step."""
+        """Discard the gradients accumulated since the last step."""
         self._stepped.clear()
         self.max_norm = None
         self.cleared = True
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Make the next step clip to `max_norm` or, if `coefficient` is below 1, multiply by it.
+        """Make the next step clip to `max_norm` or, if `coefficient` is passed, scale by that factor.
 
-        A second call clips gradients that are already clipped, so the smaller limit applies.
+        A coefficient of 1 or more has no effect. A second call clips gradients that are already
+        clipped, so the smaller limit applies.
         """
         if coefficient is not None:
             max_norm = coefficient * (self.norm + EPSILON) if coefficient < 1 else math.inf
@@ -160,7 +161,7 @@ class TrainedEngine:
             self.max_norm = max_norm if self.max_norm is None else min(max_norm, self.max_norm)
 
     def clipped_norm(self) -> float:
-        """Return the norm after all clipping so far."""
+        """Return the gradient norm after all clipping so far."""
         return self.norm * self.coefficient
 
     @property
@@ -169,7 +170,7 @@ class TrainedEngine:
         return 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm + EPSILON))
 
     def apply_clipping(self) -> None:
-        """Clip the full gradients now rather than in the next step, for code that reads them."""
+        """Clip the full gradients now instead of in the next step, for code that reads them."""
         coefficient, self.max_norm = self.coefficient, None
         if coefficient < 1:
             for optimizer in self.optimizers:
@@ -213,7 +214,7 @@ def remember(trained: TrainedEngine) -> None:
 
 
 def forget(trained: TrainedEngine) -> None:
-    """Undo `remember`."""
+    """Unregister `trained`, and remove the references to it from its models."""
     _all_trained[:] = [each for each in _all_trained if each() is not trained]
     for model in trained.models:
         vars(model).pop(_ATTRIBUTE, None)

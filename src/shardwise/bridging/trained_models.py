@@ -5,7 +5,7 @@
     prepare(model, optimizer_a, optimizer_b)  one engine, which steps after both optimizers
 
 A backward pass runs in every engine that the loss's graph reaches, just as a plain backward pass
-leaves a gradient in every parameter that it reaches.
+computes a gradient for every parameter that it reaches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
 class TrainedModels:
     """The engines of a script that prepares models and optimizers in any order.
 
-    `make` creates an engine for models and optimizers.
+    `make` creates an engine for some models and optimizers.
     """
 
     def __init__(self, make: Make) -> None:
@@ -61,9 +61,9 @@ class TrainedModels:
     def form(self, models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> None:
         """Create the engines for all prepared `models` and `optimizers`. Collective.
 
-        An optimizer has to wait until the models of all its parameters are prepared. If an
-        optimizer is added to a trained model, a new engine replaces the model's engine. If another
-        owner trains a model, that owner releases it.
+        An optimizer waits until the models with all its parameters are prepared. If an optimizer is
+        added for a model that has an engine, a new engine replaces it. If another owner trains a
+        model, that owner releases it.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):
@@ -88,22 +88,22 @@ class TrainedModels:
             self._was_taken = False
 
     def of(self, optimizer: optim.Optimizer) -> TrainedEngine | None:
-        """Return the engine of `optimizer`, or None if it does not exist yet."""
+        """Return the engine that steps `optimizer`, or None if it does not exist yet."""
         found = [each for each in self._trained if _meet(each.optimizers, [optimizer])]
         return found[0] if found else None
 
     def of_model(self, model: nn.Module) -> TrainedEngine | None:
-        """Return the engine, of any owner, that trains `model` or a model that contains it."""
+        """Return the engine that trains `model` or a model that contains it, whoever owns it."""
         return engine_of_model(model)
 
     def close(self) -> None:
-        """Turn models and optimizers back into plain ones. Collective."""
+        """Close all engines, which makes models and optimizers plain again. Collective."""
         while self._trained:
             self._end(self._trained[-1])
         self.followers.clear()
 
     def call_followers(self, trained: TrainedEngine) -> None:
-        """Call the followers with `trained`, which has just updated its parameters."""
+        """Call all followers with `trained`, because it has just updated its parameters."""
         for follow in self.followers:
             follow(trained)
 
@@ -118,13 +118,13 @@ class TrainedModels:
             each.always_clips = max_norm
 
     def lose(self, trained: TrainedEngine) -> None:
-        """Release `trained`, because another owner takes its models. Collective."""
+        """Close the engine of `trained`, because another owner takes its models. Collective."""
         self._end(trained)
         self._was_taken = True
 
     @property
     def taken_over(self) -> str:
-        """The reason why nothing is trained here if another owner took the models, else ""."""
+        """Why there is no engine: text for messages if another owner took the models, else ""."""
         if not self._was_taken:
             return ""
         return (
@@ -144,7 +144,7 @@ class TrainedModels:
     ) -> None:
         """Run the backward pass of `loss` in every engine that it reaches.
 
-        With a `weight`, losses are averaged over all items. Otherwise they are averaged over the
+        With a `weight`, losses are averaged over all items. Otherwise, they are averaged across
         workers, as in DistributedDataParallel.
         """
         reached = self._reached(loss)
@@ -171,7 +171,6 @@ class TrainedModels:
         return reached
 
     def _check_any(self) -> None:
-        """Raise UsageError if no engine exists."""
         if self._trained:
             return
         names = " and ".join(type(each).__name__ for each in self._waiting)
@@ -184,10 +183,10 @@ class TrainedModels:
         raise UsageError(f"There is nothing to train: {why}, before the loop.")
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float) -> float | None:
-        """Clip the gradients of `parameters` by their common 2-norm in the next steps.
+        """Clip the gradients of `parameters` by their joint 2-norm in the next steps.
 
-        Returns the norm before clipping. Does nothing and returns None if `parameters` are not
-        exactly the parameters of one or more engines.
+        Returns the norm before clipping. If `parameters` are not exactly the parameters of one or
+        more engines, does nothing and returns None.
         """
         wanted = {id(parameter) for parameter in parameters}
         chosen = [each for each in self._trained if each.parameters() & wanted]
@@ -209,10 +208,10 @@ class TrainedModels:
         return norm
 
     def check_trained(self, parameters: Iterable[Tensor], call: str) -> None:
-        """Raise UsageError for a parameter without an optimizer.
+        """Raise UsageError if one of the `parameters` has no optimizer.
 
-        Stock Accelerate computes its gradient and the engine does not, so `call` would silently
-        omit it.
+        Stock Accelerate computes this parameter's gradient, but the engine does not. So `call`
+        would silently leave it out.
         """
         self._check_any()
         known = {p for each in self._trained for p in each.parameters()}
@@ -230,9 +229,9 @@ class TrainedModels:
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Gather the full gradients of `parameters` inside the block, to read or write. Collective.
+        """Inside the block, gather the full gradients of `parameters` for access. Collective.
 
-        The other gradients of the same engines are gathered too.
+        All other gradients of these parameters' engines are gathered too.
         """
         wanted = {id(parameter) for parameter in parameters}
         self._check_any()
@@ -245,7 +244,7 @@ class TrainedModels:
 
 
 def engine_of_model(model: nn.Module) -> TrainedEngine | None:
-    """Return the engine of `model` or of a model that contains it, or None."""
+    """Return the engine that trains `model` or a model that contains it, or None."""
     found = (each for each in trained_engines() if any(model in m.modules() for m in each.models))
     return next(found, None)
 
@@ -253,7 +252,7 @@ def engine_of_model(model: nn.Module) -> TrainedEngine | None:
 def graph_nodes(loss: Tensor) -> Iterator[Any]:
     """Yield each node of the loss's autograd graph once, starting at the loss.
 
-    A node that has a `variable` stores a gradient in that tensor.
+    A node with an attribute `variable` accumulates the gradient of that tensor.
     """
     nodes, seen = [loss.grad_fn], set[Any]()
     while nodes:
@@ -284,7 +283,7 @@ def _parameters_of(loss: Tensor) -> set[int]:
 
 @dataclass
 class ConnectedPart:
-    """Models and optimizers that share parameters, directly or through others in the part."""
+    """Models and optimizers that share parameters, directly or through others in the same part."""
 
     parameters: set[int]
     models: list[nn.Module] = field(default_factory=list)

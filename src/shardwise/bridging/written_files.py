@@ -1,4 +1,4 @@
-"""Writes files on the main rank for all ranks. All ranks raise its errors."""
+"""Writes files on the main rank for all ranks. If writing fails, all ranks raise the error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.errors import CheckpointNotWritten, ShardwiseError
 
 
 class SchedulesFile:
-    """A stand-in for the schedules in an engine's checkpoint. The library saves the real ones.
+    """A placeholder for the schedules in an engine's checkpoint. The library saves the real ones.
 
     `file` is the name of the library's file, so that a checkpoint records which file belongs to it.
     """
@@ -26,12 +26,12 @@ class SchedulesFile:
     def get_last_lr(self) -> list[float]:
         """Return an empty list of learning rates.
 
-        The engine recognises a scheduler by this method.
+        The engine identifies schedulers by this method.
         """
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the name of the file, if it is set."""
+        """Return a dict with the file's name, or an empty one if no name is set."""
         return {} if self.file is None else {"file": self.file}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -43,8 +43,8 @@ def on_main(
 ) -> None:
     """Run `action`, which writes into `folder`, on the main rank only. Collective.
 
-    With `--trial` it runs only if `in_trial` is true. All ranks raise its error. An error that is
-    not a ShardwiseError, such as a full disk, becomes CheckpointNotWritten.
+    With `--trial` it runs only if `in_trial` is true. If it fails, all ranks raise the error. An
+    error that is not a ShardwiseError, such as a full disk, is raised as CheckpointNotWritten.
     """
     if world.settings.trial and not in_trial:
         return
@@ -70,7 +70,7 @@ def on_main(
 
 
 def write(path: Path, data: bytes) -> None:
-    """Atomically write `data` to a file at `path`. Creates its folder."""
+    """Atomically write `data` to a file at `path`, creating its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, data)
 
@@ -78,7 +78,7 @@ def write(path: Path, data: bytes) -> None:
 def copied_state(
     state: Mapping[str, Any], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Return a copy of `state` in separate memory, on `device` if given.
+    """Return a copy of `state` that shares no memory with it, on `device` if it is not None.
 
     Tied weights remain a single tensor.
     """

@@ -1,6 +1,6 @@
-"""Detects settings that have no effect. No side effects.
+"""Detects settings that have no effect. The functions have no side effects.
 
-A flag without effect raises an error. Any other setting without effect causes a warning.
+A flag without effect causes an error. Any other setting without effect causes a warning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class Need:
     Args:
         name: The setting.
         holds: Function that returns whether the condition holds.
-        by: The settings on which the condition depends.
-        where: Text for the message that describes when the setting has no effect.
-        give: Text for the message that names the missing flag.
+        by: The settings that the condition depends on.
+        where: Text for the message: when the setting has no effect.
+        give: Text for the message: the missing flag.
     """
 
     name: str
@@ -129,7 +129,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
 
 
 def _first(found: Sequence[SettingsSource], names: Sequence[str]) -> int | None:
-    """Return the index of the strongest source other than the script that sets one of `names`."""
+    """Return the index of the strongest source, except the script, that sets one of `names`."""
     for number, source in enumerate(found):
         if source.name != SCRIPT and any(source.values.get(n) is not None for n in names):
             return number

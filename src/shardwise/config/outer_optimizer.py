@@ -11,10 +11,10 @@ mean of these differences to the last common value, the anchor:
                                  later while training continues
 
 Alternatively, islands synchronise gradients at every step and apply them S steps later
-(`StalenessRule`). This is bounded staleness as in a parameter server (Ho et al., 2013), but with
-the same delays in every run.
+(`StalenessRule`). This is bounded staleness as in a parameter server (Ho et al., 2013), except that
+the delays are the same in every run.
 
-This module does arithmetic only: it does not communicate.
+This module only does arithmetic. It does not communicate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ALIGNMENT = 8
 
 
 def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
-    """Return the sizes in bytes of the scales and the codes for `numel` values.
+    """Return the sizes in bytes of the packed scales and codes for `numel` values.
 
     `wire` is the format, `itemsize` the size of an unpacked value in bytes.
     """
@@ -64,7 +64,7 @@ def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
 class Outer:
     """The outer update, which applies the mean difference D to the anchor.
 
-    The formula is that of `torch.optim.SGD` with Nesterov momentum:
+    The formula is the one in `torch.optim.SGD` with Nesterov momentum:
 
     velocity = momentum x velocity + D
     anchor  -= lr (D + momentum x velocity)
@@ -75,7 +75,7 @@ class Outer:
 
     @classmethod
     def parse(cls, text: str) -> Outer:
-        """Parse "mean" or "nesterov:LR,MOMENTUM". Raises ValueError for other text."""
+        """Parse "mean" or "nesterov:LR,MOMENTUM". Raise ValueError for other text."""
         kind, colon, numbers = text.partition(":")
         if kind == "mean" and not colon:
             return cls()
@@ -91,7 +91,7 @@ class Outer:
         return cls(lr, momentum)
 
     def move(self, value: Tensor, mean: Tensor, velocity: Tensor | None) -> None:
-        """Apply the mean difference `mean` to `value` and update `velocity`, both in place.
+        """Apply the mean difference `mean` to `value`, and update `velocity`, both in place.
 
         All tensors are flat and have the same dtype and length. `velocity` is None if there is no
         momentum.
@@ -111,13 +111,13 @@ class IslandRule:
     """When and how islands synchronise parameters.
 
     Args:
-        every: The number of steps between two synchronisations of a bucket.
+        every: The number of steps between two synchronisations of the same bucket.
         outer: The update that is applied to the anchor.
         wire: The format in which differences are sent (one of FORMATS).
         late: The number of steps between sending and applying a difference.
 
     Raises:
-        ConfigError: `late` is not below `every`.
+        ConfigError: `late` is not less than `every`.
     """
 
     every: int = 30
@@ -134,18 +134,18 @@ class IslandRule:
             )
 
     def offset(self, bucket: int, buckets: int) -> int:
-        """Return the number of steps from sending the first bucket to sending bucket `bucket`."""
+        """Return the number of steps between sending the first bucket and sending `bucket`."""
         # If `late` is positive, transfers run while training continues, and sending buckets in turn
         # keeps the link busy all the time. Otherwise a step waits for each transfer, so spreading
         # them out gains nothing.
         return bucket * self.every // max(buckets, 1) if self.late else 0
 
     def sends(self, step: int, bucket: int, buckets: int) -> bool:
-        """Return whether bucket `bucket` is sent once `step` steps are complete."""
+        """Return whether `bucket` is sent after `step` completed steps."""
         return step > 0 and step % self.every == self.offset(bucket, buckets)
 
     def is_due(self, step: int, bucket: int, buckets: int) -> bool:
-        """Return whether bucket `bucket`'s last sent difference is applied after `step` steps."""
+        """Return whether the last sent difference of `bucket` is applied after `step` steps."""
         return step > self.late and self.sends(step - self.late, bucket, buckets)
 
     def in_words(self) -> str:
@@ -159,7 +159,7 @@ class IslandRule:
 class StalenessRule:
     """How islands synchronise gradients at every step.
 
-    The update of step n uses the gradients of step n - `behind`. Gradients are sent in the format
+    The update in step n uses the gradients from step n - `behind`. Gradients are sent in the format
     `wire`.
     """
 

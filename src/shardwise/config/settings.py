@@ -26,15 +26,14 @@ def _setting(
 ) -> Any:
     """Define a field of Settings.
 
-    If `metavar` is empty, the flag is an on/off switch. If `rare` is true, only `--help-all` shows
-    the setting.
+    If `metavar` is empty, the flag is an on/off switch. If `rare` is true, the setting is shown
+    only by `--help-all`.
     """
     metadata = {"parse": parse, "group": group, "help": help, "metavar": metavar, "rare": rare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def _switch(group: str, help: str, *, default: bool = False, rare: bool = False) -> Any:
-    """Define an on/off setting."""
     return _setting(group, help, values.switch, "", default=default, rare=rare)
 
 
@@ -59,7 +58,7 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting whose value is the tier of a state."""
+    """Define a setting whose value is a state's tier."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 
@@ -417,9 +416,9 @@ class Settings:
 
     @property
     def averaging_rule(self) -> IslandRule:
-        """The rule for averaging parameters over islands.
+        """The rule for averaging parameters across islands.
 
-        Raises ConfigError if `late` is not below `equal_every`.
+        Raises ConfigError if `late` is not less than `equal_every`.
         """
         every = IslandRule.every if self.equal_every is None else self.equal_every
         return IslandRule(every=every, outer=self.outer, wire=self.wire, late=self.late)
@@ -433,7 +432,7 @@ class Settings:
 
     @property
     def equal_in_words(self) -> str:
-        """Text for messages: what islands synchronise, and when."""
+        """Text for messages about what islands synchronise, and when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 
@@ -441,7 +440,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
 def flag(name: str) -> str:
-    """Return a setting's flag: `micro_batch_size` becomes "--micro-batch-size"."""
+    """Return the flag for a setting: "--micro-batch-size" for `micro_batch_size`."""
     return "--" + name.replace("_", "-")
 
 

@@ -31,14 +31,14 @@ SCRIPT = "the script"
 
 @dataclass(frozen=True)
 class SettingsSource:
-    """A source of settings: its name in messages, and its raw values."""
+    """A source of settings, with its name for messages and its raw values."""
 
     name: str
     values: Mapping[str, Any]
 
 
 def parse(name: str, value: Any, source: str) -> Any:
-    """Convert the raw value of the setting `name` to the setting's type.
+    """Convert the raw value of setting `name` to the setting's type.
 
     Raises ConfigError, naming `source`, if the setting is unknown or the value is invalid.
     """
@@ -67,9 +67,9 @@ FLAGS_ALONE = (
 
 
 def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
-    """Return the error for an unknown key, suggesting the most similar known key.
+    """Return the error about an unknown key. It suggests the most similar known key.
 
-    The suggestion is spelled as in `source`: with hyphens if it is a TOML file.
+    The suggestion is spelled as in `source`: with hyphens in a TOML file.
     """
     said = f"{source}: there is no setting {name!r}."
     for alone in FLAGS_ALONE:
@@ -116,7 +116,7 @@ OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
 
 
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
-    """Raise ConfigError if `keywords` contains a keyword that belongs to a different function."""
+    """Raise ConfigError if a keyword belongs to a function other than `caller`."""
     for name in keywords:
         if name in _ELSEWHERE:
             raise ConfigError(
@@ -126,7 +126,7 @@ def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
 
 
 def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[SettingsSource]:
-    """Return the sources of settings of this process, strongest first.
+    """Return the sources of this process's settings, strongest first.
 
     Raises ConfigError if a key is unknown or a file cannot be read.
     """
@@ -150,7 +150,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
 
 
 def json_of_deepspeed(environ: Mapping[str, str]) -> str | None:
-    """Return the path of the DeepSpeed JSON config of this process, or None."""
+    """Return the path of this process's DeepSpeed JSON config, or None if there is none."""
     return _passed_flags(environ).get("deepspeed") or environ.get(PREFIX + "DEEPSPEED") or None
 
 
@@ -209,7 +209,7 @@ def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
 
 
 def as_given(name: str, value: Any, source: str) -> str:
-    """Return a setting, its value and its source as text, such as "zero=2 (flag)"."""
+    """Return text with a setting, its value and its source, such as "zero=2 (flag)"."""
     return f"{name}={_plain(value)} ({source})"
 
 
@@ -251,7 +251,7 @@ def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in SHARDWISE_<NAME> variables, except the launcher's (_LAUNCH_).
+    """Return the settings from SHARDWISE_<NAME> variables, except the launcher's (_LAUNCH_).
 
     Raises ConfigError if a variable is unknown, or a setting is given twice.
     """
@@ -273,7 +273,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _from_toml(path: Path) -> dict[str, Any]:
-    """Return the settings in a TOML file. Keys may be spelled with hyphens or underscores.
+    """Return the settings from a TOML file. Keys may be spelled with hyphens or underscores.
 
     Raises ConfigError if a key is unknown or given twice.
     """

@@ -1,7 +1,7 @@
-"""Parses the text of settings and flags into their types.
+"""Parses the text of settings and flags into values of their types.
 
 A parser raises ValueError with a description of the valid values, such as "an integer of 1 or
-more". The caller turns it into a message that names the setting and its source.
+more". The caller converts it to a message that names the setting and its source.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def whole(low: int, high: int = MOST) -> Parse[int]:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers of ranks into a sorted tuple without duplicates."""
+    """Parse comma-separated rank counts into a sorted tuple without duplicates."""
     one = whole(1, MOST_RANKS)
     try:
         return tuple(sorted({one(part) for part in text.split(",")}))
@@ -90,7 +90,7 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
     """Return a parser that converts durations such as 90s or 12h to seconds.
 
-    A duration may end in one of `units` (s, m, h, d). If it has no unit, `unit` applies.
+    A duration may end in one of `units` (s, m, h, d). Without a suffix, it is in `unit`.
     """
 
     def parse(text: str) -> float:
@@ -106,7 +106,7 @@ def duration(unit: str, *, units: str = "smhd") -> Parse[float]:
 
 
 def fraction(text: str) -> float:
-    """Parse a number between 0 and 1, excluding both."""
+    """Parse a number greater than 0 and less than 1."""
     value = _float(text)
     if not 0 < value < 1:
         raise ValueError("a number between 0 and 1")
@@ -135,7 +135,7 @@ def one_of(*choices: str) -> Parse[str]:
 
 
 def islands(text: str) -> int | str:
-    """Parse the number of islands, or "host" for one island per host."""
+    """Parse a number of islands, or "host" for one island per host."""
     if text == "host":
         return text
     try:
@@ -145,14 +145,14 @@ def islands(text: str) -> int | str:
 
 
 def port(text: str) -> int | None:
-    """Parse a port number. Returns None if `text` is not a port number."""
+    """Parse a port number. Return None if `text` is not one."""
     # isdigit() alone would also accept digits of other writing systems.
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
 
 
 def rendezvous(text: str) -> str:
-    """Parse the place where ranks meet: HOST:PORT, or a folder."""
+    """Parse a rendezvous: HOST:PORT, or a folder."""
     host, _, last = text.rpartition(":")
     if os.sep not in text and not (host and port(last)):
         raise ValueError("HOST:PORT of rank 0, or a folder that all hosts share, with a / in it")
@@ -182,7 +182,7 @@ def folder(text: str) -> str:
 
 
 def tier(text: str) -> Tier:
-    """Parse the tier of a state: cpu, or nvme:DIR."""
+    """Parse a tier of a state: cpu, or nvme:DIR."""
     found = Tier.parse(text)
     if found.folder:
         folder(found.folder)
@@ -190,7 +190,7 @@ def tier(text: str) -> Tier:
 
 
 def patterns(text: str) -> tuple[str, ...]:
-    """Parse comma-separated names of modules."""
+    """Parse comma-separated patterns of module names."""
     names = _listed(text)
     if not names:
         raise ValueError("names of modules, such as encoder.layer.*")
@@ -198,9 +198,9 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 def as_text(value: Any, parse: Parse[Any]) -> str:
-    """Convert `value`, from TOML, a keyword or a flag, to text for the parser `parse`.
+    """Convert `value`, from TOML, a keyword or a flag, to text that `parse` can read.
 
-    Raises ValueError if `value` has the wrong type, or is a list but `parse` accepts a single
+    Raises ValueError if `value` has the wrong type, or if it is a list but `parse` accepts a single
     value.
     """
     if isinstance(value, list | tuple) and parse in OF_SEVERAL:
@@ -222,7 +222,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 
 
 def _float(text: str) -> float:
-    """Parse `text` as a number. Returns NaN if it is not a number."""
+    """Parse a number. Return NaN if `text` is not one."""
     try:
         # float() also accepts digits of other writing systems, which nobody expects in a config
         # file.
@@ -241,7 +241,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _named(text: str, what: str) -> str:
-    """Return `text`. Raises ValueError if it is not a valid path name."""
+    """Return `text`. Raise ValueError if it is not a valid path name."""
     if "\0" in text:
         raise ValueError(f"the name of {what}, without a NUL in it")
     data = os.fsencode(text)

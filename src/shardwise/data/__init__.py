@@ -1,7 +1,7 @@
 """The data loader.
 
-It gives each rank its share of every global batch, in an order that does not depend on the number
-of ranks.
+It gives each rank its share of every global batch. The order of the samples does not depend on the
+number of ranks.
 """
 
 from shardwise.data.loader import Loader

@@ -1,4 +1,4 @@
-"""Splits a global batch into each rank's micro-batches: shares, or micro-shards of the exact mode.
+"""Splits each global batch into micro-batches: from shares, or from micro-shards in exact mode.
 
 A global batch of 8 rows on 2 ranks:
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class BatchCut(ABC):
-    """Splits every global batch for one rank."""
+    """Splits every global batch into one rank's micro-batches."""
 
     @abstractmethod
     def count(self, rows: int) -> int:
@@ -36,19 +36,19 @@ class BatchCut(ABC):
 
     @abstractmethod
     def parts(self, rows: int) -> list[Rows]:
-        """Return the rows of each of this rank's micro-batches. An empty one needs a stand-in."""
+        """Return the rows of each of this rank's micro-batches. Empty ones need `stand_in`."""
 
     @abstractmethod
     def all_have(self, rows: int) -> list[bool]:
-        """Return for each micro-batch whether every rank has at least one row in it."""
+        """For each micro-batch, return whether every rank has at least one row in it."""
 
     @abstractmethod
     def total_rows(self, rows: int) -> list[int]:
-        """Return the number of rows on all ranks together, for each micro-batch."""
+        """For each micro-batch, return the total number of rows on all ranks."""
 
     @abstractmethod
     def own_part_rows(self, rows: int) -> list[Rows]:
-        """Split `rows` that only this rank reads into as many micro-batches as a full step has."""
+        """Split `rows` rows that only this rank reads into as many micro-batches as a step has."""
 
     @abstractmethod
     def stand_in(self, rows: Sequence[T]) -> list[T]:
@@ -56,14 +56,14 @@ class BatchCut(ABC):
 
     @abstractmethod
     def number(self, request: int) -> int:
-        """Return the number that seeds `collate_fn` for this rank's micro-batch `request`."""
+        """Return the number that seeds `collate_fn` for micro-batch `request` of this rank."""
 
 
 @dataclass(frozen=True)
 class ShareCut(BatchCut):
-    """Contiguous shares, split into micro-batches of `micro_batch_size` rows.
+    """Splits a global batch into contiguous shares, and shares into micro-batches.
 
-    `full` is the size of a global batch, or None if a batch sampler decides it.
+    `full` is the size of a global batch, or None if a batch sampler determines it.
     """
 
     size: int
@@ -96,7 +96,7 @@ class ShareCut(BatchCut):
 
 @dataclass(frozen=True)
 class MicroShardCut(BatchCut):
-    """Micro-shards of the exact mode. Each rank runs one per turn."""
+    """Splits a global batch into the micro-shards of exact mode. Each rank runs one per turn."""
 
     shards: MicroShards
 

@@ -31,7 +31,7 @@ class BatchSchedule(ABC):
     """The global batches of a map-style dataset.
 
     `epoch_length` is the number of samples in every epoch, or None if epochs may differ. `steps` is
-    the number of steps per epoch, or None if it is unknown before the epoch begins.
+    the number of steps per epoch, or None if it is unknown until an epoch starts.
     """
 
     epoch_length: int | None = None
@@ -39,11 +39,11 @@ class BatchSchedule(ABC):
 
     @abstractmethod
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
-        """Yield the global batches of `epoch`, starting at its sample `offset`."""
+        """Yield the global batches of `epoch`, starting at its sample number `offset`."""
 
 
 class InOrder(BatchSchedule):
-    """The Loader's own order, shuffled or not: a pure function of (seed, epoch, length)."""
+    """The Loader's own order, shuffled or not. It depends only on (seed, epoch, length)."""
 
     def __init__(
         self, dataset: Any, batch_size: int, *, world: World, shuffle: bool, drop_last: bool
@@ -80,7 +80,7 @@ def epoch_order(dataset: Any, seed: int, epoch: int, *, shuffle: bool) -> Tensor
 
 
 class FromSampler(BatchSchedule):
-    """The order of a user's sampler, read in blocks and checked to be identical on all ranks."""
+    """The order of a user's sampler. It is read in blocks, which must be identical on all ranks."""
 
     def __init__(
         self, sampler: Iterable[Any], batch_size: int, *, world: World, drop_last: bool
@@ -148,8 +148,8 @@ def _draw_blocks(
     """Yield the items of `sampler` for `epoch`, in blocks of about `BLOCK` indices.
 
     `plain` converts an item, and `each` returns the number of indices in it. The sampler draws from
-    generators with the same seed on all ranks. Their state is preserved between blocks, even if the
-    process draws other random numbers in between.
+    generators with the same seed on all ranks. Between blocks their state is saved, so other draws
+    in the process do not affect the sampler.
     """
     # A sampler may be a generator function, which draws between its items. So it needs separate
     # generators for as long as it runs, and not only while `iter` runs.
@@ -176,8 +176,8 @@ def _draw_blocks(
 def check_same_dataset(world: World, dataset: Any) -> None:
     """Raise DataError on every rank if the ranks hold different datasets. Collective.
 
-    Compares the type, the length, the indices of a Subset and some tensor values. The usual cause
-    of a difference is calling random_split or randn after training has begun, when each rank draws
+    Compares the type, the length, the indices of a Subset and some tensor values. A difference is
+    usually caused by calling random_split or randn after training has started, when each rank draws
     different values.
     """
     if world.size == 1:
@@ -199,7 +199,7 @@ def check_same_dataset(world: World, dataset: Any) -> None:
 
 
 def _contents(dataset: Any) -> Iterator[Any]:
-    """Yield those values of a dataset that can be read without running user code."""
+    """Yield the values of a dataset that can be read without running user code."""
     if isinstance(dataset, Mixture):
         yield dataset.names, dataset.weights, dataset.samples, dataset.cumulative_sizes
         for part in dataset.datasets:
@@ -220,7 +220,7 @@ def _contents(dataset: Any) -> Iterator[Any]:
 def _check_blocks(
     blocks: Iterator[list[T]], world: World, what: str, epoch: int
 ) -> Iterator[list[T]]:
-    """Yield `blocks`, comparing each across ranks first. Collective."""
+    """Yield each of the `blocks` after comparing it across ranks. Collective."""
     for block in blocks:
         if world.size > 1:
             _check_agreement(world, what, epoch, block)
@@ -244,7 +244,7 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
 def comparison_group(world: World) -> Collectives:
     """Return the group of ranks that compare their data.
 
-    These are all ranks or, with elastic islands, the ranks of this island.
+    This group contains all ranks or, with elastic islands, the ranks of this island.
     """
     # An elastic island that has rejoined begins its epoch while the others are in the middle of
     # theirs, so they would not enter this collective.
@@ -253,7 +253,7 @@ def comparison_group(world: World) -> Collectives:
 
 
 def _as_index(index: Any) -> Any:
-    """Return `index` as an int if it is a 0-dim tensor or a NumPy integer, else unchanged."""
+    """If `index` is a 0-dim tensor or a NumPy integer, return it as an int, else unchanged."""
     return index.__index__() if hasattr(index, "__index__") else index
 
 

@@ -20,13 +20,13 @@ SHARDINGS = ("auto", "slice", "dataset")
 class UnknownLength(DataError, TypeError):
     """Raised by `len` of a Loader over a stream of unknown length.
 
-    It is also a TypeError, because `list(loader)` calls `len` and ignores only that error.
+    It is also a TypeError: `list(loader)` calls `len`, and ignores a TypeError but no other error.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderArguments:
-    """The arguments of a Loader that determine its batches, and the number of ranks (`size`)."""
+    """The arguments of a Loader that determine its batches, and the number of ranks, `size`."""
 
     dataset: Any
     batch_size: int | None
@@ -45,7 +45,7 @@ class LoaderArguments:
 
     @property
     def cut(self) -> BatchCut:
-        """How global batches are split for this rank."""
+        """The split of global batches into this rank's micro-batches."""
         if self.shards is not None:
             return MicroShardCut(self.shards)
         return ShareCut(self.size, self.rank, self.micro_batch_size, self.batch_size)
@@ -56,7 +56,7 @@ class LoaderArguments:
         return isinstance(self.dataset, IterableDataset) or not hasattr(self.dataset, "__getitem__")
 
     def check(self) -> None:
-        """Raise DataError for arguments that are invalid or incompatible with each other."""
+        """Raise DataError if arguments are invalid or incompatible with each other."""
         if self.budget is not None:
             self._check_budget(self.budget)
         elif self.batch_sampler is None:

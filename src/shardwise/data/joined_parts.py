@@ -1,4 +1,4 @@
-"""Joins the parts of a stream that several ranks read, in the order they trained on them."""
+"""Joins a stream's parts, which several ranks read, in the order in which they were trained on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from shardwise.world.randomness import seed_from
 
 
 class JoinedParts(WrappedStream):
-    """All parts of a stream as one, in the order in which `part_order.parts` ranks trained on them.
+    """All parts of a stream as one stream, in the order in which the ranks trained on them.
 
-    A global batch is rank 0's share from part 0, then rank 1's share from part 1, and so on:
+    `part_order.parts` is the number of ranks. A global batch is rank 0's share from part 0, then
+    rank 1's share from part 1, and so on:
 
         part 0   a b c d e      batches of 4 on 2 ranks   a b u v | c d w x | e y
         part 1   u v w x y      joined                    a b u v   c d w x   e y
@@ -71,9 +72,9 @@ class JoinedParts(WrappedStream):
 
 
 def part_of(dataset: Any, count: int, rank: int) -> Any:
-    """Return the part of `dataset` that `rank` of `count` ranks reads.
+    """Return the part of `dataset` that rank `rank` of `count` ranks reads.
 
-    If the dataset has no method `shard`, it is already this rank's part.
+    A dataset without a method `shard` already is this rank's part.
     """
     if count > 1 and hasattr(dataset, "shard"):
         return dataset.shard(num_shards=count, index=rank)

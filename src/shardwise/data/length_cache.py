@@ -1,4 +1,4 @@
-"""Keeps the lengths of a dataset in a file, so that later runs need not read them again."""
+"""Stores the sample lengths of a dataset in a file, so that later runs need not compute them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ PROBES = 16
 class LengthCache:
     """A JSON file with the lengths of all samples, and a fingerprint of the dataset.
 
-    The fingerprint holds the type and the length of the dataset, the fingerprint that a Hugging
-    Face dataset has, the code of the user's function, and its results for a few samples. A change
-    that keeps all of these is not noticed.
+    The fingerprint consists of the dataset's type and length, a Hugging Face dataset's own
+    fingerprint, the code of the user's length function, and its results for a few samples. A change
+    that affects none of these is not detected.
     """
 
     def __init__(self, file: str | Path, dataset: Any, length: Callable[[Any], Any]) -> None:
@@ -28,10 +28,10 @@ class LengthCache:
         self._dataset, self._length = dataset, length
 
     def load(self) -> list[int] | None:
-        """Return the lengths, or None if the file is missing or of another dataset.
+        """Return the lengths, or None if the file is missing or belongs to another dataset.
 
         Raises:
-            DataError: If the file is not a file of lengths.
+            DataError: If the file does not contain lengths.
         """
         try:
             saved = json.loads(self.file.read_text())
@@ -48,7 +48,7 @@ class LengthCache:
         return list(lengths)
 
     def save(self, lengths: list[int]) -> None:
-        """Write the lengths. Raises DataError if the file cannot be written."""
+        """Write the lengths. Raise DataError if the file cannot be written."""
         content = json.dumps({"fingerprint": self._fingerprint(), "lengths": lengths})
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

@@ -37,13 +37,12 @@ class Loader(HintsAtAttributes):
     """Iterates over a dataset. `batch_size` is the TOTAL batch, of which each rank gets its share.
 
     Shares are contiguous rows of the total batch, and batches are on `world.device`. Every sample
-    is used exactly once per epoch. Ranks that split layers between them (`--tensor`) get identical
-    batches.
+    is used exactly once per epoch. Ranks that split layers (`--tensor`) get identical batches.
 
     A `for` loop runs the next epoch. Leaving it early completes that epoch, unless only its first
     step was taken and no backward pass used it. So `next(iter(loader))` only looks at a batch.
-    After `load_state_dict`, the next loop continues from the saved position. With drop_last, keep
-    batch_size when resuming.
+    After `load_state_dict`, the next loop continues from the saved position. With drop_last, do not
+    change batch_size when resuming.
 
     A rank without rows in a short last batch gets one real sample as a stand-in, whose weight is
     zero. Under `torch.no_grad()` it gets no batch instead, so that sums over batches remain
@@ -68,33 +67,33 @@ class Loader(HintsAtAttributes):
         batch_sampler: Lists of dataset indices, the same on all ranks. Each list is a total batch
             and may have any size.
         sharding: How ranks share an iterable dataset. With "slice", every rank and every DataLoader
-            worker reads the full stream and keeps its share of each total batch. The order is that
-            of a single process, but decoding is repeated. With "dataset", every rank reads only its
-            own part: `dataset.shard(num_shards=, index=)` if that method exists, else the unchanged
-            dataset. A rank whose part is exhausted continues with stand-ins until all parts are
-            exhausted. An epoch that is resumed with a different world size or batch_size keeps the
-            order of its parts until it ends. "auto" is "dataset" if the dataset has a method
-            `shard` and enough shards, else "slice".
-        tokens: Largest number of tokens in a total batch, in place of batch_size. Samples are taken
-            in order, and a step ends before the sample that would exceed it. The steps depend only
-            on (seed, epoch, lengths). The samples of a step are shared so that all ranks have
-            about the same work, so shares are not contiguous rows.
-        length: With tokens: a function that returns the number of tokens of a sample, or one length
+            worker reads the full stream and selects its share of each total batch. The order is
+            that of a single process, but decoding is repeated. With "dataset", every rank reads
+            only its own part: `dataset.shard(num_shards=, index=)` if that method exists, else the
+            unchanged dataset. A rank whose part is exhausted continues with stand-ins until all
+            parts are exhausted. If an epoch is resumed with a different world size or batch_size,
+            its parts stay in the same order until it ends. "auto" is "dataset" if the dataset has a
+            method `shard` and enough shards, else "slice".
+        tokens: Maximum number of tokens in a total batch, in place of batch_size. Samples are taken
+            in order, and a step ends before the sample that would exceed the maximum. The steps
+            depend only on (seed, epoch, lengths). A step's samples are divided so that all ranks
+            have about the same work, so shares are not contiguous rows.
+        length: With tokens: a function that returns the number of tokens in a sample, or one length
             per sample. Each rank calls the function for a part of the dataset, before the first
             epoch.
-        length_cache: With a function as length: file that keeps the lengths for later runs. They
-            are read again if the dataset or the function has changed. The first rank reads and
-            writes it.
-        micro_batch_tokens: With tokens: largest number of tokens in a micro-batch, counted after
-            padding all its rows to the longest. Overridden by the run's setting. Loop over
-            `loader.steps()` then.
-        cost: With tokens: a function that returns the work of a sample of L tokens, to balance
-            ranks. Default: L. With layers of width d, attention makes it about `L + L * L / (6 *
-            d)`.
+        length_cache: With a function as length: file that stores the lengths for later runs. They
+            are computed again if the dataset or the function has changed. Only the first rank reads
+            and writes the file.
+        micro_batch_tokens: With tokens: maximum number of tokens in a micro-batch, counted after
+            padding all its rows to the longest. Overridden by the run's setting. If it is set, loop
+            over `loader.steps()`.
+        cost: With tokens: a function that returns the work for a sample of L tokens, used to
+            balance ranks. Default: L. For layers of width d with attention, the work is about
+            `L + L * L / (6 * d)`.
         pack: With tokens: a `Packing`, to put documents end to end into rows of a fixed length
             instead of padding them. tokens must be a multiple of that length.
         micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
-        num_workers: Passed to torch's DataLoader, which reads the data, as are the next six.
+        num_workers: See `torch.utils.data.DataLoader`, which reads the data.
         collate_fn: See `torch.utils.data.DataLoader`.
         pin_memory: See `torch.utils.data.DataLoader`.
         persistent_workers: See `torch.utils.data.DataLoader`.
@@ -107,8 +106,8 @@ class Loader(HintsAtAttributes):
             workers. The default is True if the dataset might draw random numbers, which excludes a
             TensorDataset, a sequence, a Hugging Face dataset without transform, and a Subset of
             these. If False, the dataset's `__getitems__` is used, and random numbers depend on the
-            first index of the micro-batch. This is always the case in `collate_fn`. Generators
-            that the dataset itself creates are not seeded.
+            first index of the micro-batch. In `collate_fn`, they always do. Generators that the
+            dataset itself creates are not seeded.
 
     Raises:
         DataError: If an argument is invalid, or if the dataset cannot be shared between ranks.
@@ -215,7 +214,7 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _build(self) -> None:
-        """Build the reader and torch's DataLoader for the current seed, mesh and position."""
+        """Create the reader and torch's DataLoader for the current seed, mesh and position."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
         part_order = choose_part_order(self._arguments, self._world, self._position)
         self._reader = reader(self._arguments, self._world, part_order)
@@ -230,7 +229,7 @@ class Loader(HintsAtAttributes):
 
     @property
     def epoch(self) -> int:
-        """The epoch of the last batch, or the next epoch if that epoch is complete."""
+        """The epoch of the last batch or, if that epoch is complete, the next one."""
         return self._position.epoch
 
     def __len__(self) -> int:
@@ -270,8 +269,8 @@ class Loader(HintsAtAttributes):
         """Yield the steps of one epoch. Iterate over each step to get its micro-batches.
 
         Raises:
-            UsageError: If a newer loop over this Loader has begun, or if only some micro-batches of
-                a step were taken.
+            UsageError: If a newer loop over this Loader has started, or if the loop over a step
+                ended before its last micro-batch.
 
         Example:
             ```python
@@ -298,7 +297,7 @@ class Loader(HintsAtAttributes):
         """Yield the numbers of the remaining epochs, from the current one to `total` - 1.
 
         After `load_state_dict` in the middle of an epoch, the first number is that epoch. An epoch
-        is complete when the loop body has run, even if some of its batches were not used.
+        is complete once the loop body has run, even if some of its batches were not used.
 
         Args:
             total: Number of epochs in the complete training run, including epochs before a resume.
@@ -329,21 +328,21 @@ class Loader(HintsAtAttributes):
         Returns:
             A dict of ints and, for a stream, its state:
 
-            - "samples": number of samples consumed since training began.
-            - "epoch": the epoch of the next step, or the current epoch if only the rest of its loop
-                body has to run.
+            - "samples": number of samples consumed since training started.
+            - "epoch": the epoch of the next step. If only the rest of the epoch's loop body remains
+              to run, the current epoch.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
-                samples and steps consumed in this epoch.
+              samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
-                every rank reads the full stream.
+              every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
-            - "joined", for a stream: 1 if all ranks now read all parts, else 0.
+            - "joined", for a stream: 1 if each rank now reads all parts, else 0.
             - "stream": the result of the dataset's `state_dict`, if the Loader can use it.
         """
         return self._position.state(self._reader.epoch_length)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the position in `state`. The next loop continues from there.
+        """Restore the position from `state`. The next loop continues from there.
 
         Args:
             state: A result of `state_dict`.
@@ -360,7 +359,7 @@ class Loader(HintsAtAttributes):
         self._resumes = True
 
     def _begin(self) -> None:
-        """Start a new pass and discard the rest of an older one."""
+        """Start a new pass, and discard the rest of the previous one."""
         if (older := self._open_pass()) is not None:
             older.close()
         if self._seed != self._world.seed:
@@ -389,7 +388,7 @@ class Loader(HintsAtAttributes):
         self._share_anew()
 
     def _share_anew(self) -> None:
-        """Read this rank's share on the current mesh from here on."""
+        """Continue with this rank's share on the current mesh."""
         self.batch_size = _total(self._requested_size, self._arguments.batch_sampler, self._world)
         self._arguments = replace(
             self._arguments,
@@ -435,7 +434,7 @@ class Loader(HintsAtAttributes):
         self._taken += 1
 
     def _shared_again(self, repeats: bool) -> Iterator[Item] | None:
-        """See LoaderPass. The position is the one to continue from."""
+        """Implements `shared_again` of LoaderPass."""
         if repeats:
             self._position = self._step_start
             self._taken -= 1
@@ -445,7 +444,7 @@ class Loader(HintsAtAttributes):
         return self._items()
 
     def _items(self) -> Iterator[Item]:
-        """Yield the micro-batches of this pass as torch's DataLoader delivers them."""
+        """Yield the micro-batches of this pass in the order in which torch's DataLoader does."""
         run = self._pass_number
         if self._torch_loader.num_workers:
             # Workers send tensors through sockets in a temporary folder. They inherit this one,
@@ -471,7 +470,7 @@ class Loader(HintsAtAttributes):
                 self._reader.close()
 
     def requests(self) -> Iterator[Any]:
-        """Yield the requests of the latest pass to the workers of torch's DataLoader."""
+        """Yield the requests that the latest pass sends to the workers of torch's DataLoader."""
         return self._reader.requests_for(self._pass_number, self._position)
 
 
@@ -490,7 +489,7 @@ class _PassSampler:
 
 
 def _total(batch_size: int | None, batch_sampler: Any, world: World) -> int | None:
-    """Return the size of the global batch. With `--batch worker`, `batch_size` is per worker."""
+    """Return the size of a global batch. With `--batch worker`, `batch_size` is per worker."""
     if world.settings.batch == "total" or world.data_size == 1:
         return batch_size
     if batch_sampler is not None:
@@ -511,7 +510,7 @@ def _budget(
     pack: Packing | None,
     world: World,
 ) -> TokenBudget | None:
-    """Return the budget of the steps, or None if `tokens` was not passed."""
+    """Return the token budget of a step, or None if `tokens` is None."""
     if pack is not None and not isinstance(pack, Packing):
         raise DataError(
             f"pack={pack!r} does not say how long rows are: write pack=sw.Packing(model, row=2048)."
@@ -549,7 +548,7 @@ def _budget(
 
 
 def _check_repeatable(arguments: LoaderArguments) -> None:
-    """Raise DataError if --survive cannot hand out a step of this Loader again."""
+    """Raise DataError if this Loader cannot return the rows of a step again, for --survive."""
     unsupported = {
         "sampler=": arguments.sampler is not None,
         "batch_sampler=": arguments.batch_sampler is not None,
@@ -569,7 +568,7 @@ def _shards(exact: int, world: World) -> MicroShards:
 
 
 def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:
-    """Return the shape of a pass, for the messages at the start of a run."""
+    """Return the batch size and step count of a pass, for the startup summary."""
     size = arguments.batch_size
     count = arguments.cut.count(size) if size else 1
     tokens = None if arguments.budget is None else arguments.budget.tokens

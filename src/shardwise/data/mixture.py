@@ -25,15 +25,16 @@ class Mixture(ConcatDataset[Any]):
 
     With shuffle=True, the Loader shuffles the order of each epoch and each pass over a dataset.
     Otherwise every dataset is read in its own order, and its samples are spread evenly over the
-    epoch. In both cases the order depends only on (seed, epoch, lengths, weights, samples), so a
-    resume in the middle of an epoch gives the remaining samples at any number of workers.
+    epoch. In both cases the order depends only on (seed, epoch, lengths, weights, samples). A run
+    that is resumed in the middle of an epoch therefore gets the remaining samples, at any number of
+    workers.
 
-    Indices of a Mixture count through the datasets one after the other, as in a ConcatDataset, and
+    An index of a Mixture is an index into the concatenated datasets, as in a ConcatDataset, and
     `len` is the sum of their lengths.
 
     Args:
         datasets: Maps the name of each dataset to the dataset.
-        weights: Maps the same names to numbers above 0. Only their ratios matter.
+        weights: Maps the same names to positive numbers. Only their ratios matter.
         samples: Number of samples in an epoch. Default: the sum of the lengths.
 
     Raises:
@@ -115,7 +116,7 @@ class Mixture(ConcatDataset[Any]):
 
 
 def _apportion(weights: list[float], samples: int) -> list[int]:
-    """Return integers in proportion to `weights` whose sum is `samples` (largest remainders)."""
+    """Return integers proportional to `weights` whose sum is `samples` (largest remainders)."""
     total = sum(weights)
     shares = [weight / total * samples for weight in weights]
     counts = [int(share) for share in shares]

@@ -5,9 +5,9 @@
     shares       3 1 4 , 0 5 9 | 2 6 , 8 7 10    contiguous, one per rank
     micro-batch  3 1 ; 4 , 0 5 ; 9 | ...         of 2 rows; the same number on every rank
 
-Only the division into shares depends on the number of ranks, so a run at any world size has the
-same steps. The position in the data is one integer: the number of samples consumed since training
-began. All functions are pure arithmetic.
+Only the shares depend on the number of ranks, so a run has the same steps at any world size. The
+position in the data is one integer: the number of samples consumed since training started. All
+functions are pure arithmetic.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def indices(order: Tensor | range, rows: Rows) -> Sequence[int]:
 def steps_per_epoch(length: int, batch_size: int, *, drop_last: bool) -> int:
     """Return the number of global batches in `length` samples.
 
-    A short last batch counts unless `drop_last` is true.
+    A short last batch is included unless `drop_last` is true.
     """
     return length // batch_size if drop_last else -(-length // batch_size)
 
@@ -60,7 +60,7 @@ def used_length(length: int, batch_size: int, *, drop_last: bool) -> int:
 
 
 def steps(length: int, batch_size: int, offset: int = 0) -> Iterator[Rows]:
-    """Yield the global batches, starting at sample `offset`, as rows of the epoch."""
+    """Yield the global batches as row ranges of the epoch, starting at sample `offset`."""
     for first in range(offset, length, batch_size):
         yield first, min(first + batch_size, length)
 
@@ -90,8 +90,8 @@ def micro_batches(rows: int, size: int, micro_batch_size: int | None) -> int:
 def micro_cuts(rows: Rows, micro_batch_size: int | None, count: int) -> list[Rows]:
     """Split `rows` into `count` micro-batches of `micro_batch_size`; the last may be short.
 
-    If that would leave the last ones empty, the rows are spread evenly instead. With fewer rows
-    than micro-batches, the last ones are empty.
+    If that would leave some micro-batches empty, the rows are spread evenly instead. With fewer
+    rows than micro-batches, the last ones are empty.
     """
     first, end = rows
     width = micro_batch_size or end - first
@@ -104,16 +104,16 @@ def micro_cuts(rows: Rows, micro_batch_size: int | None, count: int) -> list[Row
 
 
 def parts(rows: int, size: int, rank: int, micro_batch_size: int | None) -> list[Rows]:
-    """Return the micro-batches of `rank` in a global batch of `rows` rows.
+    """Return the rows of `rank`'s micro-batches in a global batch of `rows` rows.
 
-    Empty ones need a stand-in.
+    An empty micro-batch needs a stand-in.
     """
     count = micro_batches(rows, size, micro_batch_size)
     return micro_cuts(share(rows, size, rank), micro_batch_size, count)
 
 
 def total_rows(rows: int, size: int, micro_batch_size: int | None) -> list[int]:
-    """Return the number of rows on all ranks together, for each micro-batch of a global batch."""
+    """Return the total number of rows on all ranks, for each micro-batch of a global batch."""
     # Shares have only two lengths. Compute each once instead of looping over the ranks, because a
     # run may have thousands.
     count = micro_batches(rows, size, micro_batch_size)
@@ -137,12 +137,12 @@ def all_have(smallest: int, part: int) -> bool:
 
 
 def locate(samples: int, epoch_length: int) -> tuple[int, int]:
-    """Return (epoch, offset) of position `samples`, if all epochs have `epoch_length`."""
+    """Return (epoch, offset) for position `samples`, if every epoch has `epoch_length` samples."""
     return divmod(samples, epoch_length)
 
 
 def stand_in(rows: Sequence[T], micro_batch_size: int | None) -> list[T]:
-    """Return the rows for a rank that has none: the first row, repeated if possible."""
+    """Return rows for a rank that has none: the first row, repeated if possible."""
     # Two rows, because BatchNorm cannot train on one value per channel; but never more than the
     # micro-batch size.
     return [rows[0]] * min(2, micro_batch_size or 2)

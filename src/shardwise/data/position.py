@@ -1,4 +1,4 @@
-"""The position of training in its data, and its representation in checkpoints."""
+"""The position of training in the data, and how checkpoints represent it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PartOrder:
 
     If `parts` is 0, samples are in the order of the stream. Otherwise the stream is split into
     `parts` parts, one per rank at the start of the epoch, and a global batch of `batch` samples
-    takes a share from each part.
+    contains a share from each part.
     """
 
     parts: int = 0
@@ -30,10 +30,9 @@ class PartOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Position in the data.
+    """A position in the data.
 
     It is `offset` samples and `steps` steps into `epoch`, after `before` samples in earlier epochs.
-
     """
 
     epoch: int = 0
@@ -47,7 +46,7 @@ class Position:
 
     @property
     def samples(self) -> int:
-        """Number of samples consumed since training began."""
+        """Number of samples consumed since training started."""
         return self.before + self.offset
 
     def stepped(self, total: int, stream: Any = None) -> Position:
@@ -55,12 +54,12 @@ class Position:
         return replace(self, offset=self.offset + total, steps=self.steps + 1, stream=stream)
 
     def next_epoch(self, epoch_length: int | None) -> Position:
-        """Return the start of the next epoch, even if samples of this epoch are unused."""
+        """Return the start of the next epoch, even if this epoch has unused samples."""
         passed = self.offset if epoch_length is None else epoch_length
         return Position(epoch=self.epoch + 1, before=self.before + passed)
 
     def state(self, epoch_length: int | None) -> dict[str, Any]:
-        """Return the position as checkpoints store it."""
+        """Return the position in the form that checkpoints store."""
         # The number of samples alone would be ambiguous: at the end of an epoch, the rest of the
         # user's loop body has still to run, and at the start of the next epoch it has run.
         place: dict[str, Any] = {"samples": self.samples, "epoch": self.epoch}
@@ -77,7 +76,7 @@ class Position:
 def restored(
     state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
 ) -> Position:
-    """Return the position that `state` describes. Raises DataError if `state` is invalid."""
+    """Return the position that `state` describes. Raise DataError if `state` is invalid."""
     order: PartOrder | None = None
     try:
         samples = int(state["samples"])

@@ -1,4 +1,4 @@
-"""Readers, which request micro-batches from a source and assemble its answers into a pass."""
+"""Readers, which request micro-batches from a source and assemble the results into a pass."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ class Reader(ABC):
 
     @abstractmethod
     def requests_for(self, run: int, at: Position) -> Iterator[Any]:
-        """Yield requests to the source, one per micro-batch, for pass `run` starting at `at`."""
+        """Yield one request to the source per micro-batch, for pass `run` starting at `at`."""
 
     def delivered(self, answers: Iterator[Item | None]) -> Iterator[Item]:
-        """Yield the micro-batches of a pass from the source's answers, until an answer is None."""
+        """Yield a pass's micro-batches from the source's `answers`, until an answer is None."""
         return takewhile(lambda item: item is not None, answers)  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Release the resources of a pass in this process."""
+        """Release the resources that a pass uses in this process."""
         self.source.close()
 
 
 def choose_part_order(arguments: LoaderArguments, world: World, at: Position) -> PartOrder | None:
-    """Return the order of the stream's samples after `at`, or None for a map-style dataset.
+    """Return the order of the stream's samples from `at`, or None for a map-style dataset.
 
     An epoch keeps its order until it ends, even if the world size changes. Raises DataError if
     islands would run different numbers of steps.
@@ -107,7 +107,7 @@ def _check_islands(arguments: LoaderArguments, world: World) -> None:
 
 
 class MapReader(Reader):
-    """Each rank reads its share of every global batch of a schedule."""
+    """Reads this rank's share of every global batch in a schedule."""
 
     def __init__(self, arguments: LoaderArguments, world: World) -> None:
         draws, seed_samples = may_draw(arguments.dataset), arguments.seed_samples
@@ -134,7 +134,7 @@ class MapReader(Reader):
 
 
 class SliceReader(Reader):
-    """Every rank reads the full stream and keeps its share of each global batch."""
+    """Reads the full stream on every rank, and selects this rank's share of each global batch."""
 
     def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
         assert arguments.batch_size is not None
@@ -162,7 +162,7 @@ class SliceReader(Reader):
 
 
 class PartReader(Reader):
-    """Every rank reads its own part, until the parts of all ranks are exhausted."""
+    """Reads this rank's own part of a stream, until the parts of all ranks are exhausted."""
 
     def __init__(self, arguments: LoaderArguments, world: World, part_order: PartOrder) -> None:
         assert arguments.batch_size is not None
@@ -186,7 +186,7 @@ class PartReader(Reader):
 def cut_batches(
     batches: Iterable[Sequence[Any]], epoch: int, cut: BatchCut
 ) -> Iterator[MicroBatch]:
-    """Yield a rank's micro-batches of the global batches `batches`.
+    """Yield one rank's micro-batches of the global `batches`.
 
     The first row of a global batch is the stand-in for a rank without rows.
     """
@@ -215,7 +215,7 @@ def _announce_skip(world: World, dataset: Any, count: int) -> None:
 
 
 def stream_requests(run: int, epoch: int, skip: int, state: Any = None) -> Iterator[StreamRequest]:
-    """Yield requests for consecutive micro-batches of a stream, without end."""
+    """Yield requests for consecutive micro-batches of a stream, endlessly."""
     # The length of a stream is unknown, so the reader stops at the first answer past the end.
     number = 0
     while True:
@@ -228,9 +228,9 @@ def until_all_finish(
 ) -> Iterator[Item]:
     """Yield `items` of this rank's part of a stream until the parts of all ranks are exhausted.
 
-    Each step begins with one small collective, in which ranks exchange their number of rows. The
-    pass ends when the sum is below `needed`. A rank whose part is exhausted continues with a
-    stand-in. Raises DataError on all ranks if a part has no samples.
+    Each step starts with one small collective, in which ranks exchange their row counts. The pass
+    ends when the total is below `needed`. A rank whose part is exhausted continues with a stand-in.
+    Raises DataError on all ranks if a part has no samples.
     """
     stand_in: Any = None
     finished = False

@@ -1,9 +1,9 @@
 """Sources, which read the user's dataset in DataLoader workers or in the main process.
 
-A source receives a request for one micro-batch and returns it collated, with its description. The
-dataset and the collate function draw from generators that are seeded by the sample or batch they
-draw for. So their draws depend neither on the number of ranks nor on the number of workers, and the
-generators of the main process are not advanced.
+A source receives a request for one micro-batch, and returns the collated micro-batch with its
+description. The dataset and the collate function draw from generators that are seeded for each
+sample or batch. So their draws do not depend on the number of ranks or workers, and the generators
+of the main process are not advanced.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ Item = tuple[MicroBatch, Any]
 
 @dataclass(frozen=True)
 class StreamRequest:
-    """Request for micro-batch `number` of a stream that is read after skipping `skip` samples.
+    """A request for micro-batch `number` of a stream, after skipping `skip` samples of the stream.
 
-    If the stream has a `state`, it is loaded instead of skipping samples. A new value of `run`
+    If `state` is not None, the stream loads it instead of skipping samples. A new value of `run`
     makes a persistent worker restart the stream.
     """
 
@@ -152,7 +152,7 @@ class StreamSource:
     same on all ranks, and `cut` selects this rank's rows of each global batch. Otherwise the stream
     is this rank's part. A step reads `chunk` samples.
 
-    `has_states` is true if the stream can continue from the states that come with micro-batches.
+    `has_states` is true if the stream can continue from the states returned with micro-batches.
     """
 
     def __init__(
@@ -215,8 +215,8 @@ class StreamSource:
     def _read(self, request: StreamRequest) -> Iterator[tuple[MicroBatch, list[Any]]]:
         """Yield the uncollated micro-batches of a pass.
 
-        A rank's part ends with a micro-batch of 0 rows, whose data is a stand-in, or of -1 rows if
-        the part had no samples.
+        The end of a rank's part is marked by a micro-batch of 0 rows, whose data is a stand-in. If
+        the part had no samples, this micro-batch has -1 rows.
         """
         # The last sample, which is the stand-in after the end.
         newest: deque[Any] = deque(maxlen=1)
@@ -238,7 +238,7 @@ class StreamSource:
     def _chunks(
         self, request: StreamRequest, newest: deque[Any]
     ) -> Iterator[tuple[list[Any], Any]]:
-        """Yield samples and state of each step, and store the last sample in `newest`."""
+        """Yield each step's samples and the stream's state. Put the last sample in `newest`."""
         # The stream may be a generator function, which draws between its samples. So its generator
         # states are saved while this process draws for other purposes.
         draws = SavedGenerators(seed_from(self._seed, "stream", *self._rank_seed, request.epoch))
@@ -273,7 +273,7 @@ class StreamSource:
                 return
 
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[MicroBatch, list[Any]]]:
-        """Yield the micro-batches of a step. The first row is the stand-in for an empty one."""
+        """Yield the micro-batches of a step. The first row is the stand-in in an empty one."""
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.own_part_rows)(len(chunk))
         # A rank that reads its own part does not know the other ranks' rows yet. `until_all_finish`
         # exchanges them.
@@ -296,7 +296,7 @@ class StreamSource:
 
 
 def may_draw(dataset: Any) -> bool:
-    """Return False only if reading a sample certainly draws no random numbers."""
+    """Return False only if reading a sample is certain not to draw random numbers."""
     if isinstance(dataset, Subset):
         return may_draw(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -310,7 +310,7 @@ def may_draw(dataset: Any) -> bool:
 
 
 def can_continue(dataset: Any) -> bool:
-    """Return whether a stream continues after the same sample if it loads its state."""
+    """Return whether a stream that loads its state continues with the next sample."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
     # The state of a Hugging Face dataset leaves out the samples in its shuffle buffer.
@@ -325,7 +325,7 @@ def can_continue(dataset: Any) -> bool:
 
 
 def _is_plain(state: Any) -> bool:
-    """Return whether a checkpoint can hold `state`: numbers, strings, tensors, lists and dicts."""
+    """Return whether `state` consists of numbers, strings, tensors, lists and dicts only."""
     if isinstance(state, dict):
         return all(map(_is_plain, [*state, *state.values()]))
     if isinstance(state, list | tuple):
@@ -334,7 +334,7 @@ def _is_plain(state: Any) -> bool:
 
 
 def _skipped(stream: Iterator[Any], count: int, name: str, reports: bool) -> Iterator[Any]:
-    """Yield the first `count` samples of `stream`, and report long waits."""
+    """Yield the first `count` samples of `stream`. Report long waits if `reports` is true."""
     reported = time.monotonic()
     for number, sample in enumerate(islice(stream, count)):
         if reports and time.monotonic() - reported > REPORT_SECONDS:
@@ -378,13 +378,13 @@ def seed_cpu(seed: int) -> None:
 
 
 def _preserve_generators() -> AbstractContextManager[None]:
-    """Restore the generators on exit, unless this process is a DataLoader worker."""
+    """Context manager that restores the generators, unless this process is a DataLoader worker."""
     # In a worker only the Loader draws, so there is nothing to preserve.
     return preserved() if get_worker_info() is None else nullcontext()
 
 
 class SavedGenerators:
-    """Generator states of torch, random and NumPy that are reserved for one purpose.
+    """States of the torch, random and NumPy generators that are reserved for one purpose.
 
     Each `resume` block continues from the state at the end of the previous one.
     """

@@ -21,14 +21,14 @@ from shardwise.world.world import World
 
 
 class LoaderPass:
-    """Yields the micro-batches of one pass, and describes each in the world's current batch.
+    """Yields the micro-batches of one pass, and sets the world's current batch to each of them.
 
     It calls `stepped(micro)` when it yields the last micro-batch of a step. A checkpoint that is
-    saved after that continues with the next step.
+    saved after this call continues with the next step.
 
-    With `--survive`, `shared_again(repeats)` returns the micro-batches from the next step on, or
-    from the latest step on if `repeats` is true, in the shares of the ranks that are left. It
-    returns None if the shares have not changed.
+    With `--survive`, `shared_again(repeats)` divides the rows among the remaining ranks. It returns
+    the micro-batches from the latest step on if `repeats` is true, and otherwise from the next step
+    on, or None if the shares have not changed.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class LoaderPass:
         self._began = time.perf_counter()
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
-        """Yield the steps of this pass, numbered from `first`. Each is finished before the next."""
+        """Yield the steps of this pass, numbered from `first`. Finish each before the next."""
         try:
             self._log_step_request(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetch_first, None), first):
@@ -69,7 +69,7 @@ class LoaderPass:
             self.close()
 
     def announce_tokens(self, epoch: int) -> None:
-        """Print the tokens, the share of padding and the speed of a training pass, if known."""
+        """Print the tokens, the padding fraction and the speed of a training pass, if known."""
         if self.tokens:
             seconds = time.perf_counter() - self._began
             self._world.print(
@@ -79,7 +79,7 @@ class LoaderPass:
             )
 
     def close(self) -> None:
-        """Close the stream and drop the iterator over the data. Safe to call twice."""
+        """Close the stream and drop the iterator over the data. Idempotent."""
         self.open = False
         self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
@@ -128,25 +128,25 @@ class LoaderPass:
         return data
 
     def sit_out(self, item: Item) -> None:
-        """Skip a batch of an evaluation if this rank has no samples in it."""
+        """Skip an evaluation batch in which this rank has no samples."""
         self._check_open()
         self._world.current_batch.skipped_batches += 1
         if item[0].last:
             self._stepped(item[0])
 
     def some_ranks_skip(self) -> AbstractContextManager[None]:
-        """Return a context manager that lets ranks run different numbers of forward passes."""
+        """Return a context manager in which ranks may run different numbers of forward passes."""
         return self._world.current_batch.some_ranks_skip()
 
     def next_item(self) -> Item:
-        """Return the next micro-batch of a step that has begun."""
+        """Return the next micro-batch of the current step."""
         self._check_open()
         item = self._fetch()
         assert item is not None, "a step is whole"
         return item
 
     def again(self) -> Item:
-        """Return the first micro-batch of the latest step again, in a new share of its rows."""
+        """Divide the latest step's rows again, and return this rank's first micro-batch."""
         self._check_open()
         self._items.close()  # type: ignore[attr-defined]
         items = self._shared_again(True)
@@ -159,11 +159,11 @@ class LoaderPass:
 
     @property
     def survival(self) -> Survival | None:
-        """Repeats steps after a loss, if this is a loop that trains."""
+        """The object that repeats steps after a loss, or None outside training and `--survive`."""
         return self._world.survival if torch.is_grad_enabled() else None
 
     def _fetch_first(self) -> Item | None:
-        """Wait for the first micro-batch of the next step, or return None at the end."""
+        """Wait for the first micro-batch of the next step. Return None at the end of the pass."""
         if self._world.survival is None:
             return self._fetch()
         while True:
@@ -176,18 +176,18 @@ class LoaderPass:
                 return item
 
     def _fetch(self) -> Item | None:
-        """Wait for the next micro-batch and return it, or None at the end of the pass."""
+        """Wait for the next micro-batch and return it. Return None at the end of the pass."""
         with timeline.span("next batch", timeline.Row.DATA):
             return next(self._items, None)
 
     def skip_step(self, micro: MicroBatch, left: int) -> None:
-        """Skip a complete step. `left` of its micro-batches have not been read yet."""
+        """Skip a full step, of which `left` micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
         self._stepped(micro)
 
     def _log_step_request(self, log: Callable[[], None]) -> None:
-        """Call `log` if the loop that requests the next step is a training loop."""
+        """Call `log` if the next step is requested by a training loop."""
         self._in_hand = False
         if torch.is_grad_enabled():
             log()
@@ -250,7 +250,7 @@ class LoaderStep:
                 yield from self._uneven(item)
 
     def _uneven(self, item: Item) -> Iterator[Any]:
-        """Yield an evaluation batch if this rank has rows in it, although others have none."""
+        """Yield an evaluation batch that other ranks may skip, if this rank has rows in it."""
         # No stand-in here, unlike in training, because the loop's own sums (hits, losses) would
         # include it.
         with self._pass.some_ranks_skip():

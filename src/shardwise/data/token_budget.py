@@ -1,12 +1,12 @@
-"""Closes steps by a budget of tokens, and balances the samples of a step over the ranks.
+"""Ends steps by a token budget, and balances the samples of a step across ranks.
 
     lengths, in the epoch's order    5 3 9 2 4 8 1
     steps of at most 17 tokens       5 3 9 | 2 4 8 1       a function of (seed, epoch, lengths)
     shares of 2 ranks                9 , 5 3 | 8 , 4 2 1   longest first, to the least loaded rank
     micro-batches of at most 9       9 ; . , 5 ; 3 | ...   padded; the same number on every rank
 
-Only shares and micro-batches depend on the number of ranks, so a run at any world size has the same
-steps.
+Only shares and micro-batches depend on the number of ranks, so a run has the same steps at any
+world size.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ REPORT_SECONDS = 5.0
 
 @dataclass
 class TokenBudget:
-    """The budget of a step, and the lengths of the samples once they have been read.
+    """The token budget of a step, and the sample lengths once they have been read.
 
-    The Loader keeps this object when it rebuilds its reader, so that lengths are read once.
+    The Loader reuses this object when it recreates its reader, so that lengths are read once.
     """
 
     tokens: int
@@ -63,7 +63,7 @@ class TokenBudget:
 
     @property
     def most(self) -> int:
-        """Largest number of tokens that one sample may have."""
+        """Maximum number of tokens in one sample."""
         row = self.tokens if self.packing is None else self.packing.row
         return min(self.tokens, self.micro_batch_tokens or self.tokens, row)
 
@@ -76,7 +76,7 @@ class TokenBudget:
         return close_packed_steps(indices, self.lengths, row, self.tokens // row)
 
     def rows_of(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Return the items of each packed row of a step whose samples have these `lengths`."""
+        """Return the items in each packed row of a step whose samples have these `lengths`."""
         assert self.packing is not None
         return pack_rows(lengths, self.packing.row, self.tokens // self.packing.row)
 
@@ -111,7 +111,7 @@ class TokenBudget:
         return lengths
 
     def _called(self, dataset: Any, length: Callable[[Any], int], world: World) -> list[Any]:
-        """Return `length` of every sample. Collective."""
+        """Return `length(sample)` for every sample. Collective."""
         # Each rank reads a part of the dataset, because reading may include tokenization.
         group = comparison_group(world)
         cuts = even_cuts(len(dataset), group.size)
@@ -124,7 +124,7 @@ class TokenBudget:
         return [each for part in parts for each in part]
 
     def _cached(self, dataset: Any, world: World) -> list[int] | None:
-        """Return the lengths in the file of the first rank, or None. Collective."""
+        """Return the lengths in the first rank's file, or None if it has none. Collective."""
         cache = self._file_of(dataset)
         is_first = is_first_rank(world)
 
@@ -150,7 +150,7 @@ class TokenBudget:
         return LengthCache(self.cache, dataset, self.length)
 
     def _keep(self, dataset: Any, lengths: list[int], world: World) -> None:
-        """Write the lengths to the file, on the first rank. Collective if there is a cache."""
+        """Write the lengths to the file on the first rank. Collective if there is a cache."""
         if (cache := self._file_of(dataset)) is None:
             return
         is_first = is_first_rank(world)
@@ -163,7 +163,7 @@ class TokenBudget:
         _gathered(save, "length(sample) failed", world)
 
     def _check_agreement(self, lengths: Sequence[Any], world: World) -> None:
-        """Raise DataError on all ranks if their steps would differ. Collective."""
+        """Raise DataError on all ranks if the ranks' steps would differ. Collective."""
         if world.size == 1:
             return
         digests = [
@@ -185,7 +185,7 @@ class TokenBudget:
                 )
 
     def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
-        """Return the work of each distinct length, or the error that computing it raised."""
+        """Return the work for each distinct length, or the error that computing it raised."""
         try:
             return [self.work(length) for length in sorted(set(lengths))]
         except Exception as error:  # `_check` reports it, after the ranks have compared theirs
@@ -216,14 +216,14 @@ class TokenBudget:
                 )
 
     def work(self, length: int) -> float:
-        """Return the work of a sample of `length` tokens."""
+        """Return the work for a sample of `length` tokens."""
         return float(length) if self.cost is None else self.cost(length)
 
 
 class ByTokens(BatchSchedule):
-    """Steps that are closed before their samples exceed a budget of tokens.
+    """A schedule whose steps end before their samples exceed a token budget.
 
-    `epoch_length` remains None, so that positions store the number of steps too, which cannot be
+    `epoch_length` is always None, so that positions store the number of steps too. It cannot be
     computed from the number of samples.
     """
 
@@ -259,12 +259,12 @@ def close_steps(
 def balance(works: Sequence[float], bins: int, *, same_number: bool = False) -> list[list[int]]:
     """Distribute items over `bins` so that the largest sum of work is small.
 
-    Takes the largest item first, and adds it to the bin with the least work so far (LPT, Graham
-    1969: at most 4/3 of the optimum). Ties go to the earlier item and to the lower bin. If
+    Adds the items, largest first, to the bin with the least work so far (LPT, Graham 1969: at most
+    4/3 of the optimum). Ties are resolved in favour of the earlier item and the lower bin. If
     `same_number` is true, the numbers of items in two bins differ by at most 1.
 
     Returns:
-        The numbers of the items in each bin, in increasing order.
+        The item numbers in each bin, in increasing order.
     """
     loads = [(0.0, number) for number in range(bins)]  # a heap
     members: list[list[int]] = [[] for _ in range(bins)]
@@ -281,10 +281,10 @@ def balance(works: Sequence[float], bins: int, *, same_number: bool = False) -> 
 
 
 def split_share(items: Sequence[int], lengths: Sequence[int], most: int | None) -> list[list[int]]:
-    """Split the share of a rank into micro-batches of at most `most` padded tokens.
+    """Split a rank's share into micro-batches of at most `most` padded tokens.
 
-    `lengths` covers all items of the step. Padding makes every row as long as the longest, so
-    the items are split from the longest to the shortest.
+    `lengths` covers all items of the step. Because padding extends every row to the length of the
+    longest, the items are split from the longest to the shortest.
     """
     if most is None or not items:
         return [list(items)]
@@ -298,7 +298,7 @@ def split_share(items: Sequence[int], lengths: Sequence[int], most: int | None) 
 
 
 def extend_share(micros: list[list[int]], count: int) -> list[list[int]]:
-    """Split micro-batches in two until there are `count`. Add empty ones if none can be split."""
+    """Halve micro-batches until there are `count`. Add empty ones if none can be halved."""
     micros = [list(micro) for micro in micros]
     while len(micros) < count:
         largest = max(range(len(micros)), key=lambda number: len(micros[number]))
@@ -314,7 +314,7 @@ def extend_share(micros: list[list[int]], count: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class BudgetCut:
-    """Splits the steps for one rank: balanced shares, or balanced micro-shards of `--exact`."""
+    """Splits each step for one rank: balanced shares, or the balanced micro-shards of `--exact`."""
 
     budget: TokenBudget
     size: int
@@ -328,7 +328,7 @@ class BudgetCut:
             step: The dataset indices of a step.
 
         Returns:
-            Nested lists: turns, in each turn the ranks, and of each rank the indices.
+            Dataset indices, indexed as `result[turn][rank]`.
         """
         assert self.budget.lengths is not None
         lengths = [self.budget.lengths[index] for index in step]
@@ -351,7 +351,7 @@ class BudgetCut:
     def micro_batches(self, steps: Iterable[Sequence[int]], epoch: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches of `steps`.
 
-        The shortest sample of a step is the stand-in of a rank without samples.
+        The shortest sample of a step is the stand-in for a rank without samples.
         """
         own = self.rank if self.shards is None else self.shards.rank
         lengths = self.budget.lengths
@@ -389,12 +389,12 @@ class BudgetCut:
 
 
 def is_first_rank(world: World) -> bool:
-    """Return whether this rank is the first of those that compare their data."""
+    """Return whether this rank is the first of the ranks that compare their data."""
     return world.size == 1 or comparison_group(world).rank == 0
 
 
 def _gathered(read: Callable[[], T], failure: str, world: World) -> list[T]:
-    """Return the results of `read` on all ranks. Raises DataError on all if one failed."""
+    """Return all ranks' results of `read`. Raise DataError on all ranks if one of them failed."""
     mine: T | DataError
     try:
         mine = read()
@@ -431,6 +431,9 @@ def _lengths_of(
 
 
 def _as_int(value: Any) -> Any:
-    """Return `value` as an int if it is a NumPy integer or a tensor of one, else unchanged."""
+    """Convert an integer from NumPy, or in a tensor with one element, to an int.
+
+    Returns any other value unchanged.
+    """
     is_index = hasattr(value, "__index__") and not isinstance(value, bool)
     return value.__index__() if is_index else value

@@ -1,4 +1,4 @@
-"""Exchanges the findings of all ranks, and acts on them. For engines and for stock loops."""
+"""Exchanges the findings of all ranks, and acts on them, for engines and for stock loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.guard.memory import Piece
 
 
 class SmallGroup(Protocol):
-    """The ranks that compare their states."""
+    """The ranks that compare their states, and the collectives that they use for it."""
 
     @property
     def rank(self) -> int: ...
@@ -28,7 +28,7 @@ class SmallGroup(Protocol):
         """Stack a small vector from every rank: (k,) on each rank becomes (size, k)."""
 
     def gather_plain(self, value: Any) -> list[Any]:
-        """Return every rank's JSON `value`."""
+        """Return every rank's `value`, which must be JSON-serializable."""
 
     def read(self, rows: Tensor) -> Tensor:
         """Copy `rows` to the CPU."""
@@ -37,14 +37,14 @@ class SmallGroup(Protocol):
 class Checks:
     """Compares states across ranks, and warns, repairs or stops.
 
-    All ranks call the methods at the same steps.
+    All ranks must call the methods at the same steps.
 
     Args:
         group: Ranks that step together.
         place: Number of this rank's shard. Ranks with the same number hold the same shard.
         action: "stop", "warn" or "restore".
-        say: Prints a line, on the main rank only.
-        say_once: The same, at most once per line.
+        say: Prints a line on the main rank only.
+        say_once: Like `say`, but prints the same line only once.
         step: Number of completed steps.
     """
 
@@ -77,7 +77,8 @@ class Checks:
     ) -> list[Finding]:
         """Compare `pieces` across ranks, and return the findings of all ranks. Collective.
 
-        Also sends `times` of this rank, and sets the attribute `times` to those of all ranks.
+        Also gathers the ranks' step times: `times` are this rank's, and the attribute `times` is
+        set to those of all ranks.
         """
         group = self.group
         digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]
@@ -116,10 +117,10 @@ class Checks:
         return found
 
     def _without_unstable(self, found: Sequence[Finding]) -> list[Finding]:
-        """Leave out results that differ between two runs on every rank.
+        """Return `found` without the results that differed between the two runs on every rank.
 
-        A defect of one device does not show on all ranks in the same step. An operation that is not
-        deterministic does.
+        A defective device causes a difference on its own rank only. A nondeterministic operation
+        causes one on all ranks.
         """
         computed = [each for each in found if each.kind in (GRADIENT, OUTPUT)]
         by_name: dict[tuple[str, str], set[int | None]] = {}
@@ -146,15 +147,16 @@ class Checks:
     def act(
         self, found: Sequence[Finding], repair: Callable[[int], bool], advice: Callable[[], str]
     ) -> None:
-        """Warn, repair or stop because of `found`. Collective.
+        """Warn, repair or stop because of the findings. Collective.
 
         Args:
             found: The findings, the same on all ranks.
-            repair: Copies the wrong states from a rank. Returns False if that is not possible.
-            advice: Returns what to do next, as the end of the error.
+            repair: Overwrites the wrong states with those of the given rank. Returns False if that
+                is not possible.
+            advice: Returns the last part of the error message: what the user can do next.
 
         Raises:
-            GuardError: The action is "stop", or "restore" and no rank has intact copies.
+            GuardError: The action is "stop", or it is "restore" and no rank has intact copies.
         """
         if self.action == "warn":
             for each in found:
@@ -174,7 +176,7 @@ class Checks:
         raise GuardError(f"The guard found an error. {shown}. {advice()}").blaming(ranks)
 
     def _intact_rank(self, found: Sequence[Finding]) -> int | None:
-        """Return a rank with right states, or None if no rank has them."""
+        """Return a rank whose states are correct, or None if there is none."""
         bad = {each.rank for each in found}
         # A wrong computation has already entered the sum of all ranks' gradients.
         if None in bad or {each.kind for each in found} & {GRADIENT, OUTPUT}:

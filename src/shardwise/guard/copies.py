@@ -1,8 +1,8 @@
 """Compares tensors that several ranks hold, and finds the rank that differs.
 
-Each rank sends one number per group of copies, in one small collective. Only if these differ do the
-ranks send a checksum of each tensor. The rank that differs from the majority is wrong. If there is
-no majority, as with two ranks, the guard names the tensor only.
+In one small collective, each rank sends one number per group of copies. Only if these numbers
+differ do the ranks send a checksum of each tensor. A rank that differs from the majority is wrong.
+If there is no majority, as with two ranks, the guard reports the tensor without a rank.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ Checksums = Mapping[str, list[int]]
 
 
 def digest(pieces: Sequence[Piece], *, is_shard: bool) -> float | Tensor:
-    """Return a number below 2^52 that depends on all bits of the pieces with this `is_shard`."""
+    """Return a number below 2^52 that depends on every bit of the selected pieces.
+
+    `is_shard` selects pieces whose attribute `is_shard` has this value.
+    """
     flats = [piece.flat for piece in pieces if piece.is_shard == is_shard]
     return fingerprints.checksum(flats) if flats else 0.0
 
 
 def checksums(pieces: Sequence[Piece], *, is_shard: bool) -> dict[str, list[int]]:
-    """Return the checksums of each tensor in the pieces with this `is_shard`."""
+    """Return the checksums of each tensor in the pieces whose `is_shard` has this value."""
     found: dict[str, list[int]] = {}
     for piece in pieces:
         if piece.is_shard == is_shard:
@@ -51,7 +54,7 @@ def differences(
     Args:
         step: Number of the step.
         by_rank: The checksums of each rank.
-        suspects: Ranks that are known to be wrong, which decide if there is no majority.
+        suspects: Ranks that are known to be wrong. If there is no majority, they are reported.
     """
     found: dict[tuple[str, int | None, str], list[str]] = {}
     ranks = sorted(by_rank)

@@ -1,8 +1,8 @@
-"""The guard of one engine. `engine/guarded.py` calls it around the engine's own backward and step.
+"""The guard of one engine, which `engine/guarded.py` calls in the engine's `backward` and `step`.
 
-before a backward pass   second run, in one step of K
-before the reduction     check the sums of all states, with --guard-memory
-after the update         one small collective in one step of K: digests of copies, findings
+before a backward pass   every K steps: compute the step twice
+before the reduction     with --guard-memory: verify the checksums of all states
+after the update         every K steps: exchange digests of copies, and findings
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.world.world import World
 
 
 class GuardedEngine(Protocol):
-    """The part of an engine that its guard uses."""
+    """The attributes of an engine that its guard uses."""
 
     @property
     def world(self) -> World: ...
@@ -48,10 +48,10 @@ class GuardedEngine(Protocol):
 
 
 class GuardedResidency(Protocol):
-    """The part of the residency of sharded parameters that a second run uses."""
+    """Interface to the object that gathers and frees sharded parameters, for a second run."""
 
     def set_aside(self) -> Callable[[], None]:
-        """Set the recorded forward passes aside. Returns a function that restores them."""
+        """Set the recorded forward passes aside, and return a function that restores them."""
 
 
 def check(settings: Settings) -> None:
@@ -143,7 +143,7 @@ class EngineGuard:
 
     @property
     def skips(self) -> bool:
-        """True if a step that must not be applied is skipped, and training continues."""
+        """True if the guard skips a step that must not be applied, and training continues."""
         return self._checks.action == "restore"
 
     def close(self) -> None:
@@ -178,17 +178,17 @@ class EngineGuard:
         seed: Tensor | None,
         passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Compute the gradients of `loss` for the first time, if this step is checked."""
+        """If this step is checked, compute the gradients of `loss` an extra time."""
         named = [(each.name, each.parameter) for each in self._engine.states.parameters.named]
         self.second_run.before_backward(loss, seed, named, passes)
 
     # -- memory -------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check that no state has changed since the last update. Called before each reduction.
+        """Check that no state has changed since the last update. Call it before each reduction.
 
         Collective with --guard-memory. Raises GuardError on all ranks, before the wrong values
-        enter the update.
+        can affect the update.
         """
         if self._seals is None:
             return
@@ -214,10 +214,10 @@ class EngineGuard:
     # -- after a step -------------------------------------------------------------------------
 
     def after_step(self) -> None:
-        """Check the step that has just ended. Collective in one step of K.
+        """Check the completed step. Collective every K steps.
 
-        Raises GuardError on all ranks if something is wrong and the action is "stop", or "restore"
-        without an intact copy.
+        Raises GuardError on all ranks if an error was found and the action is "stop", or if it is
+        "restore" and no rank has an intact copy.
         """
         engine, step = self._engine, self._engine.steps
         self.times.end_step()
@@ -230,10 +230,10 @@ class EngineGuard:
         self.times.begin_step()
 
     def explain_nonfinite(self) -> None:
-        """Check everything now, because the gradient of the current step is not finite. Collective.
+        """Run all checks now, because the current step's gradient is not finite. Collective.
 
-        A flipped bit often makes a number huge, and then the gradient infinite, long before the
-        next check.
+        A flipped bit often makes a number huge, so the gradient becomes infinite long before the
+        next regular check.
         """
         self._look_at_memory()
         self._check(self._engine.steps + 1)
@@ -257,7 +257,7 @@ class EngineGuard:
             checks.act(found, partial(self._repair, found, pieces), self._advice)
 
     def _name_straggler(self, step: int) -> None:
-        """Print which rank the others wait for, once. Collective if there is one."""
+        """Print, at most once, which rank the others wait for. Collective if there is one."""
         slow = straggler(self._checks.times)
         if slow is None or slow.rank in self._stragglers:
             return
@@ -280,7 +280,7 @@ class EngineGuard:
     # -- actions ------------------------------------------------------------------------------
 
     def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
-        """Copy wrong states from rank `source`. Collective. Returns False if it has no copy."""
+        """Copy wrong states from rank `source`. Return False if it has no copy. Collective."""
         names = {name for each in found for name in each.names}
         wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
         placement = self._engine.spec.placement
@@ -297,7 +297,7 @@ class EngineGuard:
         return True
 
     def _advice(self) -> str:
-        """Return what to do after an error without an intact copy."""
+        """Return what the user can do if no rank has an intact copy."""
         clean = self._checks.clean
         last = f"The last check without an error was after step {clean}"
         if self._checks.action != "restore":
@@ -310,7 +310,7 @@ class EngineGuard:
         )
 
     def describe(self) -> str:
-        """Return the start line."""
+        """Return the line about the guard that is printed at the start of the run."""
         share = 100 / self._every
         rows = self._engine.spec.placement
         compared = "parameters, optimizer state and buffers"

@@ -17,12 +17,12 @@ class Finding:
     """One error that the guard has found.
 
     Args:
-        step: Number of the step, counted from 1.
+        step: Number of the step, from 1.
         kind: PARAMETER, OPTIMIZER, AVERAGE, BUFFER, GRADIENT or OUTPUT.
-        names: Names of the tensors. If the error is known only up to a part of memory that several
-            tensors share, all of them.
+        names: Names of the affected tensors. If the error can only be located in memory that
+            several tensors share, these are all the tensors in that memory.
         rank: The rank with the error, or None if it is unknown.
-        evidence: How the guard knows it, in words.
+        evidence: How the guard detected it, in words.
     """
 
     step: int
@@ -32,19 +32,19 @@ class Finding:
     evidence: str
 
     def plain(self) -> list[object]:
-        """Return the finding as JSON values, for `of_plain`."""
+        """Convert the finding to a list of JSON values, for `of_plain`."""
         return [self.step, self.kind, list(self.names), self.rank, self.evidence]
 
     @classmethod
     def of_plain(cls, plain: Sequence[object]) -> Finding:
-        """Return the finding that `plain` describes."""
+        """Create a finding from the list that `plain` returned."""
         step, kind, names, rank, evidence = plain
         assert isinstance(step, int) and isinstance(names, list)  # noqa: PT018
         assert rank is None or isinstance(rank, int)
         return cls(step, str(kind), tuple(names), rank, str(evidence))
 
     def __str__(self) -> str:
-        """Return a sentence about the finding."""
+        """Return a sentence that describes the finding."""
         shown = ", ".join(self.names[:_MOST])
         more = f" and {len(self.names) - _MOST} more" if len(self.names) > _MOST else ""
         where = "on an unknown rank" if self.rank is None else f"on rank {self.rank}"

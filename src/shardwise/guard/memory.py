@@ -1,11 +1,11 @@
-"""Lists the tensors that a rank holds between steps, and detects changes that no code has made.
+"""Lists the tensors that a rank holds between steps, and detects changes not made by any code.
 
-    step s          update ── seal: sums of the words of all states
-    step s + 1      forward ── backward ── check the sums ── update ── seal
+    step s          update ── seal: checksum every state
+    step s + 1      forward ── backward ── verify the checksums ── update ── seal
 
-A bit that flips in memory between the update of a step and the next update changes the sum of its
-block of words. Nothing else may change these tensors: torch counts the writes of user code, and a
-tensor with such a write is not compared.
+A checksum is the sum of a block's words. If a bit flips in memory between two updates, it changes
+the sum of its block. User code may write to these tensors. torch counts such writes, and a tensor
+that was written to is not compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Memory of one state on this rank.
+    """Memory that holds elements of one state on this rank.
 
     Args:
         kind: PARAMETER, OPTIMIZER, AVERAGE or BUFFER.
@@ -50,15 +50,16 @@ class Piece:
     is_shard: bool
 
     def parts(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and elements of each tensor."""
+        """Yield the name and the elements of each tensor."""
         for name, first, end in self.names:
             yield name, self.flat[first:end]
 
 
 def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
-    """Return the memory of all states of an engine on this rank, in the same order on all ranks.
+    """Return the memory of all states that an engine holds on this rank.
 
-    States on a disk are not included: reading them would cost more than a step.
+    The order is the same on all ranks. States on disk are left out, because reading them would take
+    longer than a step.
     """
     is_scattered = spec.placement.is_sharded("optimizer")
     found = []
@@ -107,7 +108,7 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
 def _quantised(
     storage: QuantisedStorage, key: str, names: Sequence[tuple[str, int, int]], *, is_shard: bool
 ) -> Iterator[Piece]:
-    """Yield the codes and the scales of a state in 8 bits, entry `key` of the tensors `names`."""
+    """Yield the codes and the scales of an 8-bit state: entry `key` of the tensors in `names`."""
     codes = [(f"{name}.{key} (codes)", first, end) for name, first, end in names]
     scales = [
         (f"{name}.{key} (scales)", first // BLOCK_OF_STATE, -(-end // BLOCK_OF_STATE))
@@ -118,7 +119,7 @@ def _quantised(
 
 
 def other_pieces(spec: SpecView, states: StatesView) -> list[Piece]:
-    """Return the buffers of the models, and the frozen parameters that are not sharded."""
+    """Return the models' buffers, and the frozen parameters that are not sharded."""
     trained = {named.parameter for named in states.parameters.named}
     trained |= {named.parameter for bucket in states.parameters.frozen for named in bucket.named}
     found, seen = [], set[int]()
@@ -139,7 +140,7 @@ def other_pieces(spec: SpecView, states: StatesView) -> list[Piece]:
 def _within(
     slots: Sequence[Slot], first: int, end: int, names: Sequence[str]
 ) -> list[tuple[str, int, int]]:
-    """Return the parts of `slots` in elements [first, end), counted from `first`."""
+    """Return the parts of `slots` in elements [first, end), with offsets relative to `first`."""
     parts = []
     for slot, name in zip(slots, names, strict=True):
         low, high = max(slot.start, first), min(slot.end, end)
@@ -149,7 +150,7 @@ def _within(
 
 
 def flat_view(value: Tensor) -> Tensor:
-    """Return the elements of `value` as a view: (numel,). Copies only overlapping memory."""
+    """Return `value` flattened to (numel,): a view, unless its elements overlap in memory."""
     value = value.detach()
     if value.is_contiguous():
         return value.view(-1)
@@ -162,9 +163,9 @@ def flat_view(value: Tensor) -> Tensor:
 
 
 def block_sums(flat: Tensor) -> Tensor:
-    """Return the sum of the words of each block of `flat`: (blocks,) int64.
+    """Return the sum of the words in each block of `flat`: (blocks,) int64.
 
-    A single changed bit always changes the sum of its block.
+    A single flipped bit always changes the sum of its block.
     """
     integers = flat.view(_INTEGERS[flat.itemsize])
     length = block_length(flat)
@@ -179,7 +180,7 @@ def block_sums(flat: Tensor) -> Tensor:
 
 
 def block_length(flat: Tensor) -> int:
-    """Return the number of elements in a block of `flat`."""
+    """Return the number of elements per block of `flat`."""
     return ALIGNMENT if flat.numel() * flat.itemsize < LARGE else BLOCK
 
 
@@ -191,27 +192,27 @@ class _Seal:
 
 
 class MemorySeals:
-    """Sums of the words of all states after an update, to compare before the next one."""
+    """Checksums of all states after an update, which are verified before the next update."""
 
     def __init__(self) -> None:
         self._seals: list[_Seal] = []
         self._changed: list[Tensor] = []
 
     def seal(self, pieces: Sequence[Piece]) -> None:
-        """Remember the current content of `pieces`."""
+        """Store the checksums of `pieces`."""
         self._seals = [
             _Seal(piece.flat.data_ptr(), piece.flat._version, block_sums(piece.flat))
             for piece in pieces
         ]
 
     def open(self) -> None:
-        """Forget the content, because code is about to change it."""
+        """Discard the checksums, because code is about to change the states."""
         self._seals = []
 
     def check(self, step: int, rank: int, pieces: Sequence[Piece]) -> list[Finding]:
         """Return a finding for each piece that has changed since `seal`.
 
-        A piece that was moved, or that torch has counted a write to, is not compared. Waits for the
+        Skips a piece that was moved, or that has been written to according to torch. Waits for the
         device once.
         """
         if len(self._seals) != len(pieces):

@@ -1,16 +1,16 @@
-"""Computes training forward and backward passes twice, and compares the results in bits.
+"""Runs training forward and backward passes twice, and compares the results bit by bit.
 
-A correct device gives the same bits for the same operations on the same values. The second run
-therefore finds a device that computes wrongly from time to time. It needs no other rank. It does
-not find an error that repeats exactly.
+A correct device returns the same bits for the same operations on the same values. The second run
+therefore finds a device that occasionally computes wrong results, without help from other ranks.
+It does not find an error that repeats exactly.
 
     forward       the model runs     ── again, with the same inputs, buffers and random state
-                  compared: inputs and outputs of each layer, which autograd saves for the backward
-                  pass, so the outputs of the model alone do not show every error
+                  compared: the inputs and outputs of each layer. The model's outputs alone would
+                  not show every error, because autograd saves the layers' for the backward pass
     backward      gradients, dropped ── again, by the training itself
 
-The two runs together leave the trace of a single one. Buffers, attributes and generators get
-their values back. Hooks of users that return nothing are not called a second time.
+Together, the two runs have the same side effects as one: buffers, attributes and random generators
+are restored. User hooks that return nothing are not called a second time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 def bits(value: Tensor) -> Tensor | None:
-    """Return a hash of the bits of a tensor, a 0-dim int64, or None for a sparse tensor."""
+    """Return a hash of a tensor's bits as a 0-dim int64, or None for a sparse tensor."""
     if not can_be_taken(value) or not value.numel():
         return None
     return hash_of(flat_view(value))
@@ -59,7 +59,7 @@ def bits(value: Tensor) -> Tensor | None:
 
 @dataclass(eq=False)
 class _Observed:
-    """A user's hook during a first run. It records whether the hook changes anything."""
+    """Wraps a user's hook during the first run, and records whether the hook changes anything."""
 
     hook: Callable[..., Any]
     alters: bool = False
@@ -97,14 +97,14 @@ class _Before:
 
 
 class SecondRun:
-    """Runs the passes of models twice between `arm` and `findings`.
+    """Runs the models' forward and backward passes twice between `arm` and `findings`.
 
     Args:
         models: The models, each with the name to report.
         device: Device of this rank.
-        apart: Returns a context manager for a forward pass that no backward pass follows.
-        begin: Seeds the generators at the first training forward pass. Does nothing later.
-        impossible: Why no pass can be computed twice, or None.
+        apart: Returns a context manager for a forward pass without a backward pass.
+        begin: Seeds the generators at the first training forward pass. Later calls do nothing.
+        impossible: Why passes cannot be computed twice, or None if they can.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class SecondRun:
     # -- the step that is computed twice ------------------------------------------------------
 
     def arm(self) -> None:
-        """Compute the passes of the next step twice, if that is possible."""
+        """Compute the passes of the next step twice, if possible."""
         if not self.is_possible:
             return
         self._is_armed = True
@@ -161,7 +161,7 @@ class SecondRun:
             ]
 
     def findings(self, step: int, rank: int) -> list[Finding]:
-        """Return what differed between the two runs. Waits for the device once."""
+        """Return the differences between the two runs. Waits for the device once."""
         self.disarm()
         pairs, self._pairs = self._pairs, []
         bad: dict[str, list[str]] = {}
@@ -177,7 +177,6 @@ class SecondRun:
         return [Finding(step, kind, names, rank, evidence) for kind, names in found]
 
     def disarm(self) -> None:
-        """Remove the hooks."""
         self._is_armed = False
         if self._before is not None:  # a forward pass has raised
             self._before.close()
@@ -262,9 +261,9 @@ class SecondRun:
             self._compare(OUTPUT, name or type(module).__name__, one, two)
 
     def _record(self, into: list[tuple[str, Tensor]]) -> RemovableHandle:
-        """Append the hashes of the inputs and outputs of each layer that runs from now on.
+        """Install a hook that appends hashes of each layer's inputs and outputs to `into`.
 
-        Uses a hook that torch calls for all modules, so that the layers keep their own hooks.
+        torch calls this hook for every module, so the layers' own hooks are not modified.
         """
 
         def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -286,11 +285,11 @@ class SecondRun:
         named: NamedTensors,
         passes: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Compute all gradients of `loss` and drop them, before the training computes them.
+        """Compute all gradients of `loss` and drop them, before training computes them.
 
         Args:
             loss: The loss, with one element.
-            seed: Its gradient, in the shape of the loss; None for 1.
+            seed: Gradient of the loss, in its shape. None for 1.
             named: The parameters, each with its name.
             passes: Returns a context manager for a backward pass.
         """
@@ -325,7 +324,7 @@ class SecondRun:
         self._listen(wanted, self._second, drops=False)
 
     def after_backward(self) -> None:
-        """Compare the gradients that the training has computed."""
+        """Compare the gradients from training with those that `before_backward` computed."""
         self._stop_listening()
         first, self._first = self._first, {}
         for name, sums in first.items():
@@ -333,9 +332,9 @@ class SecondRun:
                 self._compare(GRADIENT, name, one, two)
 
     def _listen(self, named: NamedTensors, into: dict[str, list[Tensor]], *, drops: bool) -> None:
-        """Take the bits of each parameter's gradient before hooks of users see it.
+        """Append a hash of each parameter's gradient to `into`, before user hooks see the gradient.
 
-        If `drops` is true, hooks of users are not called, and the gradient needs no memory.
+        If `drops` is true, user hooks are not called, and gradients are not stored.
         """
         for name, tensor in named:
             hooks = tensor._backward_hooks
@@ -366,7 +365,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether neither Shardwise nor torch has registered `hook`."""
+    """Return whether `hook` is a user's: registered neither by Shardwise nor by torch."""
     home = _home_of(hook)
     return not home.startswith(("torch.", "shardwise."))
 
@@ -380,7 +379,7 @@ def _home_of(hook: Any) -> str:
 def _without_observers(
     module: nn.Module, observed: Sequence[tuple[OrderedDict[int, Any], int, _Observed]]
 ) -> Iterator[None]:
-    """Don't call hooks that only observe, inside the block."""
+    """Inside the block, do not call hooks that only observe."""
     silent = [(hooks, key, each.hook) for hooks, key, each in observed if not each.alters]
     for each in module.modules():
         for name in _HOOKS:
@@ -402,7 +401,7 @@ def _without_observers(
 
 
 def _ignore(*_: Any) -> None:
-    """Do nothing, in place of a hook."""
+    """Hook that does nothing. It replaces observing hooks."""
 
 
 def _drop(tensor: Tensor) -> None:

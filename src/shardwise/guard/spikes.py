@@ -1,4 +1,4 @@
-"""Finds steps whose loss or gradient norm is far above the median of the last steps."""
+"""Finds steps whose loss or gradient norm is far above the median of recent steps."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ would be skipped."""
 
 
 class Spikes:
-    """The losses and gradient norms of the last steps. They are the same on all ranks."""
+    """The losses and gradient norms of recent steps, the same on all ranks."""
 
     def __init__(self) -> None:
         self._last = {"loss": deque[float](maxlen=LAST), "gradient norm": deque[float](maxlen=LAST)}
         self._spikes = 0
 
     def look_at(self, loss: float, grad_norm: float) -> str:
-        """Record a step. Return a sentence if it is a spike, otherwise ""."""
+        """Record a step. Return a sentence that describes it if it is a spike, otherwise ""."""
         found = ""
         for (name, values), value in zip(self._last.items(), (loss, grad_norm), strict=True):
             if not math.isfinite(value):

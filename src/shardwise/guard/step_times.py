@@ -1,12 +1,12 @@
 """Measures the phases of each step on this rank, and finds a rank that the others wait for.
 
-    data       from the end of a step, or of a backward pass, to the next forward pass
-    forward    to the start of the backward pass, with the loss
-    backward   to its end
+    data       from the end of a step or a backward pass to the start of the next forward pass
+    forward    from there to the start of the backward pass, including the loss
+    backward   the backward pass
     update     engine.step
 
-The time in which this rank waits for others counts for no phase. Otherwise all ranks would take the
-same time, because the exchange of each step makes them equal.
+Time that this rank spends waiting for other ranks is excluded from all phases. Otherwise all ranks
+would measure the same time, because they synchronise in every step.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LEAST = 0.002
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose steps take longer than on the other ranks.
+    """A rank whose steps take longer than those of the other ranks.
 
     Args:
         rank: The rank.
-        own: Seconds per step that it takes itself.
-        usual: The median of the other ranks.
-        phase: The phase with most of the difference, in words.
+        own: Seconds per step, without waiting for other ranks.
+        usual: The median of the other ranks' seconds per step.
+        phase: The phase that causes most of the difference, in words.
     """
 
     rank: int
@@ -47,10 +47,10 @@ class Straggler:
 
 
 class StepTimes:
-    """The phases of this rank's last steps.
+    """The duration of each phase in this rank's recent steps.
 
     Args:
-        waited: Returns the seconds that this process has waited for other ranks so far.
+        waited: Returns the total seconds that this process has waited for other ranks.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
@@ -61,34 +61,34 @@ class StepTimes:
         self._since = time.perf_counter() - waited()
 
     def enter(self, phase: str) -> None:
-        """End the current phase, and begin `phase`."""
+        """End the current phase, and start `phase`."""
         # A clock that stands still while this rank waits.
         now = time.perf_counter() - self._waited()
         self._now[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     def end_step(self) -> None:
-        """Keep the times of the step that has just ended."""
+        """Store the phase times of the completed step."""
         self.enter(DATA)
         self._steps.append(list(self._now.values()))
 
     def begin_step(self) -> None:
-        """Begin a step. The time since `end_step` counts for none."""
+        """Start a step. The time since `end_step` is not part of any step."""
         self._now = dict.fromkeys(PHASES, 0.0)
         self._since = time.perf_counter() - self._waited()
 
     def row(self) -> list[float]:
-        """Return the median of a step, and of each phase, in seconds; 0 before STEPS steps."""
+        """Return the median seconds per step and per phase, or zeros before `STEPS` steps."""
         if len(self._steps) < STEPS:
             return [0.0] * (1 + len(PHASES))
         return [median(map(sum, self._steps)), *map(median, zip(*self._steps, strict=True))]
 
 
 def straggler(rows: Sequence[Sequence[float]]) -> Straggler | None:
-    """Return the slowest rank if it is a straggler.
+    """Return the slowest rank if it is a straggler, otherwise None.
 
     Args:
-        rows: The rows of all ranks, from `StepTimes.row`.
+        rows: Each rank's result of `StepTimes.row`.
     """
     slowest = max(range(len(rows)), key=lambda rank: rows[rank][0])
     others = [row for rank, row in enumerate(rows) if rank != slowest]

@@ -1,4 +1,4 @@
-"""`sw.Guard`: the guard of a training loop with DistributedDataParallel or FSDP2."""
+"""`sw.Guard`: the guard for training loops with DistributedDataParallel or FSDP2."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ _ACTIONS = ("stop", "warn", "restore")
 
 
 class Guard:
-    """Finds corrupted states and wrong computations in a loop with DDP or FSDP2.
+    """Detects corrupted states and wrong computations in a training loop with DDP or FSDP2.
 
-    Every `every` steps, ranks compare the tensors that must be equal on all of them, and one step
-    is computed twice and compared in bits. Create it after the optimizer, on every rank.
+    Every `every` steps, the ranks compare the tensors that must be equal on all of them, and one
+    step is computed twice and compared bit by bit. Create the guard after the optimizer, on every
+    rank.
 
     Args:
-        model: The model: plain, in DistributedDataParallel, or after `fully_shard`.
+        model: The model: plain, wrapped in DistributedDataParallel, or after `fully_shard`.
         optimizer: Its optimizer.
         every: Number of steps between two checks. Default: 100.
-        action: On an error: `"stop"` (default) raises, `"warn"` prints, `"restore"` copies the
-            tensor from an intact rank, or raises if no rank has an intact copy.
-        memory: Also check the memory of all states at each backward pass, which finds flipped bits
-            in tensors that no other rank holds. It reads all states twice per step. Default: False.
-        group: The process group of the replicas. Default: the default group.
+        action: What to do on an error. `"stop"` (default) raises, `"warn"` prints, and `"restore"`
+            copies the tensor from an intact rank, or raises if there is none.
+        memory: Also check the memory of all states at each backward pass. This finds flipped bits
+            in tensors that no other rank holds, but reads all states twice per step.
+            Default: False.
+        group: The replicas' process group. Default: the default group.
 
     Raises:
         UsageError: An argument is not valid.
@@ -85,10 +87,10 @@ class Guard:
         self._arm_if_due()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Run `loss.backward(gradient, **options)`, and in one step of `every` compute it twice.
+        """Run `loss.backward(gradient, **options)`. Every `every` steps, compute it twice.
 
         Args:
-            loss: The loss, of one element, or any tensor if `gradient` is given.
+            loss: Tensor with one element, or with any shape if `gradient` is passed.
             gradient: As in `torch.Tensor.backward`.
             options: As in `torch.Tensor.backward`.
         """
@@ -108,10 +110,10 @@ class Guard:
     def step(self) -> None:
         """Check the step that `optimizer.step()` has just completed.
 
-        Collective in one step of `every`.
+        Collective every `every` steps.
 
         Raises:
-            GuardError: Something is wrong, and the action is not `"warn"`.
+            GuardError: An error was found, and the action is not `"warn"`.
         """
         self.steps += 1
         if self.steps % self._every == 0:
@@ -159,7 +161,7 @@ class Guard:
         return 0.0
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yield this rank's part of the parameters and of their optimizer state."""
+        """Yield this rank's part of the parameters and of the optimizer state."""
         names = {}
         for name, parameter in self._model.named_parameters():
             names[parameter] = name
@@ -179,7 +181,7 @@ class Guard:
         }
 
     def _still_buffers(self) -> Iterator[Piece]:
-        """Yield the buffers of modules that have not changed any since the last check.
+        """Yield the buffers of modules whose buffers have not changed since the last check.
 
         Running statistics differ between ranks until DDP's next forward pass.
         """
@@ -193,7 +195,7 @@ class Guard:
                         yield from _piece(BUFFER, name, value)
 
     def _repair(self, found: Sequence[Finding], pieces: Sequence[Piece], source: int) -> bool:
-        """Copy wrong states from rank `source`. Collective. Returns False if it has no copy."""
+        """Copy wrong states from rank `source`. Return False if it has no copy. Collective."""
         names = {name for each in found for name in each.names}
         wanted = [piece for piece in pieces if any(name in names for name, *_ in piece.names)]
         if any(piece.is_shard for piece in wanted):
@@ -225,7 +227,7 @@ def _is_dtensor(value: Tensor) -> bool:
 
 
 def _local(value: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or the tensor itself."""
+    """Return this rank's part of a DTensor. Return any other tensor unchanged."""
     local: Tensor = getattr(value, "_local_tensor", value)
     return local
 
@@ -241,7 +243,7 @@ def _piece(kind: str, name: str, value: Tensor) -> Iterator[Piece]:
 
 
 def _refuse_other_wrappers(model: nn.Module) -> None:
-    """Raise UsageError for models whose states the guard cannot read."""
+    """Raise UsageError if the guard cannot read the model's states."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

@@ -1,6 +1,6 @@
-"""Builds the warning about a long wait: which ranks wait, which are missing, where each is.
+"""Builds the warning about a long wait: which ranks wait, which are missing, and where each is.
 
-Does no communication.
+It does not communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Answered = Mapping[int, RankStatus]
 
 
 def wait_warning(statuses: Statuses, timeout: float) -> str:
-    """Build the warning from the status of all ranks, or return "" if no rank is waiting any more.
+    """Build the warning from all ranks' statuses. Return "" if no rank is waiting any more.
 
     `timeout` is the number of seconds after which the wait fails.
     """
@@ -55,7 +55,7 @@ def wait_warning(statuses: Statuses, timeout: float) -> str:
 
 
 def call_difference(statuses: Statuses) -> str:
-    """Describe which ranks are in different library calls, or return "" if all are in the same."""
+    """Describe which ranks are in different library calls. Return "" if all are in the same one."""
     answered = _answered(statuses)
     groups = _grouped({rank: one.place for rank, one in answered.items() if one.verb and one.line})
     # If all ranks are at the same line, the cause is not a missing call.
@@ -80,7 +80,7 @@ def _answered(statuses: Statuses) -> Answered:
 
 
 def _grouped(values: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """Group ranks by their value, ordered by the first rank of each group."""
+    """Group ranks by value. The groups are ordered by their first rank."""
     groups: dict[T, list[int]] = {}
     for rank in sorted(values):
         groups.setdefault(values[rank], []).append(rank)

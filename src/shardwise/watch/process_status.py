@@ -1,6 +1,6 @@
 """Finds a thread's position in the user's code, and the state of a process on this host.
 
-The position is read from Python frames, the state from /proc.
+The position is read from Python frames, and the state from /proc.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def show_on_signal() -> None:
 
 
 def users_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's code, such as "train.py:71", or ""."""
+    """Return the innermost line of user code, such as "train.py:71", or "" if there is none."""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{_short(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def library_call(frame: FrameType | None) -> str:
-    """Return the library function that the user's code called, such as "engine.backward", or ""."""
+    """Return the library function that user code called, such as "engine.backward", or ""."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         # Overwrite on the way outward, because the user called the outermost library function.
@@ -76,7 +76,7 @@ def library_call(frame: FrameType | None) -> str:
 
 
 def stack_lines(frame: FrameType | None) -> list[str]:
-    """Return the stack that ends in `frame`, outermost first, with one line per frame."""
+    """Return the stack that ends in `frame`, one line per frame, outermost first."""
     if frame is None:
         return []
     frames = traceback.StackSummary.extract(traceback.walk_stack(frame))
@@ -97,7 +97,7 @@ def _stack_line(one: traceback.FrameSummary) -> str:
 def _as_called(qualified: str) -> str:
     """Return a function's name as users write it: engine.backward for Engine.backward.
 
-    Returns "forward" for internal functions, which are reached through hooks.
+    For internal functions, which are only called by hooks in a forward pass, return "forward".
     """
     owner, _, name = qualified.rpartition(".")
     if name == "__init__" and owner in OBJECTS:
@@ -144,14 +144,14 @@ SILENT = (STOPPED, _STATES["t"], ENDED)
 def process_start(pid: int | str = "self") -> int | None:
     """Return a process's start time in ticks since boot, or None if it cannot be read.
 
-    It distinguishes the process from a later one with the same PID.
+    The start time distinguishes the process from a later one with the same PID.
     """
     fields = _stat_fields(pid)
     return int(fields[19]) if fields else None
 
 
 def process_state(pid: int, since: int | None) -> str | None:
-    """Return in words the state of the process that started at `since`, or None if unknown."""
+    """Describe the state of process `pid` that started at `since`. Return None if unknown."""
     if since is None:
         return None
     fields = _stat_fields(pid)

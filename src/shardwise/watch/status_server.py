@@ -1,6 +1,6 @@
-"""Answers other ranks' requests in a thread: where this rank is, and why it aborted.
+"""A thread that tells other ranks where this rank is and why it aborted.
 
-It also sends requests to other ranks: for their status and clocks, and for the ranks that they wait
+The same object also asks other ranks for their status, their clocks and the ranks that they wait
 for.
 """
 
@@ -53,7 +53,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server: `port` of `address`. Port 0 means it cannot be asked.
+    """The address of a rank's status server: `port` of `address`. Port 0 means it has no server.
 
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.
@@ -74,23 +74,23 @@ class RankAddress:
 
 
 class ClockOffset(NamedTuple):
-    """The offset of one clock from another, and its maximum error, both in ns."""
+    """The offset between two clocks, and its maximum error, both in ns."""
 
     ns: int
     error: int
 
 
 class Channel(Protocol):
-    """A group whose transport does not detect that ranks are in different calls."""
+    """A process group whose transport does not detect that ranks are in different calls."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
-        """Return this rank's messages to the rank at index `to` in call number `call`, as JSON.
+        """Return this rank's messages in call number `call` to the rank at index `to`, as JSON.
 
-        None if this rank has not reached the call yet.
+        Returns None if this rank has not reached the call yet.
         """
 
     def let_go(self, to: int, awaited: list[Any]) -> None:
-        """Send the message that the rank at index `to` is blocked on, to unblock it.
+        """Unblock the rank at index `to` by sending the message that it waits for.
 
         `awaited` describes the message in the form that `sent` returns.
         """
@@ -99,16 +99,15 @@ class Channel(Protocol):
 class StatusServer:
     """Answers requests about rank `rank` of `size`, and sends requests to the other ranks.
 
-    waits          the open waits of this process
-    step           number of the last completed step
-    abort          why the first rank aborted, or None if none has
-    is_aborting    True once this rank's own code knows of the abort
-    report_is_due  True once this rank has been asked to report a long wait to the user
-    channels       groups of this process, by a name that is the same on all their ranks
-    answers        functions of other packages that answer further requests, by their name. They run
+    waits          the open waits of this process step           number of the last completed step
+    abort          why the first rank aborted, or None if no rank has is_aborting    True once this
+    rank's own code knows of the abort report_is_due  True once this rank has been asked to report a
+    long wait to the user channels       this process's groups, by a name that is the same on all
+    their ranks answers        functions of other packages that answer further requests, by request
+    name. They run
                    in the server's thread
 
-    Before `start` it neither answers nor sends requests.
+    Before `start`, it neither answers nor sends requests.
     """
 
     def __init__(self, rank: int, size: int, secret: bytes = b"") -> None:
@@ -131,13 +130,13 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Ranks that can be asked: all or, with elastic islands, the ranks of this island."""
+        """The ranks that can be asked: all or, with elastic islands, those of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
 
     def listen(self, address: str, host: str) -> RankAddress:
-        """Listen at `address`. Return the address to send to the other ranks."""
+        """Listen on `address`. Return the address to send to the other ranks."""
         mine: dict[str, Any] = {
             "rank": self.rank,
             "host": host,
@@ -154,7 +153,7 @@ class StatusServer:
         return RankAddress(**mine, address=address, port=port)
 
     def start(self, places: Sequence[RankAddress]) -> None:
-        """Start answering requests. `places` are the addresses of all ranks."""
+        """Start answering requests. `places` holds the addresses of all ranks."""
         self._places = {place.rank: place for place in places}
         # All ranks adopt rank 0's name, which identifies the run.
         self._name = places[0].name
@@ -210,7 +209,7 @@ class StatusServer:
         return asdict(self.status(stack=bool(question.get("stack"))))
 
     def status(self, *, stack: bool = False) -> RankStatus:
-        """Return the status of this rank, read from the frames of its main thread."""
+        """Return this rank's status, read from the frames of its main thread."""
         frame = process_status.main_frame()
         wait = self.waits.longest()
         return RankStatus(
@@ -228,7 +227,7 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """Return the status of each of `ranks`, or a text that says why it does not answer."""
+        """Return the status of each of the `ranks`, or text that explains its silence."""
         question = {"ask": "where", "stack": stack}
         # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
@@ -249,7 +248,7 @@ class StatusServer:
         return statuses | self._explain_silence(silent)
 
     def _ask(self, ranks: Collection[int], question: Message, patience: float) -> Any:
-        """Send `question` to all `ranks` at once. Return the answers received in time.
+        """Send `question` to all `ranks` at once. Return the answers that arrive in time.
 
         `patience` is the number of seconds to wait for them.
         """
@@ -262,7 +261,7 @@ class StatusServer:
         return rpc.call_all(places, self.secret, question, patience)
 
     def _explain_silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return why these ranks do not answer, as far as a rank on their host can tell."""
+        """Return why these ranks do not answer, as far as a rank on their host can determine."""
         reasons = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
@@ -273,7 +272,7 @@ class StatusServer:
         return reasons
 
     def _known_state(self, rank: int) -> str | None:
-        """Return the state of a rank's process if it is on this host, otherwise None."""
+        """Return the state of `rank`'s process if it is on this host, otherwise None."""
         mine, place = self._places.get(self.rank), self._places.get(rank)
         if mine is None or place is None or mine.host != place.host:
             return None
@@ -284,7 +283,7 @@ class StatusServer:
         return process_status.process_state(place.pid, place.begun)
 
     def _state_from_neighbour(self, rank: int) -> str | None:
-        """Return the state of a rank's process as seen by another rank on its host, or None."""
+        """Return the state of `rank`'s process according to a rank on its host, or None."""
         host = self._places[rank].host if rank in self._places else ""
         neighbours = [
             one.rank for one in self._places.values() if one.host == host and one.rank != rank
@@ -298,39 +297,40 @@ class StatusServer:
         return None
 
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
-        """Return the messages that `rank` has sent in a call to the rank at index `to`, or None.
+        """Return the messages that `rank` sent in call `call` to the rank at index `to`.
 
-        `channel` is the name of their group. None also means that `rank` does not answer.
+        `channel` is the name of their group. Returns None if `rank` does not answer or has not
+        reached the call yet.
         """
         question = {"ask": "sent", "channel": channel, "call": call, "to": to}
         return self._ask([rank], question, ANSWER_SECONDS).get(rank, {}).get("sent")  # type: ignore[no-any-return]
 
     def ask_to_let_go(self, rank: int, channel: str, to: int, awaited: list[Any]) -> None:
-        """Ask `rank` to send the message that the rank at index `to` of `channel` is blocked on."""
+        """Ask `rank` to send the message that the rank at index `to` of `channel` waits for."""
         question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
         self._ask([rank], question, ANSWER_SECONDS)
 
     def ask_one(self, rank: int, question: Message) -> Message:
-        """Send `question` to `rank`. Returns {} if it does not answer."""
+        """Send `question` to `rank`, and return the answer, or {} if `rank` does not answer."""
         found: Message = self._ask([rank], question, ANSWER_SECONDS).get(rank, {})
         return found
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of `rank`, which is on this host, has ended."""
+        """Return whether the process of `rank` has exited. `rank` must be on this host."""
         return rank != self.rank and self._known_state(rank) == process_status.ENDED
 
     def is_stopped(self, rank: int) -> bool:
-        """Return whether the process of `rank`, which is on this host, is stopped by a signal."""
+        """Return whether a signal has stopped the process of `rank`, which must be on this host."""
         return rank != self.rank and self._known_state(rank) == process_status.STOPPED
 
     def kill(self, rank: int) -> None:
-        """Kill the process of `rank`, which is on this host."""
+        """Kill the process of `rank`, which must be on this host."""
         if (place := self._places.get(rank)) is not None:
             with suppress(ProcessLookupError):
                 os.kill(place.pid, signal.SIGKILL)
 
     def ask_to_report(self, rank: int) -> bool:
-        """Ask `rank` to report a long wait to the user. Return whether it will."""
+        """Ask `rank` to report a long wait to the user. Return whether it agreed."""
         if rank == self.rank:
             self.report_is_due = True
             return True
@@ -339,17 +339,17 @@ class StatusServer:
         )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
-        """Return the "monotonic" and "wall" clock of `rank` in ns; None if it does not answer."""
+        """Return the "monotonic" and "wall" clocks of `rank` in ns, or None without an answer."""
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
-        """Measure how far this rank's clock is ahead of the clock of `rank`.
+        """Measure how far this rank's clock is ahead of `rank`'s clock.
 
         Returns None if `rank` does not answer.
 
-        The other clock was read between the start and the end of a round trip, so half the
-        round-trip time bounds the error (Cristian, "Probabilistic clock synchronization", 1989).
-        The fastest of several round trips is the most accurate.
+        `rank` reads its clock between the start and the end of a round trip, so half the round-trip
+        time bounds the error (Cristian, "Probabilistic clock synchronization", 1989). Of several
+        round trips, the fastest is the most accurate.
         """
         if rank == self.rank:
             return ClockOffset(0, 0)
@@ -370,7 +370,7 @@ class StatusServer:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts that the ranks run on."""
+        """Number of hosts on which the ranks run."""
         return len({place.host for place in self._places.values()}) or 1
 
     @property
@@ -381,13 +381,13 @@ class StatusServer:
     # -- aborting -------------------------------------------------------------------------
 
     def blocking_ranks(self, missing: Collection[int]) -> BlockingRanks:
-        """Return the ranks that block this one, which is waiting for the ranks in `missing`."""
+        """Return the ranks that block this rank, which is waiting for the `missing` ranks."""
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Ask ranks for their status, and ask those that wait for nobody a second time.
+        """Ask ranks for their status. Ask ranks that wait for nobody a second time.
 
-        They may have been between two waits.
+        At the first request, they may have been between two waits.
         """
         statuses = self.ask(ranks)
         unsure = [r for r, w in statuses.items() if isinstance(w, RankStatus) and not w.missing]
@@ -397,7 +397,7 @@ class StatusServer:
         return statuses
 
     def call_difference(self) -> str:
-        """Describe ranks that are in different calls, as a sentence and a space, or return ""."""
+        """Return a sentence about ranks in different calls, followed by a space, or ""."""
         sentence = call_difference(self.ask(self.ranks[:KEEPERS]))
         return f"{sentence} " if sentence else ""
 
@@ -419,23 +419,23 @@ class StatusServer:
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def continue_with(self, ranks: Collection[int], generation: int) -> None:
-        """Continue in a new group of `ranks`, the `generation`-th of the run, after an abort.
+        """After an abort, continue in a new group of `ranks`, the `generation`-th of the run.
 
-        Aborts of earlier groups are ignored from here on.
+        Later reports about aborts of earlier groups are ignored.
         """
         self._generation = generation
         self.abort, self.is_aborting = None, False
         self._places = {rank: place for rank, place in self._places.items() if rank in ranks}
 
     def refuse_after_failure(self) -> None:
-        """Raise this rank's abort error again instead of starting a new wait, if it has aborted."""
+        """If this rank has aborted, raise its error again, so that it starts no new wait."""
         if self.abort is not None and self.abort.rank == self.rank:
             raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 
     def error_of_another(self, speaker: str, abort: Abort | None = None) -> CollectiveError | None:
         """Return the error to raise on this rank if another rank has aborted, otherwise None.
 
-        `speaker` is the subject of its message, such as the name of the collective.
+        `speaker` is the subject of the message, such as the name of the collective.
         """
         abort = abort or self.abort
         if abort is None or abort.rank == self.rank:
@@ -452,7 +452,7 @@ def _clock_now(which: Clock) -> int:
 def _in_forked_child() -> None:
     """Detach a forked child from the run, because it is not a rank.
 
-    It must not answer for this rank, and its collectives must not reach the other ranks.
+    It must not answer requests for its parent, nor send collectives to other ranks.
     """
     for server in list(_living):
         server._listener = server._server = None  # rpc.py has already closed the sockets
@@ -461,7 +461,7 @@ def _in_forked_child() -> None:
 
 
 def forked_from(rank: int) -> str:
-    """Return the message that a forked child of `rank` cannot take part in collectives."""
+    """Return the error message for a collective call in a forked child of `rank`."""
     return (
         f"Process {os.getpid()} was forked from rank {rank} and is not a rank itself, so it cannot "
         "take part in collectives: engines, barriers, reductions, checkpoints. Use the model here "

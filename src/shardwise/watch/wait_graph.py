@@ -1,11 +1,12 @@
-"""Finds the ranks that cause a hang, by following waits to ranks that wait for nobody.
+"""Finds the ranks that cause a hang, by following waits to the ranks that wait for nobody.
 
-Ranks and their waits form a wait-for graph. A rank that has waited too long asks the ranks it waits
-for, then the ranks those wait for, until it finds the ranks that block all others:
+Ranks and their waits form a wait-for graph. A rank that has waited too long asks the ranks that it
+waits for, then the ranks that those wait for, and so on, until it finds the ranks that block all
+others:
 
     0 waits for 1, 2      1 waits for 3      2 waits for 3      3 computes: 3 blocks all
 
-It communicates only through the `ask` function that it is given.
+It communicates only through its `ask` argument.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """The reason why rank `rank` aborted. `lost` is True if another rank's exit is the cause."""
+    """Why rank `rank` aborted. `lost` is True if the cause is that another rank exited."""
 
     rank: int
     text: str
@@ -27,9 +28,9 @@ class Abort:
 class RankStatus:
     """The status that a rank reports.
 
-    It has been waiting for `seconds` in the collective `call` for the ranks in `missing`. `call` is
+    The rank has waited for `seconds` in the collective `call` for the ranks in `missing`. `call` is
     "" if it is not waiting. `verb` is the library method that it is running, and `line` the current
-    line of the user's code.
+    line in the user's code.
     """
 
     rank: int
@@ -44,14 +45,14 @@ class RankStatus:
 
     @property
     def place(self) -> str:
-        """The position of the rank, such as "in engine.save (train.py:88)"."""
+        """The rank's position, such as "in engine.save (train.py:88)"."""
         if self.verb and self.line:
             return f"in {self.verb} ({self.line})"
         return f"in {self.verb}" if self.verb else f"at {self.line}" if self.line else "at its end"
 
     @property
     def activity(self) -> str:
-        """The rank's activity, as a text that follows "is"."""
+        """Text about the rank's activity, to follow "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
@@ -67,8 +68,8 @@ AskStatuses = Callable[[Collection[int]], Statuses]
 class BlockingRanks:
     """The ranks that cause a hang.
 
-    Other ranks wait for `ranks`, which wait for nobody. If the waits form a cycle, `is_circle` is
-    True and `ranks` is the entire cycle. `abort` is set if one of the ranks has aborted.
+    Other ranks wait for `ranks`, and these wait for nobody. If the waits form a cycle, `is_circle`
+    is True and `ranks` is the entire cycle. `abort` is set if one of the ranks has aborted.
     """
 
     ranks: tuple[int, ...]
@@ -103,7 +104,7 @@ def find_blocking_ranks(asker: int, missing: Collection[int], ask: AskStatuses) 
 
 
 def named(ranks: Iterable[int]) -> str:
-    """Return ranks in words: "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
+    """Return ranks as text: "rank 2", "ranks 0, 2", or "ranks 0, 2-5"."""
     listed = sorted(ranks)
     rows: list[list[int]] = []
     for rank in listed:
@@ -118,7 +119,7 @@ def named(ranks: Iterable[int]) -> str:
 def describe_wait(missing: Collection[int], blocking: BlockingRanks) -> str:
     """Name the missing ranks, and describe the ranks that block them.
 
-    The text is meant to follow "waited for".
+    The text can follow "waited for".
     """
     whom = named(missing)
     if blocking.is_circle or set(blocking.ranks) == set(missing):

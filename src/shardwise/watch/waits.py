@@ -1,6 +1,6 @@
-"""Tracks the waits of this process: the thread, the collective and the ranks it waits for.
+"""Tracks this process's waits: the thread, the collective and the ranks that it waits for.
 
-A thread records its wait before it sleeps. Other threads read the record only if the wait becomes
+A thread records its wait before it sleeps. Other threads read the record only if the wait takes
 long.
 """
 
@@ -26,10 +26,10 @@ def _nobody() -> tuple[int, ...]:
 
 
 class Wait:
-    """A context manager for a wait of this thread.
+    """Context manager for a wait in this thread.
 
-    `call` is the name and number of the collective; `since` is the start of the wait in seconds of
-    the monotonic clock.
+    `call` is the name and number of the collective, and `since` the start of the wait, in seconds
+    on the monotonic clock.
     """
 
     __slots__ = ("_outer", "_thread", "_waits", "_whom", "call", "compare", "missing", "since")
@@ -79,7 +79,7 @@ class Waits:
         self._beside: set[int] = set()
 
     def noted(self, call: str, missing: Missing, compare: Compare | None = None) -> Wait:
-        """Return a context manager that records a wait of this thread."""
+        """Return a context manager that records a wait in this thread."""
         return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
@@ -87,23 +87,23 @@ class Waits:
         return list(self._open.values())
 
     def helping(self) -> AbstractContextManager[None]:
-        """Mark this thread as a helper, whose waits do not stop the rank. A context manager."""
+        """Context manager that marks this thread as a helper, whose waits do not block the rank."""
         return _among(self._helpers)
 
     def beside(self) -> AbstractContextManager[None]:
-        """Mark this thread as one that waits while another thread computes. A context manager.
+        """Context manager that marks this thread as one that waits while another thread computes.
 
-        Its waits may stop the rank, because the other thread will need their results. In a timeline
-        they are not shown in that thread's row.
+        Its waits may block the rank, because the other thread will need the results. A timeline
+        does not show them in the other thread's row.
         """
         return _among(self._beside)
 
     def of(self, thread: int | None) -> Wait | None:
-        """Return a thread's open wait, or None."""
+        """Return the open wait of `thread`, or None if it is not waiting."""
         return None if thread is None else self._open.get(thread)
 
     def longest(self) -> Wait | None:
-        """Return the oldest open wait that stops this rank, or None."""
+        """Return the oldest open wait that blocks this rank, or None."""
         # `list` copies atomically, even while other threads open and close waits.
         waits = [wait for thread, wait in list(self._open.items()) if thread not in self._helpers]
         return min(waits, key=lambda wait: wait.since, default=None)

@@ -1,7 +1,7 @@
-"""Watches this rank's long waits: compares calls, warns about hangs, ends abandoned processes.
+"""Watches this rank's long waits: compares calls, warns about hangs, exits abandoned processes.
 
 after 1 s   ask the missing ranks whether they are in the same collective
-warn_after  have one rank (rank 0 if possible) report who waits, who is missing, where each rank is
+warn_after  make one rank (rank 0 if possible) report who waits, who is missing, where each rank is
 after 20 s  exit if other ranks have aborted and this process has not noticed, because mpiexec and
             srun would let it run on
 """
@@ -34,7 +34,7 @@ SPEAKERS = 8
 
 
 class Watchdog:
-    """A thread that watches the waits of the rank that `status_server` belongs to.
+    """A thread that watches the waits on this rank, which `status_server` belongs to.
 
     It warns after a wait of `warn_after` seconds. The wait itself fails after `timeout` seconds.
     """
@@ -84,7 +84,7 @@ class Watchdog:
                 compare()
 
     def _warn(self, wait: Wait) -> None:
-        """Ask one rank to report for all, once per wait: the first rank that answers."""
+        """Ask one rank, the first that answers, to report for all. Done once per wait."""
         if wait is self._warned:
             return
         self._warned = wait
@@ -104,7 +104,7 @@ class Watchdog:
         _write(wait_warning(statuses, self._timeout))
 
     def _end_with_the_others(self, now: float) -> None:
-        """Exit if other ranks have aborted and this process never reaches their collective."""
+        """Exit if other ranks aborted some time ago and this process has not noticed."""
         abort, rank = self._status_server.abort, self._status_server.rank
         # If this rank's own code knows of the abort, it will raise. With `--survive` the others
         # wait for this rank, to go on without the one that was lost.

@@ -1,4 +1,4 @@
-"""Splits a global batch, or random values drawn for it, into each rank's rows."""
+"""Splits a global batch, or random values drawn for it, into rows for each rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _STREAMS_DIFFER = (
 
 
 class BatchRows(ABC):
-    """The part of `World` that splits global batches, and random draws, into each rank's rows."""
+    """The part of `World` that splits global batches and random draws into rows for each rank."""
 
     device: torch.device
     settings: config.Settings
@@ -53,12 +53,12 @@ class BatchRows(ABC):
     @property
     @abstractmethod
     def data_rank(self) -> int:
-        """Index of this rank's share of the samples, from 0."""
+        """Index of the share of the samples that this rank trains on, from 0."""
 
     @property
     @abstractmethod
     def data_size(self) -> int:
-        """Number of shares of the samples."""
+        """Number of shares into which the samples are divided."""
 
     @property
     @abstractmethod
@@ -68,18 +68,18 @@ class BatchRows(ABC):
     @property
     @abstractmethod
     def context_size(self) -> int:
-        """Number of ranks over which each sequence is cut."""
+        """Number of ranks across which each sequence is split."""
 
     def share(self, batch: T, dim: int = 0) -> T:
         """Return this rank's rows of a global batch, for training loops without a Loader.
 
-        The rows are contiguous, and the numbers of rows per rank differ by at most one. The ranks
-        of a replica get the same rows. Outside a loop over a Loader, the number of rows becomes the
-        weight of the next `engine.backward`, unless the call is under `torch.no_grad()`. If there
-        are fewer rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
+        The rows are contiguous, and row counts differ by at most one between ranks. The ranks of a
+        replica get the same rows. Outside a loop over a Loader, the row count becomes the weight of
+        the next `engine.backward`, unless the call is under `torch.no_grad()`. If there are fewer
+        rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
 
-        With `--context`, the ranks of a context group get the same rows, and each gets its part of
-        dimension 1, the sequence.
+        With `--context`, the ranks of a context group get the same rows, and each rank gets its
+        part of dimension 1, the sequence.
 
         Args:
             batch: Tensor of shape (rows, ...), or a nested container of such tensors, the same on
@@ -126,16 +126,16 @@ class BatchRows(ABC):
     def draw(self, make: Callable[[int], T], *, rows: int | None = None, dim: int = 0) -> T:
         """Draw random values for the global batch (noise, time steps), and return this rank's rows.
 
-        The values are those of a single process, so they do not depend on the number of workers or
-        micro-batches. Checkpoints save the position in the random stream. Every rank must make the
-        same number of calls.
+        The values are those that a single process would draw, so they do not depend on the number
+        of workers or micro-batches. Checkpoints save the position in the random stream. Every rank
+        must make the same number of calls.
 
         Args:
-            make: Takes the number of rows n of the current global batch. Draws from the global
-                generators and returns a tensor with n rows along `dim`, or a nested container of
-                such tensors.
-            rows: Number of rows to draw. Default: the number of rows of the current global batch,
-                whose rows the Loader or `world.share` returned last.
+            make: Function of n, the number of rows in the current global batch. It draws from the
+                global generators, and returns a tensor with n rows along `dim`, or a nested
+                container of such tensors.
+            rows: Number of rows to draw. Default: the number of rows in the current global batch,
+                the one whose rows the Loader or `world.share` returned last.
             dim: Dimension along which rows are counted. Default: 0.
 
         Returns:
@@ -189,9 +189,9 @@ class BatchRows(ABC):
 
         Args:
             batches: A DataLoader or another iterable to loop over: `for batch in
-                world.alike(loader)`. Only `iter` and each `next` run inside the block; the body of
-                the loop is outside. Every rank gets the full batch; call `world.share(batch)` to
-                get its rows.
+                world.alike(loader)`. Only `iter` and each `next` run inside the block, not the
+                loop's body. Every rank gets the full batch; call `world.share(batch)` to get its
+                rows.
 
         Returns:
             A context manager or, if `batches` is passed, an iterable over the batches.
@@ -214,8 +214,9 @@ class BatchRows(ABC):
     def rows(self) -> int:
         """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
-        It is 0 for a stand-in: a row that this rank got only so that it runs the same code as the
-        others. In your own sums and counts, use only the first rows: `scores[: world.rows]`.
+        It is 0 for a stand-in: a row that a rank without rows gets, so that it runs the same code
+        as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
+        `scores[: world.rows]`.
 
         Raises:
             DataError: There has been no batch yet.
@@ -232,9 +233,9 @@ class BatchRows(ABC):
     def gather_rows(self, mine: Tensor, dim: int = 0) -> Tensor:
         """Return the rows that all ranks computed for the current batch, in batch order.
 
-        Use it for a loss over pairs of samples, such as a contrastive loss. In the result, this
-        rank's rows keep their autograd graph; the rows of other ranks have none. Every rank
-        computes the full loss, so sum its gradients: `engine.backward(loss, reduction="sum")`.
+        Use it for a loss over pairs of samples, such as a contrastive loss. In the result, only
+        this rank's rows are part of its autograd graph; the other ranks' rows are constants. Every
+        rank computes the full loss, so sum its gradients: `engine.backward(loss, reduction="sum")`.
         Collective.
 
         Args:
@@ -290,12 +291,12 @@ class BatchRows(ABC):
         return torch.cat([rows.narrow(dim, 0, first), own, rows.narrow(dim, end, total - end)], dim)
 
     def _meet(self) -> None:
-        """Make all ranks continue from the same random stream. Warn if their streams differed."""
+        """Put all ranks at the same position of the random stream. Warn if positions differed."""
         if self.draws.meet(self.collectives.gather_objects) and self.collectives.rank == 0:
             print(_STREAMS_DIFFER, file=sys.stderr, flush=True)
 
     def _check_draws_once(self, call: str) -> None:
-        """Raise UsageError if some ranks skip this `call`, or if recomputation repeats it."""
+        """Raise UsageError if some ranks skip this `call`, or if recomputation would repeat it."""
         self.current_batch.check_even(call)
         if torch._C._current_graph_task_id() != -1:  # a backward pass is running
             raise UsageError(
@@ -318,7 +319,7 @@ class BatchRows(ABC):
         return batch.total, batch.rows
 
     def _check_takes_rows(self, call: str) -> None:
-        """Raise UsageError if the settings do not split global batches into contiguous shares."""
+        """Raise UsageError if this run does not split global batches into contiguous shares."""
         if self.settings.exact is not None and call == "world.share":
             raise UsageError(
                 f"world.share returns one contiguous share of a batch, but --exact "
@@ -338,7 +339,7 @@ class BatchRows(ABC):
 
 
 class Alike(Generic[T]):
-    """An iterable over batches that all ranks draw with the same random numbers.
+    """An iterable over batches, for which all ranks draw the same random numbers.
 
     `world.alike(batches)` creates it. Each loop over it iterates over `batches` from the start.
     """
@@ -365,7 +366,7 @@ class Alike(Generic[T]):
 
 
 def _check_own(mine: Tensor, count: int, dim: int) -> None:
-    """Raise DataError unless `mine` has `count` rows along `dim` (any number for a stand-in)."""
+    """Raise DataError unless `mine` has `count` rows along `dim`, or this rank has a stand-in."""
     length = mine.shape[dim] if -mine.ndim <= dim < mine.ndim else 0
     if length != count and (count or not length):  # a stand-in may be two rows
         raise DataError(
@@ -376,7 +377,7 @@ def _check_own(mine: Tensor, count: int, dim: int) -> None:
 
 
 def _check_joined(parts: Sequence[tuple[Any, int, int]], total: int) -> None:
-    """Raise an error if shapes or dtypes differ, or if the rows are not the full batch."""
+    """Raise an error if shapes or dtypes differ between ranks, or if rows are missing."""
     form_of_first = parts[0][0]
     for rank, (form, _, _) in enumerate(parts):
         if form != form_of_first:

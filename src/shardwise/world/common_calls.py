@@ -1,7 +1,7 @@
-"""Counts calls that all ranks must make, to detect ranks that make different calls.
+"""Counts the calls that all ranks must make, to detect ranks that make different calls.
 
-A rank that leaves a loop before the others continues with different calls. The exchange of each
-step compares the counts, and engine/usage_checks.py reports the difference.
+For example, a rank that leaves a loop early makes fewer calls than the others. The ranks compare
+their counts in the exchange of each step, and engine/usage_checks.py reports a difference.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ CallCounts = list[tuple[str, str, int]]
 
 
 class CommonCalls:
-    """The calls since the last step that all ranks must make: `draw`, `alike` and `share`.
+    """Counts the calls since the last step that all ranks must make: `draw`, `alike` and `share`.
 
-    The exchange of each step compares one number for the calls, and one for the first rows of
-    shared batches. Calls of `share` under `torch.no_grad()` are not counted, because a rank may
+    In the exchange of each step, ranks compare one number for the calls, and one for the first rows
+    of shared batches. Calls of `share` under `torch.no_grad()` are not counted, because a rank may
     evaluate alone.
     """
 
@@ -37,12 +37,12 @@ class CommonCalls:
         self._rows: float | Tensor = 0.0
 
     def note(self, call: str) -> None:
-        """Count one `call`, with the line of the user's script that makes it."""
+        """Count a call of the function named `call`, with the script line that makes it."""
         # The line is only used in the message, because ranks may call from different lines.
         self._made[call, process_status.users_line(sys._getframe(1))] += 1
 
     def note_batch(self, call: str, digest: Callable[[], float | Tensor]) -> None:
-        """Count one `call` with a batch. `digest` reduces the batch's first row to a number."""
+        """Count one `call` that passes a batch. `digest` returns a number for the batch's first row."""
         self.note(call)
         if self._left > 0:
             self._left -= 1
@@ -51,7 +51,7 @@ class CommonCalls:
             self._rows = self._rows * 2 + digest()
 
     def number(self) -> float:
-        """Return a checksum of the number of times each call was made."""
+        """Return a checksum of the call counts."""
         counts = Counter[str]()
         for (call, _), times in self._made.items():
             if call != SHARE or self._counts_shares:
@@ -62,43 +62,43 @@ class CommonCalls:
 
     @property
     def rows(self) -> float | Tensor:
-        """A digest of the first rows of the shared batches."""
+        """Digest of the shared batches' first rows."""
         return self._rows
 
     def report(self) -> tuple[CallCounts, float]:
-        """Return the calls and the digest of rows, to send to other ranks."""
+        """Return the call counts, with their script lines, and the digest of the rows."""
         counts = [(call, line, times) for (call, line), times in self._made.items()]
         return counts, float(self._rows)
 
     def stop_digesting(self) -> None:
-        """Stop comparing rows, after a warning that they differ."""
+        """Stop comparing rows, because a warning has already reported that they differ."""
         self._left = 0
 
     def stop_counting_shares(self) -> None:
-        """Stop comparing numbers of shared batches, after a warning that they differ.
+        """Stop counting shared batches, because a warning has already reported that they differ.
 
-        All ranks must call it at the same step, or their checksums would differ.
+        All ranks must call this at the same step. Otherwise their checksums would differ.
         """
         self._counts_shares = False
         self.stop_digesting()
 
     def kept(self) -> tuple[Counter[tuple[str, str]], float | Tensor]:
-        """Return the counts since the last step, for `go_back`."""
+        """Return a copy of the counts and the row digest, which `go_back` restores."""
         return self._made.copy(), self._rows
 
     def go_back(self, kept: tuple[Counter[tuple[str, str]], float | Tensor]) -> None:
-        """Return to the counts at the start of an interrupted step, which is repeated."""
+        """Restore the result of `kept`, because the interrupted step is repeated."""
         made, self._rows = kept
         self._made = made.copy()
 
     def clear(self) -> None:
-        """Reset the counts once a step has compared them."""
+        """Reset the counts after a step has compared them."""
         self._made.clear()
         self._rows = 0.0
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
-    """Return whether `numbers` differ only by rounding."""
+    """Return whether `numbers` differ at most by rounding."""
     # A model may have computed the batches, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 
@@ -123,7 +123,7 @@ def find_call_difference(calls_of_ranks: Sequence[CallCounts]) -> tuple[int, str
 
 
 def describe_share_difference(calls_of_ranks: Sequence[CallCounts]) -> str:
-    """Describe how the numbers of batches that ranks passed to `share` differ."""
+    """Describe how the number of batches passed to `share` differs between ranks."""
     counts = [sum(times for call, _, times in calls if call == SHARE) for calls in calls_of_ranks]
     rank = next(rank for rank, count in enumerate(counts) if count != counts[0])
     return _difference(calls_of_ranks, rank)

@@ -4,8 +4,8 @@
     engines   creating an engine draws nothing
     training  from the first batch or forward pass with gradients, each rank has its own seed
 
-During training, a separate stream keeps the position that a single process would have, and `draw`
-and `alike` continue from there.
+During training, a separate stream remembers the position that a single process would have.
+`draw` and `alike` continue from that position.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ T = TypeVar("T")
 
 
 class CommonRandomStream:
-    """The random stream that all ranks share. `device` is the device that this rank computes on."""
+    """The random stream that all ranks share.
+
+    Args:
+        device: The device that this rank computes on.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,17 +52,17 @@ class CommonRandomStream:
     # -- when ranks start to draw their own numbers -----------------------------------------
 
     def wait(self, begin: Callable[[], None]) -> None:
-        """Call `begin` (a bound method, held weakly) when training starts."""
+        """Register `begin` (a bound method, held weakly) to be called when training starts."""
         self._waiting.append(WeakMethod(begin))
 
     def before_batch(self, batch: object) -> None:
-        """Start training if the batch to be handed out is a training batch."""
+        """Start training if the next batch is a training batch."""
         del batch
         if torch.is_grad_enabled():
             self.begin()
 
     def before_forward(self, module: Any, args: Any) -> None:
-        """Start training if this forward pass records gradients. A hook on a model."""
+        """Hook on a model. Starts training if this forward pass records gradients."""
         del module, args
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.begin()
@@ -66,8 +70,8 @@ class CommonRandomStream:
     def begin(self) -> None:
         """Call the methods registered with `wait`, because training starts.
 
-        Does nothing inside an `alike` block, in which all ranks draw the same numbers. The next
-        batch then starts training.
+        Does nothing inside an `alike` block, where all ranks draw the same numbers. Training then
+        starts with the next batch.
         """
         if self._inside:
             return
@@ -78,7 +82,7 @@ class CommonRandomStream:
                 begin()
 
     def part(self) -> None:
-        """Record the stream's position, before this rank's generators get their own seed."""
+        """Record the stream's position, before this rank's generators are reseeded."""
         # Only at the first call: later states of this rank's generators are not the common stream.
         if self._end is None:
             self._end = GeneratorStates.now(self._device)
@@ -86,11 +90,10 @@ class CommonRandomStream:
     # -- draws that all ranks share ---------------------------------------------------------
 
     def meet(self, gather: Callable[[Any], list[Any]]) -> bool:
-        """Use rank 0's stream if the ranks' streams differ. Return whether they did.
+        """Use rank 0's stream on all ranks if their streams differ. Return whether they differed.
 
-        `gather` returns every rank's value on all ranks. The call is collective until each rank
-        draws its own numbers: before that, anything that one rank draws alone also advances its
-        stream.
+        `gather` returns every rank's value on all ranks. The call is collective until each rank has
+        its own seed, because until then a draw on one rank advances only that rank's stream.
         """
         # From then on only `draw` and `alike` advance the stream, and all ranks call these.
         if self.is_one:
@@ -106,11 +109,14 @@ class CommonRandomStream:
         return True
 
     def draw(self, make: Callable[[], T], *, step: object, batch: object, goes_on: bool) -> T:
-        """Return `make()`, called with the generators of the shared stream.
+        """Return the result of `make()`, which draws from the shared stream.
 
-        All micro-batches of a `step` draw the same numbers, because a single process with all of
-        them in one batch draws only once. `batch` identifies the micro-batch. `goes_on` is True if
-        more micro-batches follow.
+        Args:
+            make: Draws from the global generators.
+            step: Identifies the step. All its micro-batches draw the same numbers, because a single
+                process with all of them in one batch draws only once.
+            batch: Identifies the micro-batch.
+            goes_on: True if more micro-batches follow.
         """
         # Compare by identity: the Loader creates one object per step.
         if step is None or step is not self._step:
@@ -129,7 +135,7 @@ class CommonRandomStream:
 
     @contextmanager
     def alike(self) -> Iterator[None]:
-        """Draw from the shared stream inside the block, and advance it."""
+        """Inside the block, draw from the shared stream, and advance it."""
         self.used = True
         self._inside += 1
         try:
@@ -139,7 +145,7 @@ class CommonRandomStream:
             self._inside -= 1
 
     def check_outside(self, call: str) -> None:
-        """Raise UsageError if `call` is made inside `alike`.
+        """Raise UsageError if `call` is made inside an `alike` block.
 
         A step reseeds each rank's generators, so the stream's position would be lost.
         """
@@ -158,7 +164,8 @@ class CommonRandomStream:
     def _at(self, start: GeneratorStates, *, moves: bool) -> Iterator[None]:
         """Set the generators to `start` inside the block, and restore them afterwards.
 
-        If `moves` is true, the stream continues from the state at the end of the block.
+        If `moves` is true, the generators' state at the end of the block becomes the stream's
+        position.
         """
         before = GeneratorStates.now(self._device)
         start.restore(self._device)
@@ -184,9 +191,9 @@ class CommonRandomStream:
 
     @contextmanager
     def at_boundary(self) -> Iterator[None]:
-        """Rewind to the last step boundary inside the block, for a save.
+        """Rewind to the last step boundary inside the block, in which a checkpoint is saved.
 
-        A process that loads the checkpoint repeats the draws that this process made for the next
+        A process that loads the checkpoint will repeat what this process has drawn for the next
         step.
         """
         now = self._end
@@ -199,7 +206,7 @@ class CommonRandomStream:
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return the position as JSON values, or None before training if nothing was drawn."""
+        """Return the position as JSON values, or None if nothing was drawn before training."""
         return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:

@@ -1,7 +1,7 @@
-"""Records which batch was handed out last. Its size is the weight of a loss without `weight=`.
+"""Records the last batch passed to the script. Its size is the weight of a loss without `weight=`.
 
 A Loader opens a stream for each iteration and describes each batch. The engine looks up the batch
-of a loss, and Metrics looks up whether the batch counts at all.
+that a loss was computed from. Metrics looks up whether that batch counts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Batch:
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
     rows      range [first, end) within the `total` rows of all ranks' batches, if known
-    sequence  length of the sequences before `--context` cut them over ranks; 0 if they are not cut
+    sequence  sequence length before `--context` split the sequences; 0 if they are not split
     step      an object shared by all micro-batches of a step
     tokens    number of tokens of this micro-batch across all ranks; 0 if unknown
     positions number of positions that all ranks compute for these tokens, including padding
@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamShape:
-    """The shape of a stream, for the startup summary. Counts are for the whole run."""
+    """The batch size and number of steps of a stream, across all ranks. Shown at startup."""
 
     batch_size: int | None
     micro_batches: int
@@ -74,7 +74,7 @@ SitOut = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `batch` is the last batch that any of them handed out."""
+    """The open streams of this process. `batch` is the last batch that any of them returned."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
@@ -94,13 +94,13 @@ class CurrentBatch:
     _uneven: list[WeakMethod[SitOut]] = field(default_factory=list)
 
     def watch(self, watcher: Callable[[Batch], None]) -> None:
-        """Call `watcher` (a bound method, held weakly) before each batch is handed out."""
+        """Call `watcher`, a bound method that is held weakly, before each batch is returned."""
         self._watchers.append(WeakMethod(watcher))
 
     def allow_uneven(self, block: SitOut) -> None:
-        """Enter the context that `block` returns around each evaluation batch that some ranks skip.
+        """Register a context manager for evaluation batches that some ranks skip.
 
-        `block` is a bound method, held weakly.
+        `block` is a bound method, held weakly, that returns the context manager.
         """
         self._uneven.append(WeakMethod(block))
 
@@ -108,7 +108,7 @@ class CurrentBatch:
     def some_ranks_skip(self) -> Iterator[None]:
         """Mark the block as an evaluation batch that some ranks skip.
 
-        Leaving the block is collective if parameters are sharded.
+        Exiting the block is collective if parameters are sharded.
         """
         # Drop engines that have been freed.
         self._uneven = [reference for reference in self._uneven if reference() is not None]
@@ -124,7 +124,7 @@ class CurrentBatch:
                 self._apart -= 1
 
     def check_even(self, call: str) -> None:
-        """Raise UsageError for a collective `call` inside a batch that some ranks skip."""
+        """Raise UsageError if a collective `call` is made inside a batch that some ranks skip."""
         if self._apart:
             raise UsageError(
                 f"{call} in an evaluation batch that has no sample for some workers, which "
@@ -149,7 +149,7 @@ class CurrentBatch:
                 self.batch = given[-1] if given else None
 
     def give(self, stream: LoaderStream, batch: Batch, *, training: bool) -> None:
-        """Record the batch that `stream` is about to hand out.
+        """Record the batch that `stream` is about to return.
 
         `training` is True if autograd is recording.
         """
@@ -171,7 +171,7 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Record a batch that is handed out without a loop, replacing the last one of its kind.
+        """Record a batch that is returned outside a loop. It replaces the last one of its kind.
 
         An evaluation batch does not replace a training batch, whose backward pass may still follow.
         """
@@ -200,12 +200,12 @@ class CurrentBatch:
         return [stream for stream in self.streams if stream.training and stream.batch]
 
     def in_loop(self) -> bool:
-        """Return whether a loop over a Loader is running that may hand out training batches."""
+        """Return whether a running loop over a Loader may return training batches."""
         loops = (stream for stream in self.streams if not stream.passing)
         return any(stream.training or stream.batch is None for stream in loops)
 
     def batch_of_forward(self, *, training: bool) -> Batch | None:
-        """Return the batch of the forward pass that is currently running.
+        """Return the batch that the current forward pass runs on.
 
         `training` is True if autograd is recording.
         """
@@ -215,9 +215,9 @@ class CurrentBatch:
         return given[-1].batch
 
     def batch_of_loss(self, *, weighted: bool, anew: bool = False) -> Batch | None:
-        """Return the batch of a loss: the Loader's current one, else the last of `world.share`.
+        """Return the batch that a loss was computed from, or None if there was no batch.
 
-        Returns None if there was no batch.
+        This is the Loader's current batch or, without a Loader, the last batch of `world.share`.
 
         Args:
             weighted: True if the user passed the loss's weight or a reduction.
@@ -227,7 +227,7 @@ class CurrentBatch:
         Raises:
             UsageError: The loss is not `weighted` and its weight is ambiguous, because two training
                 Loaders are open, or `world.share` returned batches of different sizes since the
-                last backward pass. Also raised if one open stream handed out a stand-in and another
+                last backward pass. Also raised if one open stream returned a stand-in and another
                 one samples, or if `anew` is true and it is unclear whether the loss was computed
                 from a stand-in.
         """
@@ -246,7 +246,7 @@ class CurrentBatch:
         return latest[0] if latest else given[-1] if given else None
 
     def _check_shared_stand_in(self, last: LoaderStream) -> None:
-        """Raise UsageError if it is unclear whether a weighted loss came from a stand-in."""
+        """Raise UsageError if a weighted loss may have been computed from a stand-in."""
         # A stand-in's loss has weight 0, but a loss of rows that the script selected itself counts.
         assert last.batch is not None
         several = len({batch.samples == 0 for batch in [last.batch, *self._shared]}) > 1

@@ -1,7 +1,7 @@
 """Registers functions that run when this process exits, but not when a forked child exits.
 
-A forked child inherits the handlers of `atexit`. A rank's handlers would wait for threads that the
-child does not have, or close its parent's connections.
+A forked child inherits the handlers of `atexit`. In the child, a rank's handlers would wait for
+threads that do not exist there, or close the parent's connections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _registered: list[Callable[[], Any]] = []
 
 
 def register(function: Callable[[], Any]) -> None:
-    """Call `function` when this process exits, in reverse order of registration."""
+    """Call `function` when this process exits. Functions run in reverse order of registration."""
     atexit.register(function)
     _registered.append(function)
 

@@ -1,6 +1,6 @@
 """Joins the ranks of a run: `shardwise.init` identifies this process and creates its `World`.
 
-settings ─▶ identity (net/) ─▶ device ─▶ transport (comm/) ─▶ World ─▶ equal seeds
+settings ─▶ identity (net/) ─▶ device ─▶ transport (comm/) ─▶ World ─▶ same seed on all ranks
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def init(seed: int | None = None, **settings: Any) -> World:
         seed: Seeds torch, numpy and random on every rank. Until the first batch or the first
             forward pass with gradients, every rank then draws the same numbers as a single process
             with this seed. Default: every rank copies the state of rank 0's generators, and the
-            seed is `torch.initial_seed()` of rank 0.
+            seed is rank 0's `torch.initial_seed()`.
         **settings: Keywords of `shardwise.config.Settings`. The TOML file, the environment and the
-            flags override them. With `reseed=False` the generators are never changed, neither here
-            nor at a step, for scripts that seed and save them themselves.
+            flags override them. With `reseed=False`, neither this call nor any step changes the
+            generators, for scripts that seed and save them themselves.
 
     Returns:
         The `World`: rank, size, device, and collectives across all ranks.
@@ -80,7 +80,7 @@ def init(seed: int | None = None, **settings: Any) -> World:
 def enter(
     seed: int | None, settings: dict[str, Any], on_meeting: collectives.OnMeeting | None = None
 ) -> World:
-    """Join the run as `init` does. `on_meeting` is passed on to `collectives.connect`."""
+    """Join the run as `init` does, and pass `on_meeting` to `collectives.connect`."""
     refuse_second()
     keywords = dict(settings) | ({"seed": seed} if seed is not None else {})
     error_file.watch_exceptions()
@@ -129,7 +129,7 @@ def _join(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks with `collectives.connect`, or a function that the launcher names."""
+    """Join the other ranks with `collectives.connect` or the launcher's own function."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
         # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")
@@ -147,13 +147,13 @@ def _join(
 def divide(world: World, axes: dict[str, int]) -> None:
     """Change the mesh of a running job to these `axes`: `tensor` and `pipeline`.
 
-    For scripts that set them in the model, after joining the run. Flags override the axes, as they
-    override keywords of the script. Does nothing if the mesh stays the same. Afterwards, generators
-    are reseeded at each step, as after `shardwise.init`, and existing Loaders use the new shares
-    from their next loop on. Collective.
+    For scripts that define the axes with the model, after joining the run. Flags override `axes`,
+    as they override the script's keywords. Does nothing if the mesh stays the same. After this,
+    generators are reseeded at each step, as after `shardwise.init`, and existing Loaders use the
+    new shares from their next loop. Collective.
 
     Raises ConfigError if the mesh is impossible. Raises UsageError on all ranks if any rank is
-    inside a loop over a Loader, which already hands out shares of the former mesh.
+    inside a loop over a Loader, which is already using the shares of the previous mesh.
     """
     mesh = mesh_after(world, axes)
     if mesh == world.mesh:
@@ -183,7 +183,7 @@ def mesh_after(world: World, axes: dict[str, int]) -> Mesh:
 
 
 def _configure(world: World, keywords: dict[str, Any]) -> None:
-    """Resolve the settings of `world`, and apply mesh, log, threads and exact mode.
+    """Resolve the settings of `world`, and apply the mesh, log, thread and exact-mode settings.
 
     Collective.
     """

@@ -12,7 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Backwards(Protocol):
-    """The accumulation of an engine. `stepping` is True once a step has started or failed."""
+    """The backward passes of an engine since its last step.
+
+    `stepping` is True once a step has started or failed.
+    """
 
     @property
     def backwards(self) -> int: ...
@@ -22,13 +25,13 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns at the end of a run about backward passes without a step, in any of its engines."""
+    """Warns at the end of a run if an engine ran backward passes that no step followed."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []
 
     def watch(self, engine: Backwards) -> None:
-        """Include the accumulation of an engine. It is kept even after the engine is freed."""
+        """Include an engine's backward passes, even after the engine has been freed."""
         self._engines.append(engine)
 
     def words(self) -> str:
@@ -52,9 +55,9 @@ class UnsteppedBackwards:
 
 
 class StepsWithoutEngine:
-    """Warns once if optimizers step without an engine on several workers. `say` prints the warning.
+    """Warns once if a script with several workers steps its optimizers without an engine.
 
-    It warns at the second step of an optimizer, not at the first.
+    It warns at an optimizer's second step, not at the first. `say` prints the warning.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:

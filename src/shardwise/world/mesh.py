@@ -1,4 +1,4 @@
-"""Computes the coordinates of ranks along the axes of parallelism. Does no communication.
+"""Computes the coordinates of ranks along the axes of parallelism. Does not communicate.
 
     rank = (data * P + stage) * T + tensor
 
@@ -8,7 +8,7 @@ with the same `data` coordinate hold one copy of the model, a replica. Adjacent 
 island, the outermost axis: gradients are summed only within islands.
 
 With `--context C`, C adjacent replicas have the same samples, and each has a part of every
-sequence. Their gradients are summed and their states sharded as those of other replicas.
+sequence. Their gradients are summed and their states sharded like those of other replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError
 class Mesh:
     """Divides `size` ranks into `islands`, and into replicas of `pipeline` x `tensor` ranks.
 
-    Raises ConfigError if the numbers do not divide.
+    Raises ConfigError if `size` is not divisible as required.
     """
 
     size: int
@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def replica(self) -> int:
-        """Number of ranks that hold one copy of the model."""
+        """Number of ranks per replica, which together hold one copy of the model."""
         return self.pipeline * self.tensor
 
     @property
@@ -100,7 +100,7 @@ class Mesh:
         return rank // self.tensor % self.pipeline
 
     def tensor_of(self, rank: int) -> int:
-        """Return the index of the part of each split layer that `rank` holds."""
+        """Return which part of each split layer `rank` holds."""
         return rank % self.tensor
 
     @property
@@ -121,12 +121,12 @@ class Mesh:
 
     @property
     def peer_groups(self) -> list[list[int]]:
-        """Ranks with the same index in different islands, in the order of islands."""
+        """Ranks with the same index within different islands, in island order."""
         return [list(ranks) for ranks in zip(*self.island_groups, strict=True)]
 
     @property
     def data_groups(self) -> list[list[int]]:
-        """Ranks of an island that have the same part of the model, one list per island and part."""
+        """Ranks of an island that hold the same part of the model, one list per island and part."""
         # Every `replica`-th rank of an island has the same part.
         each = self.replica
         return [ranks[part::each] for ranks in self.island_groups for part in range(each)]
@@ -171,28 +171,28 @@ class Mesh:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Consecutive ranks that have parts of the same sequences, in the order of the parts."""
+        """Consecutive ranks that share the same sequences, in the order of their parts."""
         each = self.context
         return [list(range(first, first + each)) for first in range(0, self.size, each)]
 
     def context_of(self, rank: int) -> int:
-        """Return the index of the part of each sequence that `rank` has."""
+        """Return which part of each sequence `rank` computes."""
         return self.data_of(rank) % self.context
 
     @property
     def is_flat(self) -> bool:
-        """True if every rank has the full model and all ranks step together."""
+        """True if every rank holds the full model and all ranks step together."""
         return self.replica == 1 and self.islands == 1 and self.expert == self.context == 1
 
     def changed(self, settings: Settings) -> Mesh:
-        """Return the mesh with the axes in `settings` and the same islands.
+        """Return a mesh with the axes from `settings` and the same islands.
 
-        Raises ConfigError if the axes do not divide the ranks.
+        Raises ConfigError if the number of ranks is not divisible by the axes.
         """
         return mesh_of(settings, self.size, self.islands)
 
     def in_words(self) -> str:
-        """Describe the axes, such as "2 data x 2 tensor"."""
+        """Describe the axes in words, such as "2 data x 2 tensor"."""
         axes = {"islands": self.islands, "data": self.data // self.islands // self.context}
         axes |= {"context": self.context, "pipeline": self.pipeline, "tensor": self.tensor}
         words = " x ".join(f"{n} {name}" for name, n in axes.items() if n > 1 or name == "data")
@@ -200,7 +200,7 @@ class Mesh:
 
 
 def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
-    """Return the mesh of a run with `size` ranks. Raises ConfigError if the settings do not fit."""
+    """Return the mesh of a run with `size` ranks. Raise ConfigError if settings do not fit."""
     if settings.exact is not None and islands > 1:
         raise ConfigError(
             f"--exact {settings.exact} cannot be combined with --islands {settings.islands}: with "

@@ -1,4 +1,4 @@
-"""Determines the rows of a batch: nested containers of tensors, arrays and columns of plain values.
+"""Finds the rows of a batch: nested containers of tensors, arrays and columns of plain values.
 
 A *column* is a list or tuple of plain values (strings, numbers), one per row. A list or tuple with
 a tensor or an array somewhere inside is a container, as are dicts and named tuples. Sparse tensors
@@ -29,9 +29,9 @@ address."""
 class Rows:
     """The rows of a nested batch, counted along `dim` in tensors and arrays.
 
-    Raises DataError, naming `call`, if parts of the batch have different numbers of rows, or if a
-    part's rows cannot be determined. It raises on construction, and so on all ranks, regardless of
-    the rows that a rank takes later.
+    The constructor raises DataError, naming `call`, if parts of the batch have different numbers of
+    rows, or if the rows of a part cannot be determined. It checks the whole batch, so every rank
+    raises the same error, whichever rows it takes later.
     """
 
     def __init__(self, batch: Any, dim: int = 0, *, call: str) -> None:
@@ -45,7 +45,7 @@ class Rows:
         self.taken(0, 1)  # raises for parts whose rows cannot be determined
 
     def taken(self, first: int, end: int) -> Any:
-        """Return rows [first, end), or row 0 as a stand-in if the range is empty.
+        """Return rows [first, end). If the range is empty, return row 0 as a stand-in.
 
         Each returned tensor is contiguous if the batch's tensor is.
         """
@@ -70,7 +70,7 @@ class Rows:
         return number
 
     def _count(self) -> int:
-        """Return the number of rows of tensors and arrays or, if there are none, of columns."""
+        """Return the number of rows in the tensors and arrays or, without any, in the columns."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         # Count plain lists only if there are no tensors, because they may mean something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
@@ -113,7 +113,7 @@ class Rows:
         return leaf
 
     def _part_of_plain(self, number: int, leaf: Sequence[Any], place: slice) -> Any:
-        """Return the rows of a list or tuple without tensors: a column, or nested columns."""
+        """Return rows `place` of a list or tuple without tensors: a column, or nested columns."""
         is_column, has_columns = len(leaf) == self.total, self._is_nest(leaf)
         if is_column and not has_columns:
             return leaf[place]
@@ -136,7 +136,7 @@ class Rows:
 
         `[x1, x2, ...]` is split like `[inputs, targets]`: each tensor along its first dimension. If
         the tensors are samples of the same shape, this would take a part of each sample. The only
-        hint is that a batch rarely has many columns of the same shape and dtype.
+        sign of this mistake is that a batch rarely has many columns of the same shape and dtype.
         """
         known = sum(map(_has_dims, self._leaves))
         for each in _lists_of_one_form(batch):
@@ -207,7 +207,7 @@ language model's batch has up to five columns (ids, mask, types, positions, labe
 
 
 def _lists_of_one_form(batch: Any) -> Iterator[Any]:
-    """Yield the lists and tuples in `batch` with at least `_SEVERAL` items of equal shapes."""
+    """Yield the lists and tuples in `batch` with at least `_SEVERAL` items of the same form."""
     if isinstance(batch, dict):
         for value in batch.values():
             yield from _lists_of_one_form(value)
@@ -221,7 +221,7 @@ def _lists_of_one_form(batch: Any) -> Iterator[Any]:
 
 
 def _form(item: Any) -> tuple[Any, ...]:
-    """Return the shapes and dtypes of the tensors and arrays in `item`, except scalars."""
+    """Return the shapes and dtypes of all tensors and arrays in `item` that are not scalars."""
     found = (leaf for leaf in pytree.tree_leaves(item) if _has_dims(leaf))
     return tuple((tuple(x.shape), x.dtype) for x in found if x.ndim and not _is_nested(x))
 
@@ -231,7 +231,7 @@ def _is_nested(leaf: Any) -> bool:
 
 
 def _size(leaf: Any, dim: int) -> int:
-    """Return the size of dimension `dim`, or 0 if there is no such dimension."""
+    """Return the size of dimension `dim`, or 0 if `leaf` does not have this dimension."""
     if _is_nested(leaf):
         return int(leaf.size(0))
     return int(leaf.shape[dim]) if -leaf.ndim <= dim < leaf.ndim else 0
@@ -242,7 +242,7 @@ _DIGESTED = 4096
 
 
 def _digest(row: Tensor) -> Tensor:
-    """Return a weighted sum of a row's elements, which depends on their order."""
+    """Return a weighted sum of the row's elements, which depends on their order."""
     # Weight the elements, so that rows with the same elements in a different order differ. Use only
     # the first elements, because this runs at every step. float64, which MPS lacks, keeps the sum
     # accurate.

@@ -3,8 +3,8 @@
     signal on any rank ─▶ exchange of its next step ─▶ before the step after that, all ranks save
                           (all ranks learn of it)      and exit with code SAVED
 
-The ranks save when the script requests the next training batch, so that learning-rate schedulers
-have completed their step too.
+The ranks save when the script requests the next training batch. By then, learning-rate schedulers
+have been stepped too.
 
 With `--survive`, SIGTERM to a single rank only asks this rank to leave after its step. The launcher
 therefore forwards its own SIGTERM as SIGUSR1.
@@ -41,8 +41,9 @@ as a duplicate, because a launcher and a scheduler may both forward the same sig
 class Preemption:
     """Handles signals that ask the run to stop.
 
-    `asked` is the signal that this rank received, and `agreed` the one that all ranks know of; both
-    are 0 if there is none.
+    Attributes:
+        asked: The signal that this rank received, or 0.
+        agreed: The signal that all ranks know of, or 0.
     """
 
     def __init__(self, progress: ProgressWriter, say: Callable[..., None]) -> None:
@@ -59,16 +60,16 @@ class Preemption:
 
     @property
     def leaves_alone(self) -> bool:
-        """True if this rank, and not the run, was asked to stop."""
+        """True if only this rank, rather than the run, was asked to stop."""
         return self.is_alone and self.asked == signal.SIGTERM
 
     @property
     def asked_of_all(self) -> int:
-        """The signal by which this rank was told that the run must stop, or 0."""
+        """The signal that told this rank to stop the run, or 0."""
         return 0 if self.leaves_alone else self.asked
 
     def leave_alone(self, step: int) -> NoReturn:
-        """End this process, while the other ranks continue."""
+        """Terminate this process after step `step`, while the other ranks continue."""
         print(f"shardwise: SIGTERM: this worker leaves after step {step}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -78,10 +79,10 @@ class Preemption:
         raise AssertionError("SIGTERM ends the process")
 
     def heed(self, ready: Callable[[], bool], save: Save) -> None:
-        """Call `save`, if `ready()` is true, before a signal stops this process.
+        """Before a signal stops this process, call `save` if `ready()` is true.
 
-        Both are bound methods, held weakly; `save` is collective. A signal for which user code has
-        installed a handler keeps that handler.
+        Both are bound methods, held weakly. `save` is collective. Signals for which user code has
+        installed a handler are not changed.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
         # Python allows setting signal handlers only in the main thread.
@@ -103,21 +104,24 @@ class Preemption:
     def forget(self) -> None:
         """Restore the default signal handlers.
 
-        Does nothing if the run is stopping because of a signal: a second signal must not kill it
-        during a save.
+        Does nothing if a signal is already stopping the run, because a second signal must not kill
+        it during a save.
         """
         while self._ours and not self.agreed:
             signal.signal(self._ours.pop(), signal.SIG_DFL)
 
     def before_batch(self, batch: object) -> None:
-        """Save and exit instead of returning a training batch, if the ranks have agreed to stop."""
+        """If the ranks have agreed to stop, save and exit instead of returning a training batch."""
         del batch
         # Let an evaluation finish: the save belongs before a training batch.
         if self.agreed and torch.is_grad_enabled():
             self.leave_between_steps()
 
     def leave_between_steps(self) -> None:
-        """Save and exit with code SAVED, if all ranks have agreed to. Collective if they have."""
+        """If all ranks have agreed to stop, save and exit with code SAVED.
+
+        Collective if they have agreed.
+        """
         if not self.agreed:
             return
         # Save all engines or none: a checkpoint of one engine without the others cannot be resumed.

@@ -1,7 +1,7 @@
 """Seeds, generator states and deterministic arithmetic, for reproducible runs.
 
-A seed is a 32-bit hash of its coordinates (the run's seed, the engine, the step, the rank). torch's
-CPU generator uses only 32 bits of a seed.
+A seed is a 32-bit hash of coordinates such as the run's seed, the engine, the step and the rank. It
+has 32 bits because torch's CPU generator uses no more.
 """
 
 import base64
@@ -64,7 +64,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Return the current generator states, and the one of `device` if it is an accelerator."""
+        """Return the states of the CPU generators and of `device`, if it is an accelerator."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),
@@ -74,7 +74,7 @@ class GeneratorStates:
         )
 
     def restore(self, device: torch.device) -> None:
-        """Set the generators of this process to these states."""
+        """Set this process's generators to these states."""
         torch.set_rng_state(self.cpu)
         if self.gpu is not None and device.type != "cpu":
             generator_of(device).set_state(self.gpu)
@@ -98,7 +98,7 @@ class GeneratorStates:
         return zlib.crc32(repr(rest).encode(), checksum)
 
     def plain(self) -> dict[str, Any]:
-        """Return the states as JSON values, for `of_plain`."""
+        """Convert the states to JSON values, for `of_plain`."""
         version, words, gauss = self.python
         plain: dict[str, Any] = {
             "cpu": _encode_state(self.cpu),
@@ -113,7 +113,7 @@ class GeneratorStates:
 
     @classmethod
     def of_plain(cls, plain: dict[str, Any]) -> "GeneratorStates":
-        """Restore the states from the result of `plain`.
+        """Create the states from a result of `plain`.
 
         Raises ValueError, KeyError or struct.error if `plain` is malformed.
         """

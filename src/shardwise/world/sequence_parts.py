@@ -1,14 +1,14 @@
-"""Cuts the sequences of a batch over the ranks of a context group (`--context`).
+"""Splits the sequences of a batch across the ranks of a context group (`--context`).
 
     dimension 1    t0 t1 t2 t3 t4 t5 t6
     --context 2    └ rank 0 ┘└── rank 1 ─┘
 
 Parts are contiguous, and their lengths differ by at most one. Tensors with fewer than two
-dimensions, and everything that is not a tensor, are passed to all ranks unchanged. Attention masks
-with 4 dimensions are cut where the sequence is:
+dimensions, and objects that are not tensors, are passed to all ranks unchanged. Attention masks
+with 4 dimensions are split along their sequence dimension:
 
-    (rows, heads, length, length)   of pairs: along the queries
-    (rows, 1, 1, length)            of keys: along the keys
+    (rows, heads, length, length)   one value per (query, key): along the queries
+    (rows, 1, 1, length)            one value per key: along the keys
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DIM = 1
 
 
 def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:
-    """Return the dimension of the sequence in a tensor, or None if it has none.
+    """Return the sequence dimension of a tensor, or None if it has none.
 
     Args:
         shape: The shape of the tensor.
-        length: The number of tokens, of whole sequences or of a part.
-        keys: The number of tokens of whole sequences.
+        length: The number of tokens along this dimension, in full sequences or in a part.
+        keys: The number of tokens in full sequences.
     """
     # Masks first: a mask may have as many heads as there are tokens.
     if len(shape) == 4 and tuple(shape[2:]) == (length, keys):
@@ -44,13 +44,13 @@ def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:
 
 
 def lengths_of(total: int, size: int) -> list[int]:
-    """Return the lengths of the parts of a sequence of length `total` on `size` ranks."""
+    """Return the length of each rank's part, for a sequence of length `total` on `size` ranks."""
     cuts = even_cuts(total, size)
     return [end - first for first, end in pairwise(cuts)]
 
 
 def cut(batch: Any, rank: int, size: int, *, dim: int = 0, call: str) -> tuple[Any, int]:
-    """Return the part of `batch` for rank `rank` of `size`, and the length of the sequences.
+    """Return part `rank` of `size` of `batch`, and the length of the full sequences.
 
     Args:
         batch: Nested container of tensors of shape (rows, length, ...).

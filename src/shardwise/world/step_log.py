@@ -5,15 +5,15 @@ Each rank writes DIR/rank-N.jsonl, with one line per event:
     {"step": 12, "epoch": 0, "between": 0.001, "seconds": 0.04, "samples": 64, "loss": 1.93, ...}
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
-    seconds       from the request for a step's first batch to the end of engine.step. In a loop
-                  with world.share, which requests no batch, from the end of the previous step.
+    seconds       from the request for a step's first batch to the end of engine.step. A loop with
+                  world.share requests no batch, so it is measured from the end of the previous step
     between       seconds between the previous step and that request: evaluation, checkpoints
     samples       number of samples on this rank
     loss, weight  across all ranks
     means         results of a Metrics object
 
-Only steps of the first engine are logged. If a script trains with one engine after another, the log
-contains neither steps nor means of the later ones.
+Only steps of the first engine are logged. If a script trains several engines one after another, the
+log contains no steps or means of the later ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class StepOutcome(Protocol):
 
 
 class StepLog:
-    """The log of one rank. Without a `folder` it writes nothing.
+    """The step log of one rank. Without a `folder`, it writes nothing.
 
-    After `stop_after` steps every rank exits with code 0. The ranks of a replica have the same
+    After `stop_after` steps, every rank exits with code 0. The ranks of a replica have the same
     samples, so only the rank with `counts` set logs their number; the others log 0.
     """
 
@@ -76,7 +76,7 @@ class StepLog:
         return self._file is not None or self._stop_after is not None
 
     def began(self) -> None:
-        """Record the start of a pass over training data, whose first batch is requested now."""
+        """Record the start of a pass over training data, and the request for its first batch."""
         self._stepped.clear()
         # No step has used the samples left from the last pass, so they do not belong to this step.
         if self._left:
@@ -84,26 +84,26 @@ class StepLog:
         self.asked()
 
     def asked(self) -> None:
-        """Record that the first batch of a training step is requested."""
+        """Record the request for the first batch of a training step."""
         # Don't restart the clock for later micro-batches of the step.
         if self._begin is None:
             self._begin = time.perf_counter()
 
     def given(self, samples: int, epoch: int | None = None) -> None:
-        """Record that `samples` samples are handed out for training."""
+        """Record that `samples` samples were returned for training."""
         self._samples += samples
         if epoch is not None:
             self._epoch = epoch
 
     def given_again(self) -> None:
-        """Forget the samples handed out since the last step, because their step is repeated."""
+        """Reset the sample count since the last step, because that step's samples are repeated."""
         self._samples = 0
 
     def closed(self, *, in_hand: bool = False) -> None:
-        """Record that a pass has ended, because the last request returned no batch.
+        """Record the end of a pass.
 
-        If `in_hand` is true, the loop was left with samples in hand, which count if a step follows
-        before the next pass.
+        If `in_hand` is true, the loop ended early, and its last samples may still be used. They
+        count if a step follows before the next pass.
         """
         if not self._samples:
             self._begin = None
@@ -142,7 +142,7 @@ class StepLog:
         self._begin, self._samples, self._last, self._left = None, 0, now, False
 
     def measured(self, means: Mapping[str, float], *, training: bool) -> None:
-        """Record means across all ranks, of training (autograd was on) or of an evaluation."""
+        """Record means across all ranks. `training` is True if autograd was recording."""
         # Only the first engine's training is measured.
         if self._stepped and 0 not in self._stepped:
             return  # means of another run, by a later engine
@@ -167,7 +167,7 @@ class StepLog:
 
 
 def _open(folder: Path, rank: int) -> TextIO:
-    """Open a rank's file for writing, emptying it. Raises ConfigError if that fails."""
+    """Create or truncate a rank's file. Raise ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Use line buffering, so that a killed rank leaves only complete lines.

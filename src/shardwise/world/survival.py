@@ -1,15 +1,15 @@
-"""Repeats the step in progress on fewer ranks after a loss, with `--survive`.
+"""With `--survive`, repeats the current step on the remaining ranks after a rank is lost.
 
-The engine and the Loader know each other only through this object:
+The engine and the Loader communicate only through this object:
 
-    Loader   hands out the rows of a step           ─▶ `begins`
-    engine   loses a rank in a backward pass        ─▶ `noticing`: the rest of the step is left out
+    Loader   returns the rows of a step             ─▶ `begins`
+    engine   loses a rank in a backward pass        ─▶ `noticing`: the rest of the step is skipped
     Loader   is asked for more after the last rows  ─▶ `must_repeat` ─▶ the engine reduces and
-             confirms the step, or joins the ranks that are left
-    Loader   shares out the same rows again, if the step must be repeated
+             confirms the step, or connects to the remaining ranks
+    Loader   divides the same rows again, if the step must be repeated
 
-In a plain loop over a Loader the engine confirms the step in `engine.step()`, which then returns
-`stats.repeated`, and the Loader only hands out the rows again.
+In a plain loop over a Loader, the engine confirms the step in `engine.step()`. If the step must be
+repeated, `engine.step()` returns stats with `repeated` set, and the Loader returns the rows again.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ from shardwise.net.identity import Identity
 class Survival:
     """The state of a run that may lose ranks.
 
+    A *plain* loop iterates over the Loader itself, rather than over `loader.steps()`.
+
     Args:
-        group: All ranks that are left.
+        group: All remaining ranks.
         say: Prints a line on the main rank.
 
     Attributes:
-        group: All ranks that are left.
-        loss: The error of the loss that this rank has noticed in the current step, or None.
+        group: All remaining ranks.
+        loss: The error that reported a lost rank in the current step, or None.
         in_step: True from the first rows of a training step until the step is confirmed.
-        has_counted: True if a loop without gradients has used rows of its share, and the results
-            of all ranks have not been joined since.
+        has_counted: True if a loop without gradients has used this rank's rows, and no collective
+            has combined the ranks' results since.
         repeated: Number of steps that were repeated.
-        follow: Makes the engine adopt the ranks that are left. The engine sets it.
-        lay_out: Lays sharded states out for the ranks that are left. The engine sets it.
-        confirm: Reduces and confirms the step in progress, if there is one. Returns True if it must
-            be repeated. Takes whether the loop is a plain one. The engine sets it.
-        remember: Called when a loop begins a step, with `plain`. The engine sets it.
-        return_tracked: Called before a plain loop repeats a step, after its body. It undoes what
-            the body did to schedulers. The engine sets it.
+        follow: Makes the engine use the remaining ranks. Set by the engine.
+        lay_out: Divides sharded states among the remaining ranks. Set by the engine.
+        confirm: Called with whether the loop is plain. Reduces and confirms the current step, if
+            there is one, and returns True if it must be repeated. Set by the engine.
+        remember: Called with `plain` when a loop starts a step. Set by the engine.
+        return_tracked: Called after the body of a plain loop, before the step is repeated. Undoes
+            the body's changes to schedulers. Set by the engine.
     """
 
     def __init__(self, group: SurvivorGroup, say: Callable[[str], None]) -> None:
@@ -68,16 +70,19 @@ class Survival:
     # -- called by the Loader -----------------------------------------------------------------
 
     def begins(self, *, plain: bool) -> None:
-        """Record that a Loader hands out the first rows of a training step."""
+        """Record that a Loader returns the first rows of a training step.
+
+        `plain` is True in a loop over the Loader itself rather than over `loader.steps()`.
+        """
         self._open = "plain" if plain else "steps"
         self.in_step, self.has_counted = True, False
         if self.remember is not None:
             self.remember(plain=plain)
 
     def must_repeat(self) -> bool:
-        """Return whether the rows of the step must be handed out again. Collective.
+        """Return whether the rows of the step must be returned again. Collective.
 
-        Called when the loop asks for more after the last rows of a training step.
+        Called when a loop requests more rows after the last ones of a training step.
         """
         plain = self._open == "plain"
         if plain:
@@ -95,14 +100,14 @@ class Survival:
 
     @contextmanager
     def noticing(self) -> Iterator[None]:
-        """Remember the loss of a rank instead of raising it. The step is then repeated."""
+        """Store the error about a lost rank instead of raising it. The step is repeated later."""
         try:
             yield
         except PeerLost as error:
             self.loss = error
 
     def check_loop(self) -> None:
-        """Raise UsageError if `engine.step()` is called outside of a loop that can repeat it."""
+        """Raise UsageError if `engine.step()` is called outside a loop that can repeat the step."""
         if self._open == "plain":
             return
         if self._open == "steps":
@@ -118,13 +123,14 @@ class Survival:
         )
 
     def repeat_later(self) -> None:
-        """Make the Loader of the plain loop hand out the rows of this step again."""
+        """Make the Loader of a plain loop return the rows of this step again."""
         self._is_due = True
 
     def replace_group(self, step: int, *, is_updated: bool = False) -> bool:
-        """Join the ranks that are left. Return whether `step` in progress stands. Collective.
+        """Connect to the remaining ranks. Return whether `step` is complete. Collective.
 
-        `is_updated` is True if this rank has updated in `step`, so that nothing is in progress.
+        If it is not, it must be repeated. `is_updated` is True if this rank has already applied the
+        update of `step`.
         """
         self.loss = None
         loss = self.group.replace()
@@ -139,7 +145,7 @@ class Survival:
         return stands
 
     def _continue_between_steps(self, loss: Loss) -> None:
-        """Adopt the ranks that are left after a loss in a save or another steady call."""
+        """Continue on the remaining ranks after a loss outside a step, such as in a save."""
         if self.follow is not None:
             self.follow()
         if self.has_counted:
@@ -172,7 +178,7 @@ def _how(*, stands: bool) -> str:
 def check(
     settings: Settings, identity: Identity, device: torch.device, environ: Mapping[str, str]
 ) -> None:
-    """Raise ConfigError if this run cannot continue after a loss."""
+    """Raise ConfigError if this run cannot continue after losing a rank."""
     if not settings.survive or identity.size == 1:
         return
     if environment.SURVIVES_VARIABLE not in environ:

@@ -2,8 +2,8 @@
 
 Each rank writes one file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
 norm, weight, learning rates, this rank's samples and model inputs, and a fingerprint
-(layout/fingerprints.py) of its part of every tensor, with the values if they are requested. Step 0
-is the state before training; step S is the state after S steps.
+(layout/fingerprints.py) of this rank's part of every tensor. It also contains the values of these
+parts if they are requested. Step 0 is the state before training; step S is the state after S steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WANTED = "wanted.json"
 class Part:
     """Consecutive elements of a tensor, starting at `offset`.
 
-    If ranks hold several copies of the tensor, `copy` is the index of this copy. `kind` is model,
+    If ranks hold several copies of the tensor, `copy` is the index of this one. `kind` is model,
     buffer, optimizer, average or attribute.
     """
 
@@ -49,8 +49,8 @@ class Part:
 class FeedTotals:
     """Totals of all inputs to an engine's models since the last step.
 
-    They do not depend on how rows are divided among ranks: the number of elements, the sum of their
-    hashes, their sum, the sum of their squares, and the number of rows.
+    They are the number of elements, the sum of their hashes, their sum, the sum of their squares,
+    and the number of rows. None of these depends on how rows are divided among ranks.
     """
 
     elements: int = 0
@@ -59,7 +59,7 @@ class FeedTotals:
     rows: int = 0
 
     def add(self, nest: Any) -> None:
-        """Add the tensors of a nested batch. Only the rows of sparse tensors are counted."""
+        """Add the tensors of a nested batch. For sparse tensors, only their rows are counted."""
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
         for value in filter(fingerprints.can_be_taken, tensors):
             value = value.detach()
@@ -99,7 +99,7 @@ class TensorLog:
     def write(
         self, engine: int, step: int, figures: Mapping[str, Any], parts: Iterable[Part]
     ) -> None:
-        """Write step number `step` of an engine: its `figures`, and this rank's tensor parts."""
+        """Write the record of step number `step`: its `figures`, and this rank's tensor parts."""
         parts = list(parts)
         small = sum(part.values.numel() for part in parts) <= SMALL
         tensors: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -123,7 +123,7 @@ class TensorLog:
         os.replace(path.with_suffix(".part"), path)
 
     def note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Write facts that belong to no particular step to `name`.json."""
+        """Write facts that do not belong to a particular step to `name`.json."""
         text = json.dumps(facts)
         path = self._folder / f"{name}.json"
         path.with_suffix(".part").write_text(text)

@@ -1,4 +1,4 @@
-"""Starts and stops this process's timeline, and keeps its times in rank 0's clock."""
+"""Starts and stops this process's timeline, and converts its times to rank 0's clock."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def start(path: Path, status_server: StatusServer) -> None:
 
 
 def stop() -> None:
-    """Write the remaining events and stop recording. Does nothing if there is no recording."""
+    """Write the remaining events and stop recording. Does nothing if recording is off."""
     running = recorder.active
     if running is not None:
         recorder.stop(running)
@@ -78,9 +78,9 @@ def where(path: Path, status_server: StatusServer) -> str:
 class _ToFile:
     """Writes events and memory use to a file, with times in rank 0's clock.
 
-    `distant` requests rank 0's clock; it is None if rank 0 is on this host and the clocks are the
-    same. Until the clock is known, events are buffered, because their times could not be compared
-    with those of other hosts.
+    `distant` requests the time of rank 0's clock. It is None if rank 0 is on this host, where the
+    clock is the same. Until the clock offset is known, events are buffered, because their times
+    could not be compared with those of other hosts.
     """
 
     def __init__(self, file: TimelineFile, encoder: Encoder, distant: StatusServer | None) -> None:

@@ -61,7 +61,7 @@ class World(BatchRows, HintsAtAttributes):
         is_main: True only on the rank that prints, usually rank 0.
         host: Name of this host.
         seed: Seed of the run.
-        launcher: What started the ranks, such as `"shardwise"` or `"torchrun"`.
+        launcher: Name of the program that started the ranks, such as `"shardwise"` or `"torchrun"`.
         settings: The resolved `Settings` of the run.
 
     With tensor or pipeline parallelism, several ranks form one replica of the model. Three pairs of
@@ -71,8 +71,8 @@ class World(BatchRows, HintsAtAttributes):
     - `tensor_rank` and `tensor_size`: the index of its part of every split layer
     - `pipeline_rank` and `pipeline_size`: its pipeline stage
 
-    With `--context`, `context_rank` and `context_size` are the index of this rank's part of every
-    sequence, and the number of parts.
+    With `--context`, `context_rank` is the index of this rank's part of every sequence, and
+    `context_size` the number of parts.
 
     With `--islands`, `island_rank` and `island_count` describe its island, a group of ranks that
     step together.
@@ -159,10 +159,10 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data`, with separate channels for collectives in forward and backward.
+        """The ranks of `data`, with separate channels for collectives inside model passes.
 
         The order of these collectives relative to the engines' may differ between ranks, so they
-        must not share channels. All ranks create this group when they first use it.
+        must not share channels. Creating the group, at its first use, is collective.
         """
         return self.data.second_group()
 
@@ -173,9 +173,9 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def routing_channel(self) -> Collectives:
-        """The ranks of `data` on separate channels, for counts of mixture-of-experts layers.
+        """The ranks of `data`, with separate channels for mixture-of-experts token counts.
 
-        All ranks create it at its first use.
+        Creating the group, at its first use, is collective.
         """
         return self.data.second_group() if self.data.size > 1 else self.data
 
@@ -184,12 +184,12 @@ class World(BatchRows, HintsAtAttributes):
         self.is_main = self.collectives.leads
 
     def _follow_group(self) -> None:
-        """Adopt this rank's number in a group that has lost ranks."""
+        """Update this rank's number and the world size after the group has lost ranks."""
         self.rank, self.size = self.collectives.rank, self.collectives.size
         self.mesh = Mesh(self.size)
 
     def cut(self, mesh: Mesh) -> None:
-        """Set this rank's coordinates in `mesh`, and create the groups of its axes.
+        """Set this rank's coordinates in `mesh`, and create a group for each axis.
 
         Collective if the mesh has axes other than data.
         """
@@ -221,7 +221,7 @@ class World(BatchRows, HintsAtAttributes):
             self.context = whole.split(mesh.context_groups)
 
     def _groups_of_axes(self) -> list[Collectives]:
-        """Return the groups created for the axes, with the side channel first."""
+        """Return the groups that were created for the axes, with the side channel first."""
         side = vars(self).get("side_channel", self.data)
         routing = vars(self).get("routing_channel", self.data)
         axes = (self.data, self.tensor, self.pipeline, self.stage, self.step_group, self.peers)
@@ -232,7 +232,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def expert_size(self) -> int:
-        """Number of ranks over which the experts of a layer are spread."""
+        """Number of ranks across which a layer's experts are divided."""
         return self.mesh.expert
 
     @property
@@ -252,16 +252,16 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def data_rank(self) -> int:
-        """Index of this rank's share of the samples, from 0.
+        """Index of the share of the samples that this rank trains on, from 0.
 
-        It is the index of its replica of the model. With `--context`, several replicas have the
-        same samples and the same index.
+        This is the index of the model replica that the rank belongs to. With `--context`, the
+        replicas of a context group have the same samples and the same index.
         """
         return self.mesh.data_of(self.rank) // self.mesh.context
 
     @property
     def data_size(self) -> int:
-        """Number of shares of the samples: of replicas or, with `--context`, of groups of them."""
+        """Number of shares of the samples: of replicas or, with `--context`, of context groups."""
         return self.size // (self.mesh.replica * self.mesh.context)
 
     @property
@@ -271,7 +271,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def context_size(self) -> int:
-        """Number of ranks over which each sequence is cut."""
+        """Number of ranks across which each sequence is split."""
         return self.mesh.context
 
     @property
@@ -281,7 +281,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @property
     def tensor_size(self) -> int:
-        """Number of ranks that split each layer."""
+        """Number of ranks across which each layer is split."""
         return self.mesh.tensor
 
     @property
@@ -298,12 +298,12 @@ class World(BatchRows, HintsAtAttributes):
     def counts(self) -> bool:
         """True on the one rank of each replica, or of each context group, that counts samples.
 
-        The others have the same samples.
+        The other ranks of the replica or group have the same samples.
         """
         return self.rank % (self.mesh.replica * self.mesh.context) == 0
 
     def _check_inside(self, call: str) -> None:
-        """Raise UsageError for a collective `call` in an elastic island that has not rejoined."""
+        """Raise UsageError if a collective `call` is made in an island that must rejoin first."""
         if self.collectives.is_outside:
             raise UsageError(
                 f"{call} before engine.resume(folder), in an island that rejoins the run: the "
@@ -328,7 +328,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank first, then on the others (to fill a cache).
+        """Run the block on the main rank, then on the other ranks (to fill a cache first).
 
         Collective.
 
@@ -345,7 +345,7 @@ class World(BatchRows, HintsAtAttributes):
                 self.barrier()
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until all ranks have called this method."""
         self.current_batch.check_even("world.barrier")
         self.collectives.barrier()
 
@@ -440,7 +440,7 @@ class World(BatchRows, HintsAtAttributes):
         return total.to(value.device)
 
     def _join_counts(self) -> None:
-        """Record that the results of an evaluation on all ranks are joined."""
+        """Record that the ranks' evaluation results were combined."""
         if self.survival is not None:
             self.survival.has_counted = False
 
@@ -450,7 +450,7 @@ class World(BatchRows, HintsAtAttributes):
             print(*values, **{"flush": True} | options)
 
     def _warn_of_stand_in(self, call: str) -> None:
-        """Warn once if the script itself sums or gathers after this rank got a stand-in.
+        """Warn once if the user's script calls a sum or gather after this rank got a stand-in.
 
         A script that has read `world.rows` since then handles stand-ins, and gets no warning.
         """
@@ -478,14 +478,14 @@ class World(BatchRows, HintsAtAttributes):
             self.without_engine.forget()
 
     def settle(self, **keywords: Any) -> config.Settings:
-        """Resolve this run's settings, and print once which script keywords are overridden."""
+        """Resolve the run's settings. Print once which keywords of the script are overridden."""
         settings, overrides = config.load(self.keywords | keywords)
         for line in overrides:
             self.say_once(line)
         return settings
 
     def add_keywords(self, keywords: Mapping[str, Any]) -> config.Settings:
-        """Add `keywords` to the keywords of `shardwise.init`, for the run and for later engines."""
+        """Add `keywords` to those of `shardwise.init`, for the run and for later engines."""
         self.keywords |= keywords
         self.settings = self.settle()
         return self.settings
@@ -493,8 +493,8 @@ class World(BatchRows, HintsAtAttributes):
     def settle_engine(self, keywords: dict[str, Any]) -> config.Settings:
         """Return the settings of an engine with these `keywords`.
 
-        Raises ConfigError for a flag that has no effect on the engine. For a setting from another
-        source without effect, it only prints a message.
+        Raises ConfigError if a flag has no effect on the engine. If a setting from another source
+        has no effect, only prints a message.
         """
         settings = self.settle(**keywords)
         # A setting without effect is an error if it is a flag. In a file or a variable it only
@@ -505,7 +505,7 @@ class World(BatchRows, HintsAtAttributes):
         return settings
 
     def say_once(self, line: str) -> None:
-        """Print a message to stderr on the main rank, unless it was printed before."""
+        """Print a message to stderr on the main rank, unless it has been printed before."""
         if line not in self._printed:
             self._printed.add(line)
             self.print(f"shardwise: {line}", file=sys.stderr)
@@ -552,9 +552,9 @@ def has_joined() -> bool:
 def start_timeline(path: str | os.PathLike[str]) -> None:
     """Start recording a timeline to `path`, in Chrome's trace JSON format.
 
-    Only the ranks that call it are recorded. The ranks of a host write to the same file, which can
-    be opened at any time. A recording to a different file is stopped first. If the file exists, it
-    is continued if it is from this run, and replaced if it is from an earlier run.
+    Only the ranks that call this function are recorded. The ranks of a host write to the same file,
+    which can be opened at any time. If a recording to another file is running, it is stopped first.
+    An existing file is continued if it is from this run, and replaced if it is from an earlier run.
 
     Args:
         path: File to write, such as "timeline.json".
@@ -580,7 +580,7 @@ def start_timeline(path: str | os.PathLike[str]) -> None:
 
 
 def stop_timeline() -> None:
-    """Stop recording the timeline and complete its file. Does nothing if none is being recorded."""
+    """Stop recording the timeline and complete its file. Does nothing if recording is off."""
     timeline_control.stop()
 
 
@@ -598,7 +598,7 @@ def refuse_second() -> None:
 
 
 def leave() -> None:
-    """Leave the run and close its world. Called at process exit, and by tests that rejoin."""
+    """Leave the run and close its world. Called at process exit, and by tests that join again."""
     global _current
     world, _current = _current, None
     timeline_control.stop()
@@ -610,7 +610,7 @@ def leave() -> None:
 def count_groups(settings: config.Settings, group: Collectives) -> int:
     """Return the number of islands that the ranks of `group` form.
 
-    Collective with `--islands host`. Raises ConfigError if hosts cannot be islands.
+    Collective with `--islands host`. Raises ConfigError if the hosts cannot form islands.
     """
     if isinstance(settings.islands, int):
         return settings.islands

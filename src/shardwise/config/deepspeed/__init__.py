@@ -1,9 +1,9 @@
-"""Reads a DeepSpeed JSON config as a source of settings. Its only I/O is reading the file.
+"""Reads a DeepSpeed JSON config as a source of settings. Reading the file is its only I/O.
 
 - keys.py: the table of keys, each mapped to a setting, ignored or rejected
 - document.py: reads the config from a file or a dict, and checks its keys
 - batches.py: computes missing batch sizes
-- job.py: turns the config into settings and options of a training loop
+- job.py: converts the config to settings and options of a training loop
 - describe.py: describes the result for the user
 """
 

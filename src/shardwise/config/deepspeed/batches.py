@@ -16,8 +16,8 @@ class Batches:
     """The three batch sizes of a DeepSpeed config.
 
     Args:
-        total: The number of samples per step, over all workers.
-        micro: The number of samples per backward pass of a worker.
+        total: The number of samples per step, on all workers together.
+        micro: The number of samples per backward pass on a worker.
         steps: The number of backward passes per optimizer step.
     """
 

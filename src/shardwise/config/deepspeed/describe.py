@@ -25,7 +25,8 @@ OF_THE_LOOP = (
 def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
     """Return the lines that `shardwise run --dry-run --deepspeed` prints.
 
-    They show each setting and its key in the config, the batch sizes, and `short_lines`.
+    They show each setting with its key in the config, the batch sizes, and the lines from
+    `short_lines`.
     """
     shown = {
         name: ("on" if value else "off") if isinstance(value, bool) else f"{value}"
@@ -41,8 +42,8 @@ def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:
 def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
     """Return the lines that every run with `--deepspeed` prints.
 
-    They show the values that replaced "auto" and the ignored keys. If `of_loop` is true, they also
-    show the keys whose effect a script with sw.Engine controls itself.
+    They show the ignored keys, and the values that replaced "auto". If `of_loop` is true, they also
+    show the keys that have no effect because a script with sw.Engine does that work itself.
     """
     document = job.document
     found = []
@@ -82,7 +83,7 @@ _TITLES = {
 
 
 def table() -> str:
-    """Render the tables of all keys as Markdown, for docs/reference/deepspeed_keys.md."""
+    """Render the tables of keys as Markdown, for docs/reference/deepspeed_keys.md."""
     parts = []
     for kind, (column, title) in _TITLES.items():
         rows = [f"| `{k.name}` | {k.text} |" for k in KEYS.values() if k.kind == kind]

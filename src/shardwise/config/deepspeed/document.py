@@ -25,9 +25,8 @@ MOST_DIGITS = 300
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Read the config `source`, a file name or a dict.
 
-    Return its content and its name for messages.
-
-    Raises ConfigError if the file cannot be read or does not hold a JSON object.
+    Returns its content, and its name for messages. Raises ConfigError if the file cannot be read or
+    does not contain a JSON object.
     """
     if isinstance(source, Mapping):
         return dict(source), "the DeepSpeed configuration"
@@ -82,7 +81,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Document:
-    """The values of a config that Shardwise uses, by dotted name, and the ignored keys."""
+    """The ignored keys of a config, and the values that Shardwise uses, by dotted name."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -97,15 +96,15 @@ class Document:
         return default if value is None else value
 
     def error(self, key: str, words: str) -> ConfigError:
-        """Return an error about the key `key`, whose value is not supported."""
+        """Return the error for an unsupported value of `key`. `words` says what is wrong."""
         return ConfigError(f"{self.name}: {key} {words}")
 
 
 def check(tree: Mapping[str, Any], name: str, auto: Mapping[str, Any]) -> Document:
     """Check every key and the type of every value in `tree`, and resolve "auto".
 
-    A value of "auto" is replaced with the key's value in `auto`, or dropped if there is none.
-    Raises ConfigError if a key is unknown or not supported, or a value has the wrong type.
+    The value "auto" is replaced with the key's value in `auto`. If there is none, the key is
+    removed. Raises ConfigError if a key is unknown or not supported, or a value has the wrong type.
     """
     found = Document(name)
     for key, value in _walk(tree, name):
@@ -146,7 +145,7 @@ def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tupl
 
 
 def _unknown(key: str, name: str) -> ConfigError:
-    """Return the error for the unknown key `key`, suggesting the most similar known key."""
+    """Return the error about an unknown `key`. It suggests the most similar known key."""
     section = key.rpartition(".")[0]
     known = [*KEYS, *SECTIONS]
     same_section = [each for each in known if each.rpartition(".")[0] == section]
@@ -163,7 +162,7 @@ def _unknown(key: str, name: str) -> ConfigError:
 def _resolved(
     params: Mapping[str, Any], key: str, auto: Mapping[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Replace each "auto" in `params` with its value in `auto`, or drop it if there is none."""
+    """Replace each "auto" in `params` with its value in `auto`. Without one, remove the key."""
     found = {}
     for name, value in params.items():
         if value == AUTO:
@@ -175,7 +174,7 @@ def _resolved(
 
 
 def _is_on(value: Any, key: str) -> bool:
-    """Return whether `value` turns on the unsupported feature `key`."""
+    """Return whether `value` enables the unsupported feature `key`."""
     if isinstance(value, Mapping) and "enabled" in value:
         value = value["enabled"]
     if key.endswith(".ratio"):
@@ -196,9 +195,9 @@ _EXAMPLES = {
 
 
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
-    """Return `value` as the type `takes` (such as "whole").
+    """Convert `value` to the type that `takes` names (such as "whole").
 
-    Raises ConfigError if it does not fit.
+    Raises ConfigError if the value does not have this type.
     """
     if takes == "any":
         return value

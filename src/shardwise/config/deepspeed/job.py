@@ -1,4 +1,4 @@
-"""Turns a DeepSpeed config into settings of a run and options of a training loop."""
+"""Converts a DeepSpeed config to settings of a run and options of a training loop."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MISSING = (*_ELSEWHERE, "musgd")
 
 @dataclass(frozen=True)
 class LossScaling:
-    """Loss scaling for fp16.
+    """Loss-scaling options for fp16.
 
     Args:
         static: The static factor, or 0 for dynamic scaling.
-        power: Dynamic scaling starts at 2**power.
+        power: The initial dynamic scale is 2**power.
         window: The dynamic scale doubles after this many steps without overflow.
     """
 
@@ -54,7 +54,7 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedJob:
-    """The content of a DeepSpeed config. `document` holds its raw keys."""
+    """The parsed content of a DeepSpeed config. `document` holds its raw keys."""
 
     document: Document
     settings: Mapping[str, Any]
@@ -81,7 +81,7 @@ class DeepSpeedJob:
     def batches(self, workers: int) -> Batches:
         """Return the batch sizes for `workers` data-parallel workers.
 
-        Raises ConfigError if they do not fit together.
+        Raises ConfigError if the batch sizes contradict each other.
         """
         total, micro, steps = (self.document.get(key) for key in (TOTAL, MICRO, STEPS))
         return solve(total, micro, steps, workers, self.document.name)
@@ -94,7 +94,7 @@ def parse(
 
     Args:
         source: The config.
-        auto: By dotted name, the values for keys that are "auto".
+        auto: Values for the keys that are "auto", by dotted name.
 
     Raises:
         ConfigError: The JSON is invalid, a key is unknown to DeepSpeed or not supported by
@@ -172,7 +172,7 @@ def _refuse_precisions(document: Document) -> None:
 
 
 def _refuse_old_and_new(document: Document, state: str) -> None:
-    """Raise ConfigError if the old key for offloading `state` contradicts the new one."""
+    """Raise ConfigError if the old and the new key for offloading `state` contradict each other."""
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")
     section = f"zero_optimization.offload_{state}"
     new = f"{section}.device"
@@ -252,7 +252,7 @@ def _transport_rows(document: Document) -> Iterator[Row]:
 
 
 def _tier(document: Document, state: str) -> tuple[str, str | None]:
-    """Return the config key that sets the tier of `state`, and the tier or None."""
+    """Return the config key that sets the tier of `state`, and the tier, which may be None."""
     section = f"zero_optimization.offload_{state}"
     device = document.get(f"{section}.device", "none")
     old = "zero_optimization.cpu_offload" + ("_param" if state == "param" else "")

@@ -1,7 +1,7 @@
 """Defines the table of DeepSpeed's config keys: mapped to a setting, ignored or rejected.
 
-The table covers DeepSpeed 0.19.8. It is also shown in docs/reference/deepspeed_keys.md. After a
-change, run `python scripts/deepspeed_keys.py` to update that page.
+The table covers DeepSpeed 0.19.8, and docs/reference/deepspeed_keys.md shows it. After a change,
+run `python scripts/deepspeed_keys.py` to update that page.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ MAPPED, TUNING, REFUSED = "mapped", "ignored", "refused"
 
 @dataclass(frozen=True)
 class Key:
-    """A config key.
+    """A key of a DeepSpeed config.
 
     Args:
         name: The dotted name.
         kind: MAPPED, TUNING or REFUSED.
-        text: What the key corresponds to here, why it is ignored, or what to write instead.
+        text: The equivalent in Shardwise, the reason for ignoring it, or what to write instead.
         takes: The type of its value. An "open" section may contain any keys.
     """
 

@@ -1,4 +1,4 @@
-"""A map-style dataset over the samples of files, which an index locates by byte."""
+"""A map-style dataset of samples in files, with an index of the samples' byte ranges."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COMPRESSED = {
 class FileDataset(Dataset[Any]):
     """The samples of several files, one file after the other.
 
-    A subclass fills `counts` with the number of samples of each file, and defines `read`.
+    A subclass sets `counts` to the number of samples in each file, and defines `read`.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FileDataset(Dataset[Any]):
 
     @property
     def contents(self) -> list[tuple[str, int, int]]:
-        """Name, bytes and samples of each file, which ranks compare."""
+        """Name, size in bytes and number of samples of each file, which ranks compare."""
         return [
             (path.name, size, count)
             for path, (size, _), count in zip(self.paths, self.stamps, self.counts, strict=True)
@@ -75,7 +75,7 @@ class FileDataset(Dataset[Any]):
 
     @property
     def _fingerprint(self) -> str:
-        """Changes if a file changes. `length_cache` of the Loader uses it."""
+        """Text that changes if a file changes, for the Loader's `length_cache`."""
         content = repr([*zip(map(str, self.paths), self.stamps, strict=True)])
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
@@ -91,7 +91,7 @@ class FileDataset(Dataset[Any]):
         return sample if self.transform is None else self.transform(sample)
 
     def _with_reports(self) -> Iterator[tuple[Path, tuple[int, int]]]:
-        """Yield the path and the stamp of each file. The main rank reports long waits."""
+        """Yield each file's path and stamp. On the main rank, report long waits."""
         reported = time.monotonic()
         for number, (path, stamp) in enumerate(zip(self.paths, self.stamps, strict=True)):
             if time.monotonic() - reported > REPORT_SECONDS:
@@ -102,7 +102,7 @@ class FileDataset(Dataset[Any]):
             yield path, stamp
 
     def _name(self, path: Path, *options: str) -> str:
-        """Return the name of the file that keeps what was read from `path` with these options."""
+        """Return the file name under which the results of reading `path` are stored."""
         key = " ".join([type(self).__name__, str(path.absolute()), *options])
         return f"{path.name}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
@@ -110,8 +110,8 @@ class FileDataset(Dataset[Any]):
 class IndexedFiles(FileDataset):
     """Files in which a sample is a range of bytes.
 
-    A subclass defines `scan`, which finds the samples of a file, and `parse`, which returns the
-    sample in some bytes. The index of a file is built again if its size or its time has changed.
+    A subclass defines `scan`, which finds the samples of a file, and `parse`, which decodes a
+    sample. A file's index is rebuilt if the file's size or modification time has changed.
     """
 
     def __init__(
@@ -129,11 +129,11 @@ class IndexedFiles(FileDataset):
 
     @abstractmethod
     def scan(self, file: BinaryIO, path: Path) -> Spans:
-        """Return the spans of the samples in `file`. Raises DataError if it is malformed."""
+        """Return the byte ranges of the samples in `file`. Raise DataError if it is malformed."""
 
     @abstractmethod
     def parse(self, content: bytes, place: str) -> Any:
-        """Return the sample in `content`. Raises DataError with `place` if it is malformed."""
+        """Decode the sample in `content`. Raise DataError, naming `place`, if it is malformed."""
 
     def read(self, number: int, row: int) -> Any:
         """Return sample `row` of file `number`."""
@@ -155,7 +155,7 @@ class IndexedFiles(FileDataset):
         return file
 
     def _load(self, path: Path, stamp: tuple[int, int], folder: Path | None) -> Spans:
-        """Return the spans of a file, from the index if it has them."""
+        """Return the samples' byte ranges, from the index if it is up to date."""
         if folder is None:
             return self._scanned(path)
         kept = folder / f"{self._name(path)}.npy"
@@ -192,7 +192,7 @@ class _File:
             )
 
     def read(self, first: int, end: int) -> bytes:
-        """Return the bytes from `first` up to `end`."""
+        """Return bytes [first, end)."""
         # pread has no position, so forked workers can share the descriptor.
         content = b""
         while missing := end - first - len(content):
@@ -211,7 +211,7 @@ class _File:
 
 
 def find_files(files: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Return the paths that `files` names. Raises DataError if there is none."""
+    """Return the paths that `files` names. Raise DataError if there are none."""
     named = [files] if isinstance(files, str | Path) else list(files)
     paths: list[Path] = []
     for name in map(str, named):
@@ -233,7 +233,7 @@ def find_files(files: str | Path | Iterable[str | Path]) -> list[Path]:
 
 
 def _expand(name: str) -> list[str]:
-    """Return the names that a range such as `{000..146}` stands for."""
+    """Expand a range such as `{000..146}` in `name`, and return the resulting names."""
     found = re.search(r"\{(\d+)\.\.(\d+)\}", name)
     if found is None:
         return [name]
@@ -255,7 +255,7 @@ def _check_plain(file: BinaryIO, path: Path) -> None:
 
 
 def _read_index(file: Path, stamp: tuple[int, int]) -> Spans | None:
-    """Return the spans in `file`, or None if it is missing, damaged, or of an older data file."""
+    """Return the byte ranges in `file`, or None if it is missing, damaged or out of date."""
     try:
         rows: Spans = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -268,8 +268,8 @@ def _read_index(file: Path, stamp: tuple[int, int]) -> Spans | None:
 def locked(folder: Path, argument: str) -> Iterator[None]:
     """Create `folder`, and let one process at a time run the block.
 
-    So one rank per file system reads a file, and the others find its result. Raises DataError, with
-    the name of the user's argument, if the block cannot write into the folder.
+    On each file system, one rank reads a data file and the other ranks then find its result. Raises
+    DataError, naming the user's `argument`, if the block cannot write into the folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -290,7 +290,7 @@ def locked(folder: Path, argument: str) -> Iterator[None]:
 
 @contextmanager
 def replacement_of(file: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces `file` at the end, so that it is never incomplete."""
+    """Yield a temporary file that replaces `file` at the end, so `file` is never incomplete."""
     part = file.with_name(f"{file.name}.{os.uname().nodename}.{os.getpid()}")
     try:
         with part.open("wb") as target:

@@ -1,4 +1,4 @@
-"""`sw.ParquetRows`: the rows of Parquet files, decoded once to a file that is memory-mapped."""
+"""`sw.ParquetRows`: the rows of Parquet files, decoded once and then memory-mapped."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ STAMP = b"shardwise"
 class ParquetRows(FileDataset):
     """A map-style dataset of the rows of Parquet files. A sample is a dict of Python values.
 
-    A Parquet file is compressed in groups of thousands of rows, so a random order would decode a
-    group for each row. The first run therefore decodes each file once, to an Arrow file in
-    `decoded`, which all ranks of a host map into memory. It needs the package pyarrow.
+    A Parquet file is compressed in groups of thousands of rows, so reading rows in random order
+    would decode a whole group per row. The first run therefore decodes each file once into an Arrow
+    file in the folder `decoded`, and all ranks of a host map this file into memory. Requires the
+    package pyarrow.
 
     Args:
-        files: A path, a pattern such as `data/*.parquet`, or a list of these. The files of a
-            pattern are sorted by name.
+        files: A path, a pattern such as `data/*.parquet`, or a list of these. The files that match
+            a pattern are sorted by name.
         decoded: Folder for the decoded files. It needs space for the uncompressed columns.
         columns: Names of the columns to read. Default: all.
         transform: Function that converts a sample. The Loader seeds its random numbers by (seed,
@@ -81,7 +82,7 @@ class ParquetRows(FileDataset):
         self.__dict__ |= state | {"_arrow": import_module("pyarrow")}
 
     def _decoded(self, path: Path, stamp: tuple[int, int], folder: Path) -> Path:
-        """Return the decoded copy of a file, after writing it if it is missing or older."""
+        """Return the decoded copy of a file, creating it first if it is missing or out of date."""
         arrow, ipc = self._arrow, import_module("pyarrow.ipc")
         copy = folder / f"{self._name(path, repr(self._columns))}.arrow"
         wanted = repr(stamp).encode()
@@ -120,7 +121,7 @@ class ParquetRows(FileDataset):
 
 
 class _Table:
-    """The rows of a decoded file, mapped into memory."""
+    """The rows of a memory-mapped decoded file."""
 
     def __init__(self, arrow: Any, path: Path) -> None:
         reader = import_module("pyarrow.ipc").open_file(arrow.memory_map(str(path)))

@@ -17,19 +17,19 @@ from shardwise.errors import DataError
 class TarSamples(IndexedFiles):
     """A map-style dataset of tar files in WebDataset's layout.
 
-    Consecutive files in a tar whose names are the same up to the first dot are one sample:
+    Consecutive files in a tar file form one sample if their names are the same up to the first dot:
 
         cat/17.jpg  cat/17.json  cat/18.jpg  cat/18.json      two samples with two fields
 
-    A sample is a dict that maps the rest of each name, in lower case, to the bytes of the file, and
-    "__key__" to the common part: `{"__key__": "cat/17", "jpg": b"...", "json": b"..."}`. Decode
-    the fields in `transform`. The tar files must be local and uncompressed.
+    A sample is a dict, such as `{"__key__": "cat/17", "jpg": b"...", "json": b"..."}`. It holds the
+    common part of the names as "__key__" and maps the rest of each name, in lower case, to the
+    file's bytes. Decode the fields in `transform`. The tar files must be local and uncompressed.
 
     Args:
-        files: A path, a pattern such as `data-{000..146}.tar`, or a list of these. The files of a
-            pattern are sorted by name.
-        index: Folder that keeps the position of each sample for later runs. Without it, every rank
-            scans all files at each start.
+        files: A path, a pattern such as `data-{000..146}.tar`, or a list of these. The files that
+            match a pattern are sorted by name.
+        index: Folder in which each sample's position is stored for later runs. Without it, every
+            rank scans all files at each start.
         transform: Function that converts a sample. The Loader seeds its random numbers by (seed,
             epoch, index).
 
@@ -49,7 +49,7 @@ class TarSamples(IndexedFiles):
     """
 
     def scan(self, file: BinaryIO, path: Path) -> Spans:
-        """Return the byte spans of the samples in `file`. Raises DataError if it is malformed."""
+        """Return the byte ranges of the samples in `file`. Raise DataError if it is malformed."""
         spans: list[list[int]] = []
         keys: set[str] = set()
         latest: str | None = None
@@ -81,7 +81,7 @@ class TarSamples(IndexedFiles):
         return np.array(spans, np.int64).reshape(-1, 2)
 
     def parse(self, content: bytes, place: str) -> dict[str, Any]:
-        """Return the fields of the sample in `content`. Raises DataError if two have one name."""
+        """Return the fields of the sample in `content`. Raise DataError if a name repeats."""
         sample: dict[str, Any] = {}
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:
@@ -97,7 +97,7 @@ class TarSamples(IndexedFiles):
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """Return key and field of a file, or None if it is not part of a sample."""
+    """Return the key and the field name of a file, or None if it is not part of a sample."""
     if not member.isreg():
         return None
     found = re.fullmatch(r"((?:.*/)?[^./]+)\.([^/]+)", member.name)

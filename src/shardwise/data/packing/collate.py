@@ -24,7 +24,7 @@ class PackedCollate:
     attention: str
 
     def __call__(self, rows: Sequence[Sequence[tuple[Any, int]]]) -> dict[str, Any]:
-        """Return the batch of `rows`, which are lists of samples and their lengths."""
+        """Return the batch for `rows`. Each row is a list of samples with their lengths."""
         documents = [[_fields_of(sample) for sample, _ in row] for row in rows]
         for row, fields in zip(rows, documents, strict=True):
             for (_, length), document in zip(row, fields, strict=True):

@@ -1,4 +1,4 @@
-"""Shares the packed rows of each step between ranks."""
+"""Divides the packed rows of each step among ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.layout.sum_tree import MicroShards
 
 @dataclass(frozen=True)
 class PackedCut:
-    """Splits the packed rows of the steps for one rank: balanced shares, or micro-shards.
+    """Splits the packed rows of each step for one rank, into balanced shares or micro-shards.
 
     All ranks pack all rows of a step, because rows must not depend on the number of ranks.
     """
@@ -23,14 +23,14 @@ class PackedCut:
     shards: MicroShards | None
 
     def turns(self, rows: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Return the numbers of the rows in each micro-batch of each rank.
+        """Return the row numbers in each micro-batch of each rank.
 
         Args:
             rows: The items of each row of a step.
             lengths: The length of each item.
 
         Returns:
-            Nested lists: turns, in each turn the ranks, and of each rank the rows.
+            Row numbers, indexed as `result[turn][rank]`.
         """
         # Every row costs a full row in most layers, so ranks get the same number of rows first.
         works = [sum(self.budget.work(lengths[item]) for item in row) for row in rows]

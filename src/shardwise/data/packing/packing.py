@@ -1,4 +1,4 @@
-"""`sw.Packing`, the user's choice of how documents share rows."""
+"""`sw.Packing`, the user's options for packing documents into rows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Packing:
     """Puts documents end to end into rows of a fixed length. Pass it to `sw.Loader` as `pack`.
 
     The model is tested once, with a copy in fp64 on the CPU: its outputs and gradients must be the
-    same for packed documents as for the documents one by one. If packing changes the result, an
-    error names the first module that differs. Hooks do not run in the test.
+    same for packed documents as for single documents. If packing changes the result, an error names
+    the first module whose result differs. Hooks do not run in the test.
 
     A batch is a dict of tensors:
 
@@ -29,18 +29,18 @@ class Packing:
     - position_ids, int64 of shape (rows, row): they start at 0 in each document.
     - With attention="mask": attention_mask, bool of shape (rows, 1, row, row). Each token
       attends to itself and to the earlier tokens of its document.
-    - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,), the start of each
-      document in the flattened rows, and their end. Free positions are documents too. max_seqlen is
-      the length of the longest, an int.
+    - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,): the start of each
+      document in the flattened rows, and the end of the last one. Free positions form documents
+      too. max_seqlen, an int, is the length of the longest document.
     - Other fields of a sample with one value per token, 0 at free positions.
 
     Args:
         model: The model to train, or a smaller one of the same classes. False skips the test.
         row: Number of tokens in a row.
-        attention: What tells the model where documents begin, besides position_ids. "mask" fits
-            models that pass a mask of four dims to attention. "positions" passes nothing else, and
-            fits models of Transformers with `config.use_cache=False`, which find the documents in
-            position_ids. "cu_seqlens" fits kernels for sequences of different lengths.
+        attention: How the model learns where documents start, besides position_ids. "mask" is for
+            models that pass a mask of four dims to attention. "positions" passes nothing else. It
+            is for Transformers models with `config.use_cache=False`, which infer the documents from
+            position_ids. "cu_seqlens" is for variable-length attention kernels.
         call: Returns the scores of a batch, of shape (rows, row, ...), as `call(model, batch)`.
             Default: `model(**batch)` without labels.
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 class RowPacker:
-    """Packs items into at most `count` rows of `row` tokens, one item after the other.
+    """Packs items, added one by one, into at most `count` rows of `row` tokens.
 
-    A new item goes into the fullest row with enough space (best fit). If no row has enough, all
+    A new item is added to the fullest row that has enough space (best fit). If no row has, all
     items are assigned again from the longest to the shortest, which needs at most about 11/9 of the
     optimal number of rows (Johnson 1974).
     """
@@ -30,7 +30,7 @@ class RowPacker:
         self._free: list[tuple[int, int]] = []
 
     def add(self, item: int, length: int) -> bool:
-        """Add an item. Returns False, and changes nothing, if it does not fit into the rows."""
+        """Add an item. If it does not fit into the rows, change nothing and return False."""
         if self._used + length > self._row * self._count:
             return False
         if not self._place(item, length):
@@ -47,7 +47,7 @@ class RowPacker:
         return True
 
     def rows(self) -> list[list[int]]:
-        """Return the items of each row. Items keep their order inside a row."""
+        """Return the items in each row, in the order in which they were added."""
         order = {item: number for number, (_, item) in enumerate(self._items)}
         rows = [sorted(row, key=order.__getitem__) for row in self._rows]
         return sorted(rows, key=lambda row: order[row[0]])
@@ -83,7 +83,7 @@ def close_steps(
 
 
 def pack_rows(lengths: Sequence[int], row: int, count: int) -> list[list[int]]:
-    """Return the items of each row of a step that `close_steps` has yielded."""
+    """Return the items in each row, for the lengths of a step from `close_steps`."""
     packer = RowPacker(row, count)
     for item, length in enumerate(lengths):
         fits = packer.add(item, length)

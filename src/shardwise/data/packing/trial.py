@@ -1,10 +1,10 @@
 """Tests in fp64 whether packing changes the results of a model.
 
 A copy of the model runs on the CPU, with fixed random parameters and without dropout, on a few
-short documents: packed, and one by one without masks and position ids. Its outputs and the
-gradients of all parameters must be equal. Attention to other documents, positions that do not
-restart, sliding windows that the mask replaces, state that runs along the sequence, BatchNorm and
-pooling all fail this test.
+short documents. It runs once with the documents packed, and once per document without masks and
+position ids. Its outputs and the gradients of all parameters must be equal. Models fail this test
+if, for example, they attend to other documents, do not restart positions, use sliding windows that
+the mask replaces, carry state along the sequence, or contain BatchNorm or pooling.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_
 
 
 def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
-    """Raise DataError if packing changes the results of `model`, or if that cannot be tested."""
+    """Raise DataError if packing changes the results of `model`, or if it cannot be tested."""
     kind = type(model).__name__
     count = sum(parameter.numel() for parameter in model.parameters())
     if count > MOST_PARAMETERS:
@@ -68,7 +68,7 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """The first input and output of each call of each module, by name, and the model's scores."""
+    """The model's scores, and the first input and output of each call of each module, by name."""
 
     inputs: dict[str, list[Tensor]]
     outputs: dict[str, list[Tensor]]
@@ -134,7 +134,7 @@ def _compare(
     singles: Sequence[_Run],
     documents: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Raise DataError if outputs or gradients differ between packed documents and single ones."""
+    """Raise DataError if packed documents give other outputs or gradients than single documents."""
     ours = list(_cut(together.scores, documents))
     theirs = [run.scores[0] for run in singles]
     hint = _HINTS[attention]
@@ -180,7 +180,7 @@ _HINTS = {
 def _first_difference(
     together: _Run, singles: Sequence[_Run], documents: Sequence[Sequence[Tensor]]
 ) -> str:
-    """Return the name of the module that causes the difference, or "" if it is the model."""
+    """Return the name of the module that causes the difference, or "" if it is the model itself."""
 
     def differs(name: str, what: str) -> bool:
         for number, value in enumerate(getattr(together, what)[name]):
@@ -203,7 +203,7 @@ def _first_difference(
 
 
 def _cut(scores: Tensor, documents: Sequence[Sequence[Tensor]]) -> Iterator[Tensor]:
-    """Yield the part of each document of `scores`, whose shape is (rows, tokens, ...)."""
+    """Yield each document's part of `scores`, which has shape (rows, tokens, ...)."""
     for row, texts in zip(scores, documents, strict=True):
         yield from row[: sum(map(len, texts))].split([len(text) for text in texts])
 
@@ -220,7 +220,7 @@ def _is_close(value: Tensor, reference: Tensor) -> bool:
 
 
 def _documents(model: nn.Module) -> list[list[Tensor]]:
-    """Return the documents of each row, with tokens that every embedding of `model` has."""
+    """Return the documents in each row, with tokens that are in every embedding of `model`."""
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     draw = torch.Generator().manual_seed(0)
     most = min([50, *sizes])
@@ -228,7 +228,7 @@ def _documents(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy in fp64 on the CPU, with fixed random parameters, no dropout, short windows."""
+    """Return an fp64 copy on the CPU with fixed random parameters, short windows, no dropout."""
     draw = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     # Draw values instead of copying them, because an engine may have sharded the parameters, and
