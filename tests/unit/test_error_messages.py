@@ -56,6 +56,16 @@ def test_messages_use_plain_words():
             assert not _STILTED.search(re.sub(r"{.*?}|world.alike", "", each.text)), each
 
 
+def test_no_part_of_an_fstring_lacks_its_prefix():
+    """Find `f"{a} and " "{b}"`, which prints the name b. `{i}` is the layer number of a format."""
+    for path in site_messages.SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else []
+            for part in parts:
+                text = part.value if isinstance(part, ast.Constant) else ""
+                assert not re.search(r"\{(?!i\})[a-z_]+\}", text), (path, node.lineno, text)
+
+
 @pytest.mark.parametrize(
     ("code", "texts"),
     [

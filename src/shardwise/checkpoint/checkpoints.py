@@ -299,5 +299,5 @@ def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
             f"{newest} is named like a checkpoint but has no {DOCUMENT}{more}, and {folder} has no "
             "complete checkpoint, so this run would start from scratch. Restore the file, or load "
             f'only the weights (engine.load("{newest}", model_only=True)) and save to another '
-            "folder. To start from scratch, move {newest} to another place."
+            f"folder. To start from scratch, move {newest} to another place."
         )

@@ -40,7 +40,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
         return []
     return [
         *_other_initial_values(made, reference),
-        *_frozen_onsome(made),
+        *_frozen_on_some(made),
         *_same_data(made),
         *_without_set_epoch(made),
         *_duplicates_in_evaluation(made),
@@ -86,7 +86,7 @@ def _other_initial_values(made: StockRecords, reference: StockRecords | None) ->
             )
 
 
-def _frozen_onsome(made: StockRecords) -> Iterator[Finding]:
+def _frozen_on_some(made: StockRecords) -> Iterator[Finding]:
     trained = [{name for each in facts["trained"] for name in each} for facts in made.ranks]
     common, any_rank = set.intersection(*trained), set.union(*trained)
     # A rank may not have a parameter at all, such as the experts of other ranks.
