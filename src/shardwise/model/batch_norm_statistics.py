@@ -130,7 +130,7 @@ class StatisticsExchange:
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
         """Exchange rows in this module's turn. `row` is None on a rank that skips the module."""
-        # All ranks are here in the same turn, but each knows only its own call until the rows
+        # All ranks run this in the same turn, but each knows only its own call until the rows
         # arrive.
         order = self.turns.order
         # Counts restart with each pass (a forward pass and its backward pass) of the gather order.

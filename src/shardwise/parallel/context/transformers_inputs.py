@@ -75,7 +75,7 @@ class TransformersInputs:
             kwargs["position_ids"] = places.expand(ids.size(0), own)
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-            # A model that gets None makes no mask, unless its own tokens need one.
+            # A model that receives None creates no mask, unless its own tokens need one.
             kwargs["attention_mask"] = self._mask(kwargs, ids, lengths, group)
         labels = kwargs.get("labels")
         if self._shifts and isinstance(labels, Tensor) and kwargs.get("shift_labels") is None:
@@ -96,7 +96,7 @@ class TransformersInputs:
         allowed = None  # (rows, 1, own, total) or a shape that broadcasts to it
         if padding is not None:
             whole = gather(padding, 1, lengths, group).bool()
-            # Every rank reads the whole sequences, so all of them decide alike.
+            # Every rank reads the whole sequences, so all of them decide the same.
             allowed = None if bool(whole.all()) else whole[:, None, None, :]
         elif positions is not None and self._is_causal and not self._has_cache(kwargs):
             # Transformers starts a new document where positions do not follow each other, unless

@@ -89,7 +89,7 @@ class ColwiseParallel(TensorParallelModule):
     """The range of output features on each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Compute this rank's output features.
+        """Compute this rank's output features, or all features if the output is gathered.
 
         `value`, (..., in_features), is identical on all ranks or split by tokens.
         """

@@ -90,7 +90,7 @@ class Replica:
     region_starts: list[Any] = field(default_factory=list)
     """The autograd nodes at the start of the open region."""
     running_forwards: int = 0
-    """The number of nested forward passes of models in progress."""
+    """The number of nested model forward passes in progress."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Start a region: run `layer`, which differs between ranks, on the full `value`.
