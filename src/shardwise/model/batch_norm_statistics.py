@@ -85,7 +85,7 @@ class _UncheckedExchange(NamedTuple):
 
     Args:
         name: Name of the BatchNorm.
-        use: The expected use.
+        use: The exchange that this rank expected.
         rows: Flags of all ranks, (ranks, 3), on the host once `event` completes.
         event: Marks the completion of the copy to the host.
     """
@@ -272,7 +272,6 @@ class StatisticsExchanges:
         self._refused = self._refused or name
 
     def leave(self) -> None:
-        """Leave the gather order."""
         self.order.leave(self._first)
 
     # -- as a member of the order ---------------------------------------------------------

@@ -346,7 +346,6 @@ class Buffers:
         )
 
     def _name(self, index: int) -> str:
-        """Return a tensor's name for messages."""
         module, key = self._places[index]
         for model in self._models:
             for path, candidate in model.named_modules():

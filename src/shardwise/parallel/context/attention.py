@@ -131,7 +131,7 @@ class ContextRun:
     # -- attention ------------------------------------------------------------------------
 
     def attend(self, call: AttentionCall, dropout: float) -> Tensor:
-        """Compute attention for this rank's tokens. Collective. Raises ModelError."""
+        """Compute attention for this rank's tokens. Collective. Raises ModelError if impossible."""
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()

@@ -172,13 +172,12 @@ def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
 def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
     """Return a copy of a trial's keyword arguments that covers what later batches may contain.
 
-    Without this, the trial's few tokens may all lack labels, or contain neither padding nor packed
-    documents.
+    The first tokens of a batch may have no labels, so some are added.
 
     Args:
         kwargs: The keyword arguments with full sequences.
         total: The length of these sequences.
-        masked: Whether to add a padding token to `attention_mask`, or split `position_ids` into
+        masked: True to also add a padding token to `attention_mask`, or split `position_ids` into
             two documents.
     """
     changed = dict(kwargs)

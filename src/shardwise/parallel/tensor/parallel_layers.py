@@ -202,7 +202,6 @@ class LocalModule(TensorParallelModule):
     """A module between split layers whose own `forward` also works on this rank's part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unsplit `forward` on this rank's part."""
         # If no parameter is split, the context manager is not needed.
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
         with on_local_tensors() if own else nullcontext():

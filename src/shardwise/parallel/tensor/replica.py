@@ -1,7 +1,4 @@
-"""Tracks the region in which each rank of a replica computes something different.
-
-A region starts at a split layer and ends at the layer that sums the outputs over the ranks.
-"""
+"""The tensor-parallel ranks of a replica, and entry to and exit from regions of split layers."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class RegionInput:
     regathered: RegatheredInput | None = None
 
     def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the output of `layer` for this input."""
         # Without gradients nothing is saved, so a plain call suffices.
         if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
