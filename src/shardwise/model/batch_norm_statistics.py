@@ -85,7 +85,7 @@ class _UncheckedExchange(NamedTuple):
 
     Args:
         name: Name of the BatchNorm.
-        use: The expected use.
+        use: The exchange that this rank expected.
         rows: Flags of all ranks, (ranks, 3), on the host once `event` completes.
         event: Marks the completion of the copy to the host.
     """
@@ -130,7 +130,7 @@ class StatisticsExchange:
 
     def meet(self, row: Tensor | None, call: int) -> Tensor:
         """Exchange rows in this module's turn. `row` is None on a rank that skips the module."""
-        # All ranks are here in the same turn, but each knows only its own call until the rows
+        # All ranks run this in the same turn, but each knows only its own call until the rows
         # arrive.
         order = self.turns.order
         # Counts restart with each pass (a forward pass and its backward pass) of the gather order.
@@ -272,7 +272,6 @@ class StatisticsExchanges:
         self._refused = self._refused or name
 
     def leave(self) -> None:
-        """Leave the gather order."""
         self.order.leave(self._first)
 
     # -- as a member of the order ---------------------------------------------------------

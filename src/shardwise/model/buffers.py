@@ -35,11 +35,11 @@ from shardwise.tiers.copy_stream import to_device
 from shardwise.world.current_batch import Batch
 
 FIRST = 4
-"""Number of first steps that all compare checksums. Most forward passes change the same buffers
-from the first call on."""
+"""Number of steps at the start that all compare checksums. Most forward passes change the same
+buffers from the first call on."""
 
 EVERY = 32
-"""Later, one step in this many compares checksums. On a CPU core the checksum takes 2 to 4 ms for
+"""After that, one in EVERY steps compares checksums. On a CPU core the checksum takes 2 to 4 ms for
 200 small buffers, and 20 to 90 ms for 64 MB of frozen weights. 1/32 of that is within the noise."""
 
 
@@ -346,7 +346,6 @@ class Buffers:
         )
 
     def _name(self, index: int) -> str:
-        """Return a tensor's name for messages."""
         module, key = self._places[index]
         for model in self._models:
             for path, candidate in model.named_modules():

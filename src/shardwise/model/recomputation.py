@@ -70,7 +70,6 @@ class RecomputedForward:
         return output
 
     def undo(self) -> None:
-        """Restore the unit's own `forward`."""
         self._is_active = False  # in case user code has wrapped this object
         module_hooks.give_back(self.unit, "forward", self)
 
@@ -90,7 +89,6 @@ class StandsForPart(Tensor):
 
     @property
     def local(self) -> Tensor:
-        """The part that this rank holds."""
         raise NotImplementedError
 
     def constructor(self) -> Callable[[Tensor], Tensor]:

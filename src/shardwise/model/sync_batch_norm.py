@@ -1,8 +1,7 @@
 """BatchNorm synchronised across all ranks, with weighted counts, on CPU and accelerators.
 
 Each rank sends its rows' count, mean and sum of squared deviations. These are combined in fp64 with
-the pairwise formula of Chan, Golub and LeVeque (1983). A rank with a stand-in batch has a count of
-0.
+the pairwise formula of Chan, Golub and LeVeque (1983). For a stand-in batch, the count is 0.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums `row` (one number per channel) over the ranks. Its gradient is summed likewise."""
+    """Sums `row` (one number per channel) over the ranks. The gradient is summed, too."""
 
     @staticmethod
     def forward(ctx: Any, row: Tensor, ranks: StatisticsRows, call: int) -> Tensor:

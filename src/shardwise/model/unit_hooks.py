@@ -49,7 +49,7 @@ class UnitManager(Protocol):
         """Record that `module` needs unit `number` from now on."""
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Record that unit `number` is no longer needed."""
+        """Record that a forward pass no longer needs unit `number`."""
 
     def touch(self, number: int) -> None:
         """Record that a backward pass needs unit `number`."""
@@ -286,9 +286,9 @@ def hooked_modules(
 ) -> list[tuple[nn.Module, int]]:
     """Return the modules of `model` whose forward passes need a unit, with the unit's index.
 
-    These are the modules in `units` (including the model itself). They also include every module
-    that has a parameter in the model's remainder, or in a different unit than its parent. All of
-    them can therefore be called separately.
+    These are the modules in `units` (including the model itself), and the modules with a parameter
+    of the model's remainder or of a different unit than their parent's. Each of them can therefore
+    be called separately.
     """
     found: list[tuple[nn.Module, int]] = []
     seen: set[nn.Module] = set()

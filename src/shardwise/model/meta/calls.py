@@ -100,7 +100,6 @@ class RecordedCall:
         self.deferred = any(deferred_record(tensor) for tensor in self.tensors)
 
     def run(self) -> Any:
-        """Run the call unchanged."""
         return self.function(*self.args, **self.kwargs)
 
     def map_arguments(self, function: Callable[[Any], Any]) -> RecordedCall:
@@ -153,7 +152,6 @@ class RecordedCall:
         )
 
     def writes_real(self) -> bool:
-        """Return whether the call writes to real memory."""
         return any(id(tensor) in self.written and not tensor.is_meta for tensor in self.tensors)
 
 

@@ -46,11 +46,11 @@ class ContextRun:
         self.method: str | None = None
         """The method of the last attention call: "ulysses" or "gathered"."""
         self.agree: Callable[[str, str | None], None] | None = None
-        """In a trial: exchanges the place of a call and its problem, so that all ranks stop."""
+        """In a trial: shares a call's place and problem, so that all ranks stop together."""
         self.lengths: list[int] = []
         """The length of each rank's part in the last forward pass."""
         self.weight: float | Tensor = 1.0
-        """Weight of the loss of the current backward pass. If it is 0, its gradients are too."""
+        """Weight of the loss of the current backward pass. With weight 0, gradients are 0."""
         self._current_batch = current_batch
         self._where = _Where.OUTSIDE
         self._awaited: set[tuple[int, ...]] = set()
@@ -131,7 +131,7 @@ class ContextRun:
     # -- attention ------------------------------------------------------------------------
 
     def attend(self, call: AttentionCall, dropout: float) -> Tensor:
-        """Compute attention for this rank's tokens. Collective. Raises ModelError."""
+        """Compute attention for this rank's tokens. Collective. Raises ModelError if impossible."""
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()

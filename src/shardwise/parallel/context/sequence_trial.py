@@ -35,7 +35,7 @@ from shardwise.world.randomness import preserved
 from shardwise.world.sequence_parts import dim_of, lengths_of
 
 ROWS, TOKENS = 2, 3
-"""Rows, and tokens per part, of a trial. One part has one more token, so that parts differ."""
+"""A trial's rows, and tokens per part. One part has an extra token, so that lengths differ."""
 
 
 class SequenceTrial:
@@ -80,7 +80,7 @@ class SequenceTrial:
             ) from error
         choose: Any = getattr(self.skeleton, "set_experts_implementation", None)
         if choose is not None:
-            choose("eager")  # the grouped products of Transformers do not know fp64
+            choose("eager")  # the grouped products of Transformers do not support fp64
 
     def check(self, model: nn.Module, given: Inputs, completed: Inputs) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.
@@ -309,7 +309,7 @@ class _Results:
     """The results of one run: outputs, gradients by parameter name, and each module's outputs."""
 
     problem: str | None = None
-    """Why there are none, in words."""
+    """Why there are no results, or None."""
     outputs: list[Tensor] = field(default_factory=list)
     """All outputs except losses."""
     losses: list[Tensor] = field(default_factory=list)

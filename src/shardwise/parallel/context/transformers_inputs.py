@@ -75,7 +75,7 @@ class TransformersInputs:
             kwargs["position_ids"] = places.expand(ids.size(0), own)
         mask = kwargs.get("attention_mask")
         if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-            # A model that gets None makes no mask, unless its own tokens need one.
+            # A model that receives None creates no mask, unless its own tokens need one.
             kwargs["attention_mask"] = self._mask(kwargs, ids, lengths, group)
         labels = kwargs.get("labels")
         if self._shifts and isinstance(labels, Tensor) and kwargs.get("shift_labels") is None:
@@ -96,7 +96,7 @@ class TransformersInputs:
         allowed = None  # (rows, 1, own, total) or a shape that broadcasts to it
         if padding is not None:
             whole = gather(padding, 1, lengths, group).bool()
-            # Every rank reads the whole sequences, so all of them decide alike.
+            # Every rank reads the whole sequences, so all of them decide the same.
             allowed = None if bool(whole.all()) else whole[:, None, None, :]
         elif positions is not None and self._is_causal and not self._has_cache(kwargs):
             # Transformers starts a new document where positions do not follow each other, unless
@@ -172,13 +172,12 @@ def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
 def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
     """Return a copy of a trial's keyword arguments that covers what later batches may contain.
 
-    Without this, the trial's few tokens may all lack labels, or contain neither padding nor packed
-    documents.
+    The first tokens of a batch may have no labels, so some are added.
 
     Args:
         kwargs: The keyword arguments with full sequences.
         total: The length of these sequences.
-        masked: Whether to add a padding token to `attention_mask`, or split `position_ids` into
+        masked: True to also add a padding token to `attention_mask`, or split `position_ids` into
             two documents.
     """
     changed = dict(kwargs)

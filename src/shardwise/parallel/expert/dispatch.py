@@ -45,7 +45,6 @@ def permuted(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 
 def inverse_of(order: Tensor) -> Tensor:
-    """Return the inverse of the permutation `order` (n,)."""
     places = torch.arange(order.numel(), device=order.device)
     return torch.empty_like(order).scatter_(0, order, places)
 

@@ -100,7 +100,7 @@ def _forward_with(module: nn.Module, weights: dict[str, Tensor]) -> Any:
     # A module does not accept tensors with a graph as parameters, but its attributes may be any.
     twin.__dict__ = {**module.__dict__, "_parameters": {}, **weights}
     twin.__dict__["num_experts"] = next(iter(weights.values())).shape[0]
-    # Transformers wraps `forward` to choose a kernel, and some kernels do not know fp64. The
+    # Transformers wraps `forward` to choose a kernel, and some kernels do not support fp64. The
     # function inside is the definition that all kernels implement.
     return partial(inspect.unwrap(type(module).forward), twin)
 
@@ -218,7 +218,7 @@ class FusedExperts:
     # -- as a RoutedLayer -----------------------------------------------------------------------
 
     has_losses = False
-    """Losses of Transformers' routers are part of its models' losses."""
+    """Transformers adds the router losses to the model's loss itself."""
 
     def update_bias(self, counts: Sequence[int]) -> None:
         """Do nothing: the router, not this module, has a selection bias."""

@@ -73,7 +73,7 @@ class MoE(nn.Module):
     """
 
     is_one_unit = True
-    """Never divide the layer into units: all ranks must gather all of its parameters at once."""
+    """Makes the layer a single unit, so that all ranks gather its parameters together."""
     buffers_stay_wide = True
     """`--precision` must not round the selection bias, whose steps are small."""
 
@@ -151,8 +151,8 @@ class MoE(nn.Module):
             (..., D_out), in the dtype of the experts' outputs.
 
         Raises:
-            UsageError: The mask has the wrong shape or dtype, the router has the wrong width, or
-                other ranks skip this batch.
+            UsageError: The mask has the wrong shape, the router has the wrong width, or other ranks
+                skip this batch.
         """
         tokens = x.reshape(-1, x.shape[-1])  # (T, D)
         valid = self._valid(x, mask)  # (T,) or None

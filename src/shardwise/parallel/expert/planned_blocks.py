@@ -80,7 +80,7 @@ class PlannedBlock:
                     scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
                     parameter.normal_(std=scale, generator=generator)
             layer = _layer_of(self.name, twin, self._options).train(twin.training)
-            # Enough tokens, so that every expert gets some.
+            # Enough tokens, so that every expert receives some.
             shape = (2, 4 * len(layer.experts), self.layer.router.in_features)
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
             attributes = _attributes_of(twin)

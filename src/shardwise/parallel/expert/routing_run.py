@@ -62,7 +62,6 @@ class RoutingRun:
 
     @property
     def has_losses(self) -> bool:
-        """True if any layer has router losses."""
         return any(layer.has_losses for layer in self.layers.values())
 
     @property

@@ -181,7 +181,7 @@ class ExpertParallelModels:
             layer._spans = spans.get(layer, [(0, _number_of(layer))] * self.group.size)
             layer.holds_all = layer not in spans
 
-    # -- putting together -----------------------------------------------------------------
+    # -- gathering ------------------------------------------------------------------------
 
     def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """Gather the full tensor of `parameter` from each rank's `part`. Collective."""
@@ -277,7 +277,7 @@ class ExpertParallelModels:
                 states[parameter] = _placed(_joined_state(shard, parts), parameter)
         return states
 
-    # -- giving back ----------------------------------------------------------------------
+    # -- restoring ------------------------------------------------------------------------
 
     def undo(self, optimizers: Iterable[optim.Optimizer]) -> None:
         """Restore the full models and optimizer state on every rank. Collective."""

@@ -85,11 +85,9 @@ class Partition:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return len(self.starts)
 
     def layers_of(self, stage: int) -> Sequence[Layer]:
-        """Return the layers of a stage, in order."""
         ends = [*self.starts[1:], len(self.layers)]
         return self.layers[self.starts[stage] : ends[stage]]
 

@@ -2,8 +2,7 @@
 
 Recomputing such a checkpoint would run the pipeline again: it would send, receive and draw random
 numbers in the middle of another micro-batch. Therefore, each layer inside it is checkpointed
-separately. Each layer is recomputed on its own stage, and the outer checkpoint has nothing left to
-recompute.
+separately and recomputed on its own stage. The outer checkpoint has nothing left to recompute.
 """
 
 from __future__ import annotations

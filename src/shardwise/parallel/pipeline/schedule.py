@@ -112,7 +112,6 @@ def _parse(text: str) -> Action:
 
 
 def actions_of(name: str, ranks: int, stages: int, micros: int, rank: int) -> list[Action]:
-    """Return the actions of `rank`, in order."""
     return [action for action in table(name, ranks, stages, micros)[rank] if action is not None]
 
 

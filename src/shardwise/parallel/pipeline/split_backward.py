@@ -84,7 +84,6 @@ class SplitBackward:
 
     @property
     def is_done(self) -> bool:
-        """True once both halves have run."""
         return self.inputs_done and not self._roots and self._groups is None
 
     def input_backward(self) -> None:

@@ -48,7 +48,6 @@ class ReplacedForward(ABC):
         module.forward = self
 
     def undo(self) -> None:
-        """Restore the module's original `forward`."""
         # Leave it if user code has replaced `forward` since.
         if vars(self._module).get("forward") is self:
             del self._module.forward

@@ -228,7 +228,6 @@ def _backward_error(func: Callable[..., Any]) -> UsageError:
 
 
 def _value_or_fake(leaf: Any) -> Any:
-    """Return a stage tensor's value if this rank has it, otherwise its fake tensor."""
     if not isinstance(leaf, StageTensor):
         return leaf
     return leaf.like if leaf.value is None else leaf.value

@@ -94,7 +94,6 @@ class Stages:
 
     @contextmanager
     def within_stage(self) -> Iterator[None]:
-        """Context manager that marks operations as belonging to one stage. Nothing is sent."""
         self.within_stage_depth += 1
         try:
             yield

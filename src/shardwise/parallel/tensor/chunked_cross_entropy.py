@@ -59,11 +59,11 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(head(hidden), target)` without ever holding all scores.
 
-    The result and the gradients equal those of the two separate calls up to rounding. The call needs
-    memory for the scores of `chunk` tokens, and for one gradient of the head's weight. 16-bit
-    scores are converted to fp32 before the softmax, and gradients of a 16-bit weight are summed
-    over chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the scores
-    of its own classes, and ranks exchange a few numbers per token.
+    The result and the gradients equal those of the two separate calls up to rounding. The
+    call needs memory for the scores of `chunk` tokens, and for one gradient of the head's weight.
+    16-bit scores are converted to fp32 before the softmax, and gradients of a 16-bit weight are
+    summed over chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the
+    scores of its own classes, and ranks exchange a few numbers per token.
 
     Call this where the model would call `head`, in its `forward` or in the training loop. With
     sharded parameters, the head is gathered as for `head(hidden)`. Second derivatives are not

@@ -25,7 +25,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.parallel.tensor.chunked_cross_entropy import chunked_cross_entropy
 
 _WIDTH = 8
-"""Features of the hidden states of a trial."""
+"""Number of features of a trial's hidden states."""
 
 _TOLERANCE = 1e-9
 

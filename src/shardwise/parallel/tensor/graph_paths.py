@@ -93,6 +93,5 @@ class RecordedOperations(AllowedOperations):
     """Records operations in a trial, instead of checking them."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
-        """Record the operations between `starts` and `value`."""
         if value.grad_fn is not None and starts:
             self.tried |= operations_between(value, starts)

@@ -128,9 +128,9 @@ def find(
     skip: set[nn.Module],
     trials: SplitTrials | None = None,
 ) -> list[SplitGroup]:
-    """Return the possible splits of `models` into `parts` parts.
+    """Return the splits to apply to `models`, each into `parts` parts.
 
-    Modules in `skip` are ignored. The modules to be split are added to it.
+    Modules in `skip` are ignored. The modules to split are added to it.
     """
     groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()

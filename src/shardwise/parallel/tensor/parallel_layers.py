@@ -89,7 +89,7 @@ class ColwiseParallel(TensorParallelModule):
     """The range of output features on each rank."""
 
     def forward(self, value: Tensor) -> Tensor:
-        """Compute this rank's output features.
+        """Compute this rank's output features, or all features if the output is gathered.
 
         `value`, (..., in_features), is identical on all ranks or split by tokens.
         """
@@ -202,7 +202,6 @@ class LocalModule(TensorParallelModule):
     """A module between split layers whose own `forward` also works on this rank's part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the unsplit `forward` on this rank's part."""
         # If no parameter is split, the context manager is not needed.
         own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
         with on_local_tensors() if own else nullcontext():

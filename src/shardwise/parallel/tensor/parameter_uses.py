@@ -62,7 +62,6 @@ class ParameterUses:
             parameter.__class__ = self._class(original, parameter in shards)
 
     def unwatch(self) -> None:
-        """Restore the parameters' original classes."""
         for parameter, original in self._watched:
             parameter.__class__ = original
         self._watched = []

@@ -1,7 +1,4 @@
-"""Tracks the region in which each rank of a replica computes something different.
-
-A region starts at a split layer and ends at the layer that sums the outputs over the ranks.
-"""
+"""The tensor-parallel ranks of a replica, and entry to and exit from regions of split layers."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class RegionInput:
     regathered: RegatheredInput | None = None
 
     def run(self, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the output of `layer` for this input."""
         # Without gradients nothing is saved, so a plain call suffices.
         if self.regathered is None or not torch.is_grad_enabled():
             return layer(self.whole)
@@ -90,7 +86,7 @@ class Replica:
     region_starts: list[Any] = field(default_factory=list)
     """The autograd nodes at the start of the open region."""
     running_forwards: int = 0
-    """The number of nested forward passes of models in progress."""
+    """The number of nested model forward passes in progress."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Start a region: run `layer`, which differs between ranks, on the full `value`.

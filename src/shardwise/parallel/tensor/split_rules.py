@@ -73,7 +73,6 @@ def widths(module: nn.Module) -> tuple[int, int]:
 
 
 def range_length(ranges: Ranges) -> int:
-    """Return the total number of elements in the ranges."""
     return sum(end - first for first, end in ranges)
 
 

@@ -32,10 +32,9 @@ _WORDS = {
 
 
 class HookGuard:
-    """Rejects user hooks on modules that start or end their forward pass in an open region.
+    """Rejects user hooks on modules that run between split layers.
 
-    A region is where ranks have different parts of a tensor. `name_of` returns a module's name for
-    messages.
+    `name_of` returns a module's name for messages.
     """
 
     def __init__(self, name_of: Callable[[nn.Module], str] | None = None) -> None:

@@ -38,10 +38,9 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context manager that replaces random numbers with fixed ones.
 
     `shapes` records the shapes of random tensors, in order. `whole` holds the shapes that the
-    unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor with
-    the unsplit module's shape raises SharedRandomness. Such a tensor does not depend on the number
-    of features. The unsplit module applies its numbers to all features (a dropped token), but
-    inside a region, each rank would draw different numbers for its features.
+    unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor of
+    the same shape as in the unsplit module raises SharedRandomness: the unsplit module uses each
+    number for all features (a dropped token), but ranks would draw different numbers for theirs.
     """
 
     def __init__(
