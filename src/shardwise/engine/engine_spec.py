@@ -96,12 +96,12 @@ class EngineSpec:
 
     @cached_property
     def extra_sets(self) -> ExtraSets:
-        """Checkpoint tensors other than model, optimizers and progress."""
+        """Tensors that checkpoints store in addition to model, optimizers and progress."""
         return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """The staleness rule of islands; None without `--behind` or with a single island."""
+        """The islands' staleness rule, or None without `--behind` or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
@@ -144,12 +144,12 @@ class EngineSpec:
 
     @property
     def part_copies(self) -> Collectives:
-        """The ranks that hold the same part of the model, and share its states."""
+        """The ranks across which the states of this rank's parts are sharded."""
         return self.shard_group if self.experts is None else self.experts.copies
 
     @cached_property
     def shard_groups(self) -> ShardGroups:
-        """The ranks that buckets are sharded across, for each axis of a bucket."""
+        """The ranks that share buckets: one group for each axis that buckets are sharded along."""
         return ShardGroups(self.shard_group, None if self.experts is None else self.part_copies)
 
     @cached_property
@@ -181,7 +181,7 @@ class EngineSpec:
 
     @property
     def takes_writes(self) -> bool:
-        """True inside a `full_parameters` block of a split model whose writes persist after it."""
+        """True if writes to a split model in the current `full_parameters` block persist after it."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.writes for split in splits)
 
@@ -242,9 +242,9 @@ class EngineSpec:
 
     @property
     def optimizers_stay(self) -> bool:
-        """True if the user's own optimizer object can update its own parameters.
+        """True if the user's own optimizer objects can update the user's own parameters.
 
-        Each rank then holds all parameters and optimizer state in full.
+        This requires that every rank holds all parameters and optimizer state in full.
         """
         is_split = any(s is not None for s in (self.tensor, self.pipeline, self.experts))
         return self.cuts_nothing and not is_split and not self.placement.is_sharded("parameters")
@@ -276,7 +276,7 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> ParameterUses:
-        """Detects computations of user code with split parameters."""
+        """Detects user code that computes with split parameters."""
         return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property

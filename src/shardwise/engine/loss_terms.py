@@ -360,7 +360,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor. If it stacks scalars, yield them instead."""
+        """Add the term of a mean or sum over a tensor. If the tensor stacks scalars, yield those."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
@@ -389,7 +389,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """Add the term of a loss function of torch."""
+        """Add the term of one of torch's loss functions."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)

@@ -9,7 +9,7 @@ is lost, the remaining ranks agree on whether to complete the step (comm/survivo
 
 If the optimizer state is sharded, every rank also holds a second copy of another rank's state
 (states/second_copies.py). Before a rank confirms, it sends its reduced gradients to the rank that
-holds its copy, so that both update it. After a loss, the states are laid out again for the
+holds its copy, so that both update it. After a rank is lost, the states are laid out again for the
 remaining ranks. If the step is repeated, this happens at once. Otherwise it happens after the
 update, whose all-gather is then skipped.
 """
@@ -156,7 +156,7 @@ class RepeatableSteps(StepRunner):
         return self._ended_by_loss()
 
     def _ended_by_loss(self) -> bool:
-        """Reduce and confirm the step. Return whether it must be repeated after a rank was lost.
+        """Reduce and confirm the step. Return True if a rank was lost and the step must be repeated.
 
         Collective.
         """

@@ -393,7 +393,7 @@ class UserObjects:
             self._rebuild_states(*self._take_apart())
 
     def lay_out_without_lost(self) -> None:
-        """Create the states again for the ranks that remain after a loss. Collective.
+        """Create the states again for the remaining ranks after others were lost. Collective.
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
