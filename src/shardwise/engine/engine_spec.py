@@ -139,7 +139,7 @@ class EngineSpec:
 
     @property
     def part_rank(self) -> int:
-        """Index of the parts that this rank holds, of split layers or of experts."""
+        """This rank's index among the ranks that split layers, or that split experts."""
         return self.tensor_rank if self.experts is None else self.experts.group.rank
 
     @property
@@ -175,13 +175,13 @@ class EngineSpec:
 
     @property
     def is_whole(self) -> bool:
-        """True inside `full_parameters` of a model that is otherwise split across ranks."""
+        """True inside a `full_parameters` block of a model that is otherwise split."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.is_whole for split in splits)
 
     @property
     def takes_writes(self) -> bool:
-        """True if writes to a split model in the current `full_parameters` block persist after it."""
+        """True if writes to a split model in the current `full_parameters` block persist."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.writes for split in splits)
 
@@ -309,7 +309,7 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """Return the facts about the parameter groups that determine the states' layout."""
+        """Return the properties of the parameter groups on which the states' layout depends."""
         with unguarded():
             # Use the parameters cached in `_census`, because this runs before every backward pass.
             trained = [p.requires_grad for p in self._census.parameters()]

@@ -360,7 +360,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor. If the tensor stacks scalars, yield those."""
+        """Add the term of a mean or sum over a tensor. If the tensor stacks scalars, yield them."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)

@@ -156,7 +156,7 @@ class RepeatableSteps(StepRunner):
         return self._ended_by_loss()
 
     def _ended_by_loss(self) -> bool:
-        """Reduce and confirm the step. Return True if a rank was lost and the step must be repeated.
+        """Reduce and confirm the step. Return True if a lost rank means that it must be repeated.
 
         Collective.
         """
