@@ -153,10 +153,10 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """How a scalar is scaled between its term and the loss.
+    """The scaling applied to a scalar between its term and the loss.
 
-    `factor` is the product of the known numbers by which it is multiplied. `count` is the number by
-    which it is divided: None if there is no division, NaN if a hook has replaced the number.
+    `factor` is the product of the known numbers that multiply the scalar. `count` is the number
+    that divides it: None if there is no division, NaN if a hook has replaced the number.
     """
 
     factor: float = 1.0

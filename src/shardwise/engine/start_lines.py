@@ -166,8 +166,9 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 def _optimizers_by_trial(states: States) -> dict[str, str]:
     """Return the optimizers whose tensors are split because a trial update has allowed it.
 
-    Maps each optimizer's name to a note. The note is "" if all parameter groups are split.
-    Otherwise it lists the other groups, and the key lists those that are split.
+    The keys are the optimizers' names, and the values are notes. If all parameter groups of an
+    optimizer are split, its note is "". Otherwise the key also lists the groups that are split, and
+    the note lists the others.
     """
     notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):

@@ -188,7 +188,7 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """Return the number if all ranks have the same one, otherwise NaN."""
+    """Return the number that all ranks have in common, or NaN if their `numbers` differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
