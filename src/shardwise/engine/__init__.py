@@ -15,7 +15,7 @@ Creating an engine:
 
 engine_spec.py         models, optimizers, settings and process groups of an engine
 user_objects.py        prepares the user's objects, tracks changes to them, restores them
-build.py               lays out the three states, and takes them apart
+build.py               builds the parameter, gradient and optimizer states, and dismantles them
 unit_assignment.py     assigns each parameter to the unit that gathers it
 initial_values.py      broadcasts rank 0's values, allocates meta tensors
 consistency.py         checks that all ranks have the same model, options and writes

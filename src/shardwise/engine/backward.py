@@ -356,7 +356,7 @@ class BackwardRunner:
         return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:
-        """Return autograd's `inputs`: this engine's parameters, or None if it is the only one."""
+        """Return autograd's `inputs`: this engine's parameters, or None with a single engine."""
         if len(living) == 1:
             return None
         # Without inputs=, autograd would also run the hooks of other engines' parameters. Leave out

@@ -98,7 +98,7 @@ class States:
         return {name: x.state_bytes for name, x in kept.items() if x and x.state_bytes}
 
     def buckets_by(self, key: Callable[[nn.Parameter], int]) -> dict[int, frozenset[int]]:
-        """Return, for each value of `key`, the indices of the buckets that hold such parameters."""
+        """Return bucket indices, grouped by the value of `key` for the buckets' parameters."""
         buckets_of: dict[int, set[int]] = defaultdict(set)
         for number, bucket in enumerate(self.parameters.buckets):
             for slot in bucket.slots:
@@ -120,7 +120,7 @@ class States:
     def bytes_by_bucket(self) -> list[BucketBytes]:
         """Return the expected size of each bucket in bytes.
 
-        Sharded frozen parameters, which are in no bucket, are at the end of the list.
+        The list ends with entries for sharded frozen parameters, which are in no bucket.
         """
         parameters, buckets = self.parameters, self.gradients.buckets
         trained = [

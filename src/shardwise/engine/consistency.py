@@ -166,7 +166,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """Return `entry`. If it describes a tensor, return one to receive the values into instead."""
+    """Return `entry`. If it describes a tensor, return a tensor of that shape and dtype instead."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:

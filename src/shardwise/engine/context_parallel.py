@@ -145,7 +145,7 @@ class ContextParallel:
                 )
 
     def begin_backward(self, loss: Tensor, weight: float | Tensor) -> float:
-        """Prepare a backward pass of `loss`, and return the weight to collect its gradients with.
+        """Prepare a backward pass of `loss`, and return the weight for its gradients.
 
         The result is 1 even if `weight` is 0, because other ranks' losses depend on this rank's
         keys and values.
@@ -167,7 +167,7 @@ class ContextParallel:
         )
 
     def describe(self) -> str:
-        """Describe the method for the startup summary."""
+        """Describe how attention exchanges data, for the startup summary."""
         return {
             "auto": "attention exchanges heads (Ulysses), or gathers keys if heads do not divide",
             "ulysses": "attention exchanges heads (Ulysses)",

@@ -7,7 +7,7 @@
     Checkpoints     saves, resumes, loads, saves on preemption            (checkpoint/)
     RandomState     this rank's random generators                         (random_state.py)
 
-What a step does is determined only by the entries of the placement.
+Only the placement's entries determine what a step does.
 """
 
 from __future__ import annotations

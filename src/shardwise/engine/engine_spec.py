@@ -96,12 +96,12 @@ class EngineSpec:
 
     @cached_property
     def extra_sets(self) -> ExtraSets:
-        """Checkpoint tensors other than model, optimizers and progress."""
+        """Tensors that checkpoints store in addition to model, optimizers and progress."""
         return IslandSets(self.hooks, self.peers)
 
     @property
     def staleness(self) -> StalenessRule | None:
-        """The staleness rule of islands; None without `--behind` or with a single island."""
+        """The islands' staleness rule, or None without `--behind` or with a single island."""
         return self.settings.staleness_rule if self.has_peers else None
 
     @property
@@ -139,17 +139,17 @@ class EngineSpec:
 
     @property
     def part_rank(self) -> int:
-        """Index of the parts that this rank holds, of split layers or of experts."""
+        """This rank's index among the ranks that split layers, or that split experts."""
         return self.tensor_rank if self.experts is None else self.experts.group.rank
 
     @property
     def part_copies(self) -> Collectives:
-        """The ranks that hold the same part of the model, and share its states."""
+        """The ranks across which the states of this rank's parts are sharded."""
         return self.shard_group if self.experts is None else self.experts.copies
 
     @cached_property
     def shard_groups(self) -> ShardGroups:
-        """The ranks that buckets are sharded across, for each axis of a bucket."""
+        """The ranks that share buckets: one group for each axis that buckets are sharded along."""
         return ShardGroups(self.shard_group, None if self.experts is None else self.part_copies)
 
     @cached_property
@@ -175,13 +175,13 @@ class EngineSpec:
 
     @property
     def is_whole(self) -> bool:
-        """True inside `full_parameters` of a model that is otherwise split across ranks."""
+        """True inside a `full_parameters` block of a model that is otherwise split."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.is_whole for split in splits)
 
     @property
     def takes_writes(self) -> bool:
-        """True inside a `full_parameters` block of a split model whose writes persist after it."""
+        """True if writes to a split model in the current `full_parameters` block persist."""
         splits = (self.tensor, self.pipeline, self.experts)
         return any(split is not None and split.writes for split in splits)
 
@@ -242,9 +242,9 @@ class EngineSpec:
 
     @property
     def optimizers_stay(self) -> bool:
-        """True if the user's own optimizer object can update its own parameters.
+        """True if the user's own optimizer objects can update the user's own parameters.
 
-        Each rank then holds all parameters and optimizer state in full.
+        This requires that every rank holds all parameters and optimizer state in full.
         """
         is_split = any(s is not None for s in (self.tensor, self.pipeline, self.experts))
         return self.cuts_nothing and not is_split and not self.placement.is_sharded("parameters")
@@ -276,7 +276,7 @@ class EngineSpec:
 
     @cached_property
     def parameter_uses(self) -> ParameterUses:
-        """Detects computations of user code with split parameters."""
+        """Detects user code that computes with split parameters."""
         return ParameterUses(self.tensor, self.pipeline)
 
     @cached_property
@@ -309,7 +309,7 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """Return the facts about the parameter groups that determine the states' layout."""
+        """Return the properties of the parameter groups on which the states' layout depends."""
         with unguarded():
             # Use the parameters cached in `_census`, because this runs before every backward pass.
             trained = [p.requires_grad for p in self._census.parameters()]

@@ -160,7 +160,7 @@ class EngineState:
         return float(group.read(group.gather_rows(row)).sum())
 
     def returns_of(self, checkpoints: HookedCheckpoints) -> Returns | None:
-        """Return the object by which islands rejoin from `checkpoints`, or None without islands."""
+        """Return the object that lets islands rejoin from `checkpoints`. None without islands."""
         hooks = self.spec.hooks
         return None if hooks is None else hooks.returns(self, checkpoints)
 

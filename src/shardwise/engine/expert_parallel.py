@@ -32,9 +32,9 @@ def begin(
 ) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
     """Find the models' mixture-of-experts layers.
 
-    Returns a RoutingRun for the layers, and an ExpertParallelModels that has not split anything
-    yet. Both are None if there are no layers. The second is also None if every rank holds all
-    experts. Collective if there are layers.
+    Returns the RoutingRun that connects the layers, and an ExpertParallelModels that has not split
+    anything yet. Both are None if there are no layers. The second is also None if every rank holds
+    all experts. Collective if there are layers.
 
     Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
     with mixture-of-experts layers.
@@ -217,8 +217,8 @@ def begin_backward(
 ) -> float | Tensor:
     """Prepare the mixture-of-experts layers for a backward pass of `loss`.
 
-    Collective if the layers have router losses. Returns the weight to collect gradients with:
-    `weight`, or 1.0 if it is 0 but the layers still need gradients.
+    Collective if the layers have router losses. Returns the weight for the gradients: `weight`, or
+    1.0 if it is 0 but the router losses still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
     run.drops = weight == 0

@@ -38,7 +38,7 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Replaces a hook until it has tested it on a finite, nonzero gradient."""
+    """Replaces a hook until a finite, nonzero gradient has arrived to test the hook on."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook

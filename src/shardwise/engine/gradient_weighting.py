@@ -144,7 +144,7 @@ def _items(given: float | Tensor | None, batch: Batch | None) -> float | Tensor:
 
 
 class GradientWeighting:
-    """Computes backward seeds and the divisor of gradients, identically on all ranks.
+    """Computes backward seeds and the gradients' divisor, identically on all ranks.
 
     Args:
         scale: The loss scale.
@@ -176,7 +176,7 @@ class GradientWeighting:
         """True if weights are not all 1, so that a different unit would change the rounding."""
 
     def begin(self, weight: float | Tensor, share: float) -> None:
-        """Estimate the unit from every rank's first `weight` and `share`.
+        """Estimate `unit` from every rank's first `weight` and `share`.
 
         The first call is collective. Later calls do nothing.
         """
@@ -189,9 +189,10 @@ class GradientWeighting:
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
     def begin_again(self) -> None:
-        """Discard the unit, so that the next backward pass estimates it again.
+        """Discard `unit`, so that the next backward pass estimates it again.
 
-        All ranks call it if the first step was interrupted, because some may not have an estimate.
+        All ranks call this if the first step was interrupted, because some may not have an
+        estimate.
         """
         self._unit = None
 
@@ -219,10 +220,10 @@ class GradientWeighting:
     def seed(
         self, loss: Tensor, weight: float | Tensor, share: float, *, is_sole: bool = False
     ) -> tuple[Tensor, float | Tensor]:
-        """Return the seed for a backward pass of `loss`, and the rest (see the module).
+        """Return the two factors for a backward pass of `loss`: the seed and the rest.
 
-        The seed has the loss's shape and dtype. The rest is the factor to apply to the gradients
-        afterwards. The first call is collective.
+        The seed has the loss's shape and dtype, and is passed to autograd. The rest is applied to
+        the gradients afterwards. The first call is collective.
 
         Args:
             loss: The loss, with one element.
@@ -274,7 +275,7 @@ class GradientWeighting:
         self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
-        """Compute the unit from a step's total weight and its sum of `shares`.
+        """Compute `unit` from a step's total weight and its sum of `shares`.
 
         `count` is the step's number of backward passes.
         """
@@ -284,7 +285,7 @@ class GradientWeighting:
         self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 
     def follow_step(self, totals: StepTotals) -> None:
-        """Compute the unit from the totals of a step with a nonzero weight."""
+        """Compute `unit` from the totals of a step with a nonzero weight."""
         # Each sum has a factor of 1, so a step's factors add up to its number of backward passes.
         factors = totals.backwards if totals.divisor else totals.weight
         self.follow(factors, totals.backwards, totals.shares)

@@ -88,7 +88,7 @@ class LossAccumulation:
 
     @property
     def weighted_backwards(self) -> int:
-        """Number of backward passes since the last step that are not known to have weight 0."""
+        """Number of backward passes since the last step, excluding those known to have weight 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
     @property
@@ -100,10 +100,10 @@ class LossAccumulation:
         return sum(each.tokens for each in known), sum(each.positions for each in known)
 
     def divisor_from(self, terms: LossTerms) -> float:
-        """Return the divisor of a loss without an explicit reduction, from its `terms`.
+        """Return the divisor of a loss for which the user passed no reduction.
 
-        It is 1 for a sum and 0 for a mean. If an earlier loss has set the step's divisor, that one
-        is returned.
+        It is 1 if the loss is a sum according to `terms`, and 0 if it is a mean. If an earlier loss
+        of the step has set the divisor, that divisor is returned.
         """
         return float(terms.is_sum) if self._is_open else self.divisor
 
@@ -126,7 +126,8 @@ class LossAccumulation:
 
         Losses of the same items are added. Losses of different items are averaged, weighted by
         their number of items. By default, losses of the same batch are assumed to be of the same
-        items, as in plain PyTorch. `same_items` overrides this.
+        items, as in plain PyTorch. If the user passed a weight for one of them, `same_items` must
+        say whether they are.
 
         Args:
             batch: The batch of the loss, or None.

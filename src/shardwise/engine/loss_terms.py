@@ -153,10 +153,10 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
 @dataclass(frozen=True)
 class _Scale:
-    """How a scalar is scaled between its term and the loss.
+    """The scaling applied to a scalar between its term and the loss.
 
-    `factor` is the product of the known numbers by which it is multiplied. `count` is the number by
-    which it is divided: None if there is no division, NaN if a hook has replaced the number.
+    `factor` is the product of the known numbers that multiply the scalar. `count` is the number
+    that divides it: None if there is no division, NaN if a hook has replaced the number.
     """
 
     factor: float = 1.0
@@ -360,7 +360,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor. If it stacks scalars, yield them instead."""
+        """Add the term of a mean or sum over a tensor. If the tensor stacks scalars, yield them."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
@@ -389,7 +389,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """Add the term of a loss function of torch."""
+        """Add the term of one of torch's loss functions."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)

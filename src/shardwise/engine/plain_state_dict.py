@@ -248,10 +248,7 @@ def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Pa
 def _by_parameter(
     optimizer: optim.Optimizer, state: Mapping[str, Any], entries: Mapping[int, Any]
 ) -> dict[nn.Parameter, Any]:
-    """Replace parameter numbers by parameters in the keys of `entries`.
-
-    The numbers are those in `state`.
-    """
+    """Return `entries` with its keys, parameter numbers in `state`, replaced by parameters."""
     by_parameter: dict[nn.Parameter, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):

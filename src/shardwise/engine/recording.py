@@ -1,7 +1,7 @@
 """Records the results of every engine step, for `shardwise verify` (--record-tensors).
 
-Without the flag nothing is recorded, at no cost. With it, each step also reads all of this rank's
-tensors as a checkpoint would store them, so the records do not depend on the placement.
+Recording has no cost without the flag. With it, all of this rank's tensors are read after each
+step, as a checkpoint would store them. The records therefore do not depend on the placement.
 """
 
 from __future__ import annotations

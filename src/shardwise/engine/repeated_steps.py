@@ -9,9 +9,9 @@ is lost, the remaining ranks agree on whether to complete the step (comm/survivo
 
 If the optimizer state is sharded, every rank also holds a second copy of another rank's state
 (states/second_copies.py). Before a rank confirms, it sends its reduced gradients to the rank that
-holds its copy, so that both update it. After a loss, the states are laid out again for the
-remaining ranks. If the step is repeated, this happens at once. Otherwise it happens after the
-update, whose all-gather is then skipped.
+holds the copy of its state, which applies the same update. After a rank is lost, the states are
+laid out again for the remaining ranks. If the step is repeated, this happens at once. Otherwise it
+happens after the update, whose all-gather is then skipped.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class RepeatableSteps(StepRunner):
         self._start = _StepStart(state, checkpoints)
         self._has_stepped = False
         self._is_layout_due = False
-        """True from a loss until the states are laid out for the ranks that are left."""
+        """True from the loss of a rank until the states are laid out for the remaining ranks."""
         self._leaving: tuple[int, ...] = ()
-        """Ranks of the run that leave after the step in progress, because of a signal."""
+        """Ranks that leave the run after the current step, because of a signal."""
         self._survival.follow = self._follow_group
         self._survival.lay_out = self._lay_out
         self._survival.confirm = self._confirm
@@ -156,7 +156,7 @@ class RepeatableSteps(StepRunner):
         return self._ended_by_loss()
 
     def _ended_by_loss(self) -> bool:
-        """Reduce and confirm the step. Return whether it must be repeated after a rank was lost.
+        """Reduce and confirm the step. Return True if a lost rank means that it must be repeated.
 
         Collective.
         """

@@ -1,4 +1,7 @@
-"""Prints the startup summary: the run's settings, and what depends on the number of workers."""
+"""Prints the startup summary.
+
+It shows the run's settings, and warns if results depend on the number of workers.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +82,7 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
 
 
 def announce_activations(world: World, spec: EngineSpec, activations: Activations) -> None:
-    """Print how activations are recomputed or stored, unless it is the default."""
+    """Print how activations are recomputed or stored, unless that is the default."""
     line = activations.describe()
     if line and not spec.settings.quiet:
         world.print(f"  activations: {line}")
@@ -118,10 +121,10 @@ def announce_batch(
 
 
 def announce_loss(world: World, spec: EngineSpec, terms: LossTerms, *, is_said: bool) -> None:
-    """Print warnings about the first loss, unless its weight is certain.
+    """Print how the first loss is weighted if that is uncertain.
 
-    They say how a loss is weighted if its graph does not show that, and whether the result depends
-    on the number of workers. `is_said` is True if the user passed a weight or a reduction.
+    Also print a warning if the result depends on the number of workers. `is_said` is True if the
+    user passed a weight or a reduction.
     """
     if spec.settings.quiet:
         return
@@ -163,8 +166,9 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 def _optimizers_by_trial(states: States) -> dict[str, str]:
     """Return the optimizers whose tensors are split because a trial update has allowed it.
 
-    Maps each optimizer's name to a note. The note is "" if all parameter groups are split.
-    Otherwise it lists the other groups, and the key lists those that are split.
+    The keys are the optimizers' names, and the values are notes. If all parameter groups of an
+    optimizer are split, its note is "". Otherwise the key also lists the groups that are split, and
+    the note lists the others.
     """
     notes: dict[str, str] = {}
     for optimizer in dict.fromkeys(group.optimizer for group in states.optimizer.groups):

@@ -67,7 +67,7 @@ class StateAccess:
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
         """Return a context manager for an evaluation batch that some ranks skip.
 
-        While the others run, these ranks participate in their gathers.
+        During the batch, those ranks only participate in the other ranks' gathers.
         """
         state = self._state
         shown = state.states.shown

@@ -51,7 +51,7 @@ class Aggregation:
         """Raise UsageError if a step must not have `backwards` backward passes."""
 
     def report(self, values: Sequence[Number]) -> list[Number]:
-        """Return the numbers that this rank reports for `values`, one of each backward pass."""
+        """Return the numbers to report for `values`, which has one value per backward pass."""
         return [sum(values)]
 
     def total(self, rows: Sequence[Sequence[float]]) -> float:
@@ -188,7 +188,7 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """Return the number if all ranks have the same one, otherwise NaN."""
+    """Return the number that all ranks have in common, or NaN if their `numbers` differ."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 

@@ -76,9 +76,9 @@ def divide(
 
 
 def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
-    """Return the innermost unit that contains each module.
+    """Return the indices of the innermost units that contain each module.
 
-    A module that occurs in several units has one for each of them.
+    There are several if the module occurs in several units.
     """
     around: dict[nn.Module, set[int]] = defaultdict(set)
     modules = sections.modules
@@ -143,7 +143,7 @@ def make_residency(
 def attach_unit_hooks(
     sections: Sections, residency: Residency, hooks: unit_hooks.UnitHooks
 ) -> None:
-    """Attach hooks to the models that gather the units of each forward pass."""
+    """Attach hooks to the models that gather the units needed in each forward pass."""
     hooks.manager = residency
     hooks.attach(
         [

@@ -175,7 +175,7 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Create the states again, with gradient sums in the same dtype as before. Collective."""
+        """Create the states again, keeping the dtype of gradient sums. Collective."""
         wide = self.states.gradients.wide
         self._build_states(masters, averages, anchor)
         if wide:
@@ -228,7 +228,7 @@ class UserObjects:
         return buffers
 
     def _has_whole(self, frozen: nn.Parameter) -> bool:
-        """Return whether every rank with this parameter holds it in full."""
+        """Return whether all ranks of this pipeline stage hold `frozen` in full."""
         spec = self.spec
         # A forward pass that writes to a sharded parameter raises anyway.
         if spec.placement.is_sharded("parameters") or frozen.is_meta:
@@ -262,7 +262,7 @@ class UserObjects:
     @property
     def _synchronised(self) -> set[nn.Module]:
         """The modules that synchronise their own buffers."""
-        # Layers with experts change their bias in the step, on all ranks alike.
+        # Layers with experts change their bias in the step, identically on all ranks.
         routed = (layer for _, layer in find_layers(self.spec.models))
         return {*sync_batch_norm.converted(self.spec.models), *routed}
 
@@ -393,7 +393,7 @@ class UserObjects:
             self._rebuild_states(*self._take_apart())
 
     def lay_out_without_lost(self) -> None:
-        """Create the states again for the ranks that remain after a loss. Collective.
+        """Create the states again for the remaining ranks after others were lost. Collective.
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """

@@ -136,7 +136,7 @@ def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport])
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether the verdict's rank failed only because it lost a peer."""
+    """Return whether the failure in `judged` is only that a rank lost a peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 

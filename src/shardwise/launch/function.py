@@ -205,7 +205,7 @@ def _check_call(function: Any, args: tuple[Any, ...]) -> None:
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Convert settings to the values of flags. Raises ConfigError if a setting is not valid."""
+    """Convert settings to flag values. Raises ConfigError if a setting is not valid."""
     own = list(inspect.signature(launch).parameters)[2:-1]
     flags = {}
     for name, value in settings.items():

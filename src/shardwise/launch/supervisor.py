@@ -131,7 +131,7 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each scheduled event, and None for events that are not scheduled."""
+        """Return the seconds until each event that may be scheduled, or None if it is not."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]

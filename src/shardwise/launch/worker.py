@@ -24,7 +24,7 @@ MOST_READS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """How a rank's standard streams are connected.
+    """The connections of a rank's standard streams.
 
     Args:
         piped: True if the output passes through the launcher.

@@ -1,6 +1,6 @@
 """Starts a run on several hosts over ssh. An agent on each host starts and watches its ranks.
 
-many_hosts.py    runs the launcher: starts the agents, then the ranks
+many_hosts.py    runs the launcher's part: starts all agents, then the ranks
 agents.py        starts an agent on each host, and waits until all are ready
 remote_host.py   the launcher's connection to the agent on one host
 agent.py         the agent, which ssh starts on each host

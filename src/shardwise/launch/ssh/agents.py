@@ -47,7 +47,7 @@ class Agents(Generic[H]):
         self._beats: dict[H, ExitStack] = {}
         """The heartbeat process for each agent. Agents that were started together share one."""
         self._is_here: dict[Host, bool] = {}
-        """True for this host, by host. A cache, because resolving a name may be slow."""
+        """Whether each host is this one. A cache, because resolving a name may be slow."""
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
