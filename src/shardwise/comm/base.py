@@ -83,7 +83,8 @@ class Handle:
     def advance(self) -> None:
         """Sum the messages that have arrived, or start the second half of the collective.
 
-        Blocks until the messages have arrived if the transport cannot poll (see `looks`).
+        Blocks until the messages have arrived if the transport cannot poll (see
+        `Collectives.looks`).
         """
         # Clear it first, so that after an error in `advance` the next wait does not send everything
         # again.

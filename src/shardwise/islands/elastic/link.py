@@ -261,7 +261,6 @@ class IslandLink:
         self._update_members(answer)
 
     def close(self) -> None:
-        """Close the link."""
         self._socket.close()
 
 

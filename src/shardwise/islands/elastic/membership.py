@@ -90,7 +90,6 @@ class Membership:
         self.members = list(range(self.count))
 
     def ranks(self, island: int) -> range:
-        """Return the ranks of an island."""
         return range(island * self.size, (island + 1) * self.size)
 
     @property
