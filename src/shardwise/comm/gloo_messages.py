@@ -49,7 +49,6 @@ def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
 
 
 def nbytes(messages: Messages) -> int:
-    """Return the total size of all messages in bytes."""
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 

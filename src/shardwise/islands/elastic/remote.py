@@ -225,7 +225,6 @@ class RemoteIsland:
 
     @property
     def can_start(self) -> bool:
-        """True if all hosts of the island are up."""
         return all(host.is_up for host in self.hosts)
 
     def resume(self) -> None:
@@ -286,5 +285,4 @@ class RemoteIsland:
 
 
 def ranks_on_host(ranks: range, host: IslandHost) -> range:
-    """Return the island's `ranks` that are on `host`."""
     return ranks_here(ranks, host.share.first, host.share.count)
