@@ -299,7 +299,7 @@ class Collectives(ABC):
     def second_group(self) -> Collectives:
         """Return a group of the same ranks with separate channels. Collective.
 
-        Its calls and this group's calls may be interleaved differently on each rank. It is used for
+        Each rank may interleave calls on the two groups differently. The second group is used for
         collectives in forward and backward passes.
         """
         return self.split([range(self.size)])

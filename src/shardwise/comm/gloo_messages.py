@@ -33,7 +33,7 @@ def tag(what: str, call: int, tensor: Tensor) -> int:
 
 
 def contents(what: str, messages: Messages) -> dict[int, Content]:
-    """Return a description of the messages for each rank that they are sent to or received from."""
+    """Return, for each rank, a description of the messages sent to it or received from it."""
     return {
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()

@@ -72,7 +72,7 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether `words` prove that the peer knows the secret and means this role."""
+        """Return whether `words` prove that the peer knows the secret and asks for this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:

@@ -131,7 +131,7 @@ class RemoteBroker:
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Return whether the remote host's fetches of any of `ranks`' files currently fail."""
+        """Return whether the remote host is currently unable to fetch a file from `ranks`."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
