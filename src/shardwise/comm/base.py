@@ -83,7 +83,8 @@ class Handle:
     def advance(self) -> None:
         """Sum the messages that have arrived, or start the second half of the collective.
 
-        Blocks until the messages have arrived if the transport cannot poll (see `looks`).
+        Blocks until the messages have arrived if the transport cannot poll (see
+        `Collectives.looks`).
         """
         # Clear it first, so that after an error in `advance` the next wait does not send everything
         # again.
@@ -298,7 +299,7 @@ class Collectives(ABC):
     def second_group(self) -> Collectives:
         """Return a group of the same ranks with separate channels. Collective.
 
-        Its calls and this group's calls may be interleaved differently on each rank. It is used for
+        Each rank may interleave calls on the two groups differently. The second group is used for
         collectives in forward and backward passes.
         """
         return self.split([range(self.size)])

@@ -279,7 +279,7 @@ def _join(
     rendezvous: str | None,
     on_meeting: OnMeeting | None,
 ) -> bytes:
-    """Return the run's secret. Initialise torch's default process group if the script has not."""
+    """Initialise torch's default process group if the script has not. Return the run's secret."""
     is_torchs = identity.launcher == "torchrun"
     if dist.is_initialized():
         met = _meet_others(identity, timeout, rendezvous)

@@ -164,7 +164,6 @@ class GlooExchange:
         sends: gloo_messages.Messages,
         receives: gloo_messages.Messages,
     ) -> None:
-        """Start all messages and append their work objects to `works`."""
         rank = self._rank
         try:
             # Post receives first, on all ranks. Gloo then writes arriving data directly to its

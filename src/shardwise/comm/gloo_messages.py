@@ -33,7 +33,7 @@ def tag(what: str, call: int, tensor: Tensor) -> int:
 
 
 def contents(what: str, messages: Messages) -> dict[int, Content]:
-    """Return a description of the messages for each rank that they are sent to or received from."""
+    """Return, for each rank, a description of the messages sent to it or received from it."""
     return {
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()
@@ -49,7 +49,6 @@ def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
 
 
 def nbytes(messages: Messages) -> int:
-    """Return the total size of all messages in bytes."""
     return sum(tensor.nbytes for tensors in messages.values() for tensor in tensors)
 
 

@@ -114,7 +114,6 @@ def _then(handle: Handle, copy_back: Callable[[], None]) -> Handle:
 
 
 def _up(host: Tensor, device: Tensor) -> None:
-    """Copy `host` to `device` on the current stream."""
     # The caller may free `host` immediately, because torch reuses pinned memory only after the
     # copy.
     device.copy_(host, non_blocking=True)

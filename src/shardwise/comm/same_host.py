@@ -1,6 +1,6 @@
 """Detects which ranks are on the same host, and sets up shared memory between them.
 
-Ranks decide together, over a group that already exists.
+All ranks make the same decision, over a group that already exists.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Publishes buffers in memory that all ranks of a host can read.
 
-Other ranks read a tensor in the arena in place. A tensor in private memory is first copied to a
-buffer in the arena, which is reused in later calls. Small tensors are sent inside the messages.
+Other ranks read a tensor directly if it is in the arena. A tensor in private memory is first copied
+to a buffer in the arena, which is reused in later calls. Small tensors are sent inside messages.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
-        """Launch an all-gather. Error messages call it `kind`."""
+        """Launch an all-gather. `kind` names the collective in error messages."""
 
 
 class SharedMemory(MappedMemory):

@@ -119,7 +119,7 @@ class SocketMesh:
         return list(self._sockets)
 
     def send(self, rank: int, message: MeshMessage) -> None:
-        """Send `message`, or queue it if the socket is full. Dropped if `rank` has exited."""
+        """Send `message`, or queue it if the socket is full. Drop it if `rank` has exited."""
         # Use the queue even if it is empty, so that messages cannot overtake earlier ones.
         queue = self._unsent[rank]
         queue.append(message)

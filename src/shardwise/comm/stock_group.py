@@ -35,7 +35,6 @@ class StockGroup:
         return torch.stack(rows)
 
     def read(self, rows: Tensor) -> Tensor:
-        """Copy `rows` to the CPU."""
         return rows.cpu()
 
     def gather_plain(self, value: Any) -> list[Any]:

@@ -61,8 +61,8 @@ def split_group(
     """Return the group in `groups` that contains this rank, or `Solo` if none does. Collective.
 
     `make` creates the transport from the new group's members (indices into `group_ranks`, in
-    ascending order) and torch's process group. If `timeout` is None, torch's default of 30 minutes
-    limits waits.
+    ascending order) and torch's process group. If `timeout` is None, waits are limited to torch's
+    default of 30 minutes.
     """
     rank = group.rank
     check_groups(groups, len(group_ranks.ranks))

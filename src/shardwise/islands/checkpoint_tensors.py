@@ -129,7 +129,6 @@ class BucketTensors(ExtraTensors):
                 yield kind, name, named.view(flat, slot.start).contiguous().view(-1)
 
     def _parameters_of(self, index: int) -> list[str]:
-        """Return the names of the parameters in a bucket."""
         slots = self._bucket(index).slots
         return [self._parameters.named[slot.parameter].name for slot in slots]
 

@@ -171,10 +171,10 @@ class DifferenceExchange:
         self.anchor.publish(indices)
 
     def gather_at_once(self, indices: Sequence[int], due: int, report: Tensor) -> list[Tensor]:
-        """Send the buckets `indices` and a report (flat uint8) in a single message per rank.
+        """Send the buckets' differences and `report` (flat uint8) in a single message per rank.
 
-        Returns the reports from all participating islands. Collective over all ranks. Call `arrive`
-        to apply the differences.
+        `indices` are the buckets. Returns the reports from all participating islands. Collective
+        over all ranks. Call `arrive` to apply the differences.
         """
         # Use a single message, because an island may fail between two messages. On every rank, an
         # island thus contributes either to the mean of all buckets or of none.

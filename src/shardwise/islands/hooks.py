@@ -49,7 +49,10 @@ _WITHOUT: dict[str, tuple[Callable[[Settings], bool], str]] = {
 
 
 def check(settings: Settings, *, elastic: bool) -> None:
-    """Raise ConfigError if a setting cannot be combined with islands, or with elastic islands."""
+    """Raise ConfigError if a setting cannot be combined with islands.
+
+    If `elastic` is true, also raise it for settings that elastic islands do not support.
+    """
     check_contradictions(settings)
     settings.averaging_rule  # noqa: B018 (raises for values that do not fit together)
     for flag, (is_on, why) in _WITHOUT.items():

@@ -356,9 +356,9 @@ def _form(buffers: Buffers) -> int:
 
 
 def check_reports(reports: list[IslandReport], islands: Sequence[int]) -> None:
-    """Raise an error if islands have made different numbers of steps or have different anchors.
+    """Raise UsageError if islands' step counts differ, or ModelMismatch if their anchors do.
 
-    Steps raise UsageError, anchors ModelMismatch. All peers raise the same error.
+    All peers raise the same error.
     """
     first = islands[0]
     for island, report in zip(islands, reports, strict=True):

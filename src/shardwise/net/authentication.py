@@ -72,7 +72,7 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether `words` prove that the peer knows the secret and means this role."""
+        """Return whether `words` prove that the peer knows the secret and asks for this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:
@@ -80,7 +80,7 @@ class Proof:
         return hmac.compare_digest(answer, self.answer)
 
     def seals(self, *, accepts: bool = False) -> Seals:
-        """Return the `Seals` of the connecting end (of the accepting end if `accepts` is true)."""
+        """Return the `Seals` for the connecting end, or the accepting end if `accepts` is true."""
         keys = [mac(self._secret, b"key " + end, *self._about) for end in (b"connects", b"accepts")]
         return Seals(*reversed(keys)) if accepts else Seals(*keys)
 

@@ -175,7 +175,7 @@ _BEFORE_USERS = {OURS / "adopt.py", OURS / "launch" / "function_rank.py"}
 def refusal_sentence(error: BaseException) -> str:
     """Return a refusal's one-line text: its message, and the lines of user code that led to it.
 
-    Returns "" if `error` is not a refusal, because its traceback must be shown.
+    Returns "" if `error` is not a refusal.
     """
     if not isinstance(error, ShardwiseError) or isinstance(error, CollectiveError):
         return ""

@@ -51,7 +51,6 @@ class Share:
 
     @property
     def numbers(self) -> range:
-        """The range of rank numbers."""
         return range(self.first, self.first + self.count)
 
     @property

@@ -34,7 +34,7 @@ class Progress:
 
     Args:
         step: The number of steps that the engine has completed.
-        kept: The number of steps covered by a complete checkpoint, which a restart does not repeat.
+        kept: The number of steps that a complete checkpoint covers. A restart does not repeat them.
         saves_when_asked: True if the rank saves a checkpoint when it is asked to stop.
         ended: True if the rank was asked to stop, has saved, and is exiting.
         resumes: True if the script resumes from the newest checkpoint when it starts.

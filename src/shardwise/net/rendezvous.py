@@ -97,7 +97,6 @@ class _Terms:
 
     @property
     def left(self) -> float:
-        """The number of seconds until the deadline."""
         return max(0.0, self.deadline - time.monotonic())
 
     def read_file(self) -> RendezvousFile | None:
@@ -152,7 +151,6 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether `host` is "localhost" or a loopback address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -97,7 +97,10 @@ class Restarts:
 
 
 def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]) -> int:
-    """Call `once` until it returns no failure or no restart is left. Return the exit code."""
+    """Call `once` until it succeeds or `restarts` allows no further restart.
+
+    Returns the exit code.
+    """
     ending = last_ending(restarts, once, say)
     say(ending.words)
     return ending.code
@@ -106,7 +109,10 @@ def repeated(restarts: Restarts, once: Callable[[], Ending], say: Callable[[str]
 def last_ending(
     restarts: Restarts, once: Callable[[], Ending], say: Callable[[str], None]
 ) -> Ending:
-    """Call `once` until it returns no failure or no restart is left. Return the last ending."""
+    """Call `once` until it succeeds or `restarts` allows no further restart.
+
+    Returns the last ending.
+    """
     ending = once()
     while ending.failure is not None:
         again, line = restarts.after(ending.failure)

@@ -14,7 +14,7 @@ A peer without the secret is disconnected before anything but its proof is read.
 not delay other peers.
 
 Four protocols do not use this module. An ssh agent sends its messages over ssh's standard streams,
-because ssh has already authenticated both ends. There they are mixed with lines that the login
+because ssh has already authenticated both ends. These streams also carry lines that the login
 prints (launch/ssh/protocol.py). The other three use Unix sockets, because they pass file
 descriptors or are on the hot path: comm/socket_mesh.py, the links between rank and launcher, and
 the fork server of tools/verify.

@@ -180,7 +180,6 @@ class HostStore(_TableStore):
         return self._table.absent(keys, time.monotonic() + seconds)
 
     def accept_no_more(self) -> None:
-        """Stop accepting connections."""
         self._server.accept_no_more()
 
     def close(self) -> None:

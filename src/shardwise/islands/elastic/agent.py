@@ -189,7 +189,7 @@ class IslandAgent(Agent):
         self._broker.settle(deliveries_here, keys)
 
     def on_shut(self, ranks: list[int]) -> None:
-        """Close the links to these ranks."""
+        """Close the links to `ranks`."""
         self._broker.shut(ranks)
 
     def _fetched(self, key: Key, fd: int) -> None:

@@ -130,7 +130,6 @@ class HostBroker:
                 link.close()
 
     def close(self) -> None:
-        """Close all links and files."""
         self.shut(list(self._links))
         self.settle((), list(self._files))
 
@@ -140,7 +139,6 @@ class HostBroker:
             self._files[key] = fd
 
     def read(self, key: Key) -> bytes:
-        """Return the content of the file `key`."""
         fd = self._files[key]
         return os.pread(fd, os.fstat(fd).st_size, 0)
 

@@ -293,7 +293,6 @@ class ElasticRun(_LinkCollectives):
 
 
 def _bytes(flat: Tensor) -> memoryview:
-    """Return the memory of a flat CPU tensor as bytes."""
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 

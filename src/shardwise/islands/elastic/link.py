@@ -223,9 +223,9 @@ class IslandLink:
 
     @contextmanager
     def steady(self) -> Iterator[None]:
-        """Return a context manager inside which `exchange` raises IslandsChanged after a change.
+        """Return a context manager in which `exchange` raises IslandsChanged if `members` changes.
 
-        All participating ranks raise it. The islands are compared with those at the start of the
+        All participating ranks raise it. `members` is compared with its value at the start of the
         outermost block.
         """
         outer, self._steady = self._steady, self._steady or self.members
@@ -261,7 +261,6 @@ class IslandLink:
         self._update_members(answer)
 
     def close(self) -> None:
-        """Close the link."""
         self._socket.close()
 
 

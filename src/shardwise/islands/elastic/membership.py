@@ -90,7 +90,6 @@ class Membership:
         self.members = list(range(self.count))
 
     def ranks(self, island: int) -> range:
-        """Return the ranks of an island."""
         return range(island * self.size, (island + 1) * self.size)
 
     @property
@@ -145,7 +144,6 @@ class Membership:
         return [each for island in self.members for each in self.ranks(island)]
 
     def _completed(self) -> Iterator[Answer]:
-        """Yield the answers of all completed exchanges."""
         # Sorted, so that the order of answers does not depend on the order of arrival.
         for rank in sorted(self._arrived):
             if rank not in self._arrived:

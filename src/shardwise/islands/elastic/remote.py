@@ -131,7 +131,7 @@ class RemoteBroker:
             self._failed(self, key, why)
 
     def cannot_fetch(self, ranks: range) -> bool:
-        """Return whether the remote host's fetches of any of `ranks`' files currently fail."""
+        """Return whether the remote host is currently unable to fetch a file from `ranks`."""
         return any(rank in ranks and since < math.inf for (rank, _), since in self.stalls.items())
 
 
@@ -225,7 +225,6 @@ class RemoteIsland:
 
     @property
     def can_start(self) -> bool:
-        """True if all hosts of the island are up."""
         return all(host.is_up for host in self.hosts)
 
     def resume(self) -> None:
@@ -286,5 +285,4 @@ class RemoteIsland:
 
 
 def ranks_on_host(ranks: range, host: IslandHost) -> range:
-    """Return the island's `ranks` that are on `host`."""
     return ranks_here(ranks, host.share.first, host.share.count)

@@ -178,7 +178,6 @@ class IslandSupervisor(Supervisor):
             self._fail(island, self._living(island) & set(ranks), why=why)
 
     def _living(self, island: int) -> set[int]:
-        """Return the island's running ranks."""
         return self._running & set(self._membership.ranks(island))
 
     def _are_alone(self, islands: Collection[int]) -> bool:

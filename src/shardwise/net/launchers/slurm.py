@@ -257,5 +257,4 @@ def _positive(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _is_this_host(environ: Mapping[str, str]) -> bool:
-    """Return whether the allocation consists of this host only."""
     return environ.get("SLURM_JOB_NUM_NODES") == "1" and "SLURMD_NODENAME" in environ
