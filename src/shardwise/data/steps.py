@@ -55,7 +55,10 @@ class LoaderPass:
         self._began = time.perf_counter()
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
-        """Yield the steps of this pass, numbered from `first`. Finish each before the next."""
+        """Yield the steps of this pass, numbered from `first`.
+
+        Raises UsageError if a loop that used only some micro-batches of a step continues.
+        """
         try:
             self._log_step_request(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetch_first, None), first):
