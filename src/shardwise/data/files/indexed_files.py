@@ -211,7 +211,7 @@ class _File:
 
 
 def find_files(files: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Return the paths that `files` names. Raise DataError if there are none."""
+    """Return the paths that `files` names. Raise DataError if no file matches."""
     named = [files] if isinstance(files, str | Path) else list(files)
     paths: list[Path] = []
     for name in map(str, named):
