@@ -53,7 +53,7 @@ def joined() -> sw.World | None:
 
 
 def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> None:
-    """Raise UsageError if a setting differs from that of the running world."""
+    """Raise UsageError if a setting differs from the running world's."""
     for name, value in given.items():
         found = world.device.type if name == "device" else getattr(world.settings, name)
         if found != value:

@@ -150,7 +150,7 @@ class TrainedEngine:
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Make the next step clip to `max_norm` or, if `coefficient` is passed, scale by that factor.
+        """Make the next step clip to `max_norm` or, if it is passed, scale by `coefficient`.
 
         A coefficient of 1 or more has no effect. A second call clips gradients that are already
         clipped, so the smaller limit applies.

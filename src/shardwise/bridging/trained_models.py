@@ -93,7 +93,7 @@ class TrainedModels:
         return found[0] if found else None
 
     def of_model(self, model: nn.Module) -> TrainedEngine | None:
-        """Return the engine that trains `model` or a model that contains it, whoever owns it."""
+        """Return the engine, of any owner, that trains `model` or a model that contains it."""
         return engine_of_model(model)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Splits each global batch into micro-batches: from shares, or from micro-shards in exact mode.
+"""Splits each global batch into the ranks' micro-batches: shares or, in exact mode, micro-shards.
 
 A global batch of 8 rows on 2 ranks:
 

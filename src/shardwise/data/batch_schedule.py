@@ -105,7 +105,7 @@ class FromSampler(BatchSchedule):
 
 
 class FromBatchSampler(BatchSchedule):
-    """The global batches of a user's batch sampler, which may differ in size."""
+    """The global batches of a user's batch sampler. Their sizes may differ."""
 
     def __init__(self, batch_sampler: Iterable[Iterable[Any]], *, world: World) -> None:
         self._sampler, self._world = batch_sampler, world
@@ -242,9 +242,9 @@ def _check_agreement(world: World, what: str, epoch: int, drawn: Sequence[Any]) 
 
 
 def comparison_group(world: World) -> Collectives:
-    """Return the group of ranks that compare their data.
+    """Return the group of the ranks that compare their data.
 
-    This group contains all ranks or, with elastic islands, the ranks of this island.
+    These are all ranks or, with elastic islands, the ranks of this island.
     """
     # An elastic island that has rejoined begins its epoch while the others are in the middle of
     # theirs, so they would not enter this collective.
@@ -253,7 +253,7 @@ def comparison_group(world: World) -> Collectives:
 
 
 def _as_index(index: Any) -> Any:
-    """If `index` is a 0-dim tensor or a NumPy integer, return it as an int, else unchanged."""
+    """Return `index` as an int if it is a 0-dim tensor or a NumPy integer, else unchanged."""
     return index.__index__() if hasattr(index, "__index__") else index
 
 

@@ -45,7 +45,7 @@ class LoaderArguments:
 
     @property
     def cut(self) -> BatchCut:
-        """The split of global batches into this rank's micro-batches."""
+        """The object that splits global batches into this rank's micro-batches."""
         if self.shards is not None:
             return MicroShardCut(self.shards)
         return ShareCut(self.size, self.rank, self.micro_batch_size, self.batch_size)

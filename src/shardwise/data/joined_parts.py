@@ -1,4 +1,4 @@
-"""Joins a stream's parts, which several ranks read, in the order in which they were trained on."""
+"""Joins the parts of a stream, which several ranks read, in training order."""
 
 from __future__ import annotations
 

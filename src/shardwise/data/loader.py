@@ -328,9 +328,9 @@ class Loader(HintsAtAttributes):
         Returns:
             A dict of ints and, for a stream, its state:
 
-            - "samples": number of samples consumed since training started.
-            - "epoch": the epoch of the next step. If only the rest of the epoch's loop body remains
-              to run, the current epoch.
+            - "samples": number of samples consumed since training started. - "epoch": the epoch of
+            the next step, or the current epoch if its steps are complete but
+              its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
               samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
@@ -434,7 +434,7 @@ class Loader(HintsAtAttributes):
         self._taken += 1
 
     def _shared_again(self, repeats: bool) -> Iterator[Item] | None:
-        """Implements `shared_again` of LoaderPass."""
+        """Divide the rows again after a loss, as LoaderPass describes for `shared_again`."""
         if repeats:
             self._position = self._step_start
             self._taken -= 1
@@ -444,7 +444,7 @@ class Loader(HintsAtAttributes):
         return self._items()
 
     def _items(self) -> Iterator[Item]:
-        """Yield the micro-batches of this pass in the order in which torch's DataLoader does."""
+        """Yield this pass's micro-batches, in the order of torch's DataLoader."""
         run = self._pass_number
         if self._torch_loader.num_workers:
             # Workers send tensors through sockets in a temporary folder. They inherit this one,
@@ -548,7 +548,7 @@ def _budget(
 
 
 def _check_repeatable(arguments: LoaderArguments) -> None:
-    """Raise DataError if this Loader cannot return the rows of a step again, for --survive."""
+    """Raise DataError if this Loader cannot repeat a step, which --survive requires."""
     unsupported = {
         "sampler=": arguments.sampler is not None,
         "batch_sampler=": arguments.batch_sampler is not None,

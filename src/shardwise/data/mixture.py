@@ -116,7 +116,7 @@ class Mixture(ConcatDataset[Any]):
 
 
 def _apportion(weights: list[float], samples: int) -> list[int]:
-    """Return integers proportional to `weights` whose sum is `samples` (largest remainders)."""
+    """Return integers proportional to `weights` that sum to `samples` (largest remainders)."""
     total = sum(weights)
     shares = [weight / total * samples for weight in weights]
     counts = [int(share) for share in shares]

@@ -66,7 +66,7 @@ def steps(length: int, batch_size: int, offset: int = 0) -> Iterator[Rows]:
 
 
 def share(rows: int, size: int, rank: int) -> Rows:
-    """Return the contiguous rows of a global batch for `rank`. Shares differ by at most one row."""
+    """Return `rank`'s contiguous rows of a global batch. Shares differ by at most one row."""
     cuts = even_cuts(rows, size)
     return cuts[rank], cuts[rank + 1]
 

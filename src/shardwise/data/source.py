@@ -273,7 +273,7 @@ class StreamSource:
                 return
 
     def _cut(self, chunk: list[Any], epoch: int) -> Iterator[tuple[MicroBatch, list[Any]]]:
-        """Yield the micro-batches of a step. The first row is the stand-in in an empty one."""
+        """Yield a step's micro-batches. An empty one gets the first row as a stand-in."""
         cuts = (self._cut_of.parts if self._sliced else self._cut_of.own_part_rows)(len(chunk))
         # A rank that reads its own part does not know the other ranks' rows yet. `until_all_finish`
         # exchanges them.
@@ -296,7 +296,7 @@ class StreamSource:
 
 
 def may_draw(dataset: Any) -> bool:
-    """Return False only if reading a sample is certain not to draw random numbers."""
+    """Return whether reading a sample may draw random numbers. If unsure, return True."""
     if isinstance(dataset, Subset):
         return may_draw(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -310,7 +310,7 @@ def may_draw(dataset: Any) -> bool:
 
 
 def can_continue(dataset: Any) -> bool:
-    """Return whether a stream that loads its state continues with the next sample."""
+    """Return whether the stream can continue with the next sample after loading its state."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         return False
     # The state of a Hugging Face dataset leaves out the samples in its shuffle buffer.
@@ -384,7 +384,7 @@ def _preserve_generators() -> AbstractContextManager[None]:
 
 
 class SavedGenerators:
-    """States of the torch, random and NumPy generators that are reserved for one purpose.
+    """Generator states (torch, random and NumPy) that are reserved for one purpose.
 
     Each `resume` block continues from the state at the end of the previous one.
     """

@@ -26,9 +26,9 @@ class LoaderPass:
     It calls `stepped(micro)` when it yields the last micro-batch of a step. A checkpoint that is
     saved after this call continues with the next step.
 
-    With `--survive`, `shared_again(repeats)` divides the rows among the remaining ranks. It returns
-    the micro-batches from the latest step on if `repeats` is true, and otherwise from the next step
-    on, or None if the shares have not changed.
+    With `--survive`, `shared_again(repeats)` divides the rows among the remaining ranks. If
+    `repeats` is true, it returns the micro-batches from the latest step on. Otherwise it returns
+    those from the next step on, or None if the shares have not changed.
     """
 
     def __init__(
@@ -55,7 +55,11 @@ class LoaderPass:
         self._began = time.perf_counter()
 
     def steps(self, first: int) -> Iterator[LoaderStep]:
-        """Yield the steps of this pass, numbered from `first`. Finish each before the next."""
+        """Yield the steps of this pass, numbered from `first`.
+
+        Raises UsageError if the caller requests a step after using only some of the previous one's
+        micro-batches.
+        """
         try:
             self._log_step_request(self._world.step_log.began)
             for number, item in enumerate(iter(self._fetch_first, None), first):
@@ -159,7 +163,7 @@ class LoaderPass:
 
     @property
     def survival(self) -> Survival | None:
-        """The object that repeats steps after a loss, or None outside training and `--survive`."""
+        """Repeats steps after a loss. None in an evaluation or without `--survive`."""
         return self._world.survival if torch.is_grad_enabled() else None
 
     def _fetch_first(self) -> Item | None:

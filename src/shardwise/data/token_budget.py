@@ -394,7 +394,7 @@ def is_first_rank(world: World) -> bool:
 
 
 def _gathered(read: Callable[[], T], failure: str, world: World) -> list[T]:
-    """Return all ranks' results of `read`. Raise DataError on all ranks if one of them failed."""
+    """Return all ranks' results of `read`. Raise DataError on all ranks if any of them failed."""
     mine: T | DataError
     try:
         mine = read()
@@ -431,9 +431,6 @@ def _lengths_of(
 
 
 def _as_int(value: Any) -> Any:
-    """Convert an integer from NumPy, or in a tensor with one element, to an int.
-
-    Returns any other value unchanged.
-    """
+    """Return `value` as an int if it is a NumPy integer or an integer tensor, else unchanged."""
     is_index = hasattr(value, "__index__") and not isinstance(value, bool)
     return value.__index__() if is_index else value

@@ -77,8 +77,8 @@ class Checks:
     ) -> list[Finding]:
         """Compare `pieces` across ranks, and return the findings of all ranks. Collective.
 
-        Also gathers the ranks' step times: `times` are this rank's, and the attribute `times` is
-        set to those of all ranks.
+        Also gathers step times: `times` holds this rank's, and the attribute `times` is set to all
+        ranks' times.
         """
         group = self.group
         digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]

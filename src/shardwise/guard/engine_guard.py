@@ -80,7 +80,7 @@ class EngineGuard:
         group: Ranks that step together.
         shard_group: Ranks across which states are sharded.
         residency: Gathers sharded parameters; None if they are replicated.
-        set_suspects_aside: Renames the checkpoints that were written after a step.
+        set_suspects_aside: Renames the checkpoints that were written after a given step.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class EngineGuard:
 
     @property
     def skips(self) -> bool:
-        """True if the guard skips a step that must not be applied, and training continues."""
+        """True if a step with an error is skipped instead of ending the run."""
         return self._checks.action == "restore"
 
     def close(self) -> None:

@@ -212,8 +212,8 @@ class MemorySeals:
     def check(self, step: int, rank: int, pieces: Sequence[Piece]) -> list[Finding]:
         """Return a finding for each piece that has changed since `seal`.
 
-        Skips a piece that was moved, or that has been written to according to torch. Waits for the
-        device once.
+        Skips pieces that were moved, and pieces that were written to according to torch's counters.
+        Waits for the device once.
         """
         if len(self._seals) != len(pieces):
             return []

@@ -53,7 +53,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server: `port` of `address`. Port 0 means it has no server.
+    """The address of a rank's status server: `port` of `address`. Port 0 means it cannot be asked.
 
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.

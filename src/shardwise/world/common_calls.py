@@ -42,7 +42,7 @@ class CommonCalls:
         self._made[call, process_status.users_line(sys._getframe(1))] += 1
 
     def note_batch(self, call: str, digest: Callable[[], float | Tensor]) -> None:
-        """Count one `call` that passes a batch. `digest` returns a number for the batch's first row."""
+        """Count a `call` that passes a batch. `digest` returns a number for its first row."""
         self.note(call)
         if self._left > 0:
             self._left -= 1

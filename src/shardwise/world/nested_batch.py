@@ -113,7 +113,7 @@ class Rows:
         return leaf
 
     def _part_of_plain(self, number: int, leaf: Sequence[Any], place: slice) -> Any:
-        """Return rows `place` of a list or tuple without tensors: a column, or nested columns."""
+        """Return the rows `place` of a column or of nested columns (sequences without tensors)."""
         is_column, has_columns = len(leaf) == self.total, self._is_nest(leaf)
         if is_column and not has_columns:
             return leaf[place]

@@ -81,8 +81,8 @@ class Preemption:
     def heed(self, ready: Callable[[], bool], save: Save) -> None:
         """Before a signal stops this process, call `save` if `ready()` is true.
 
-        Both are bound methods, held weakly. `save` is collective. Signals for which user code has
-        installed a handler are not changed.
+        Both are bound methods, held weakly. `save` is collective. A handler that user code has
+        installed for a signal is not replaced.
         """
         self._savers.append((WeakMethod(ready), WeakMethod(save)))
         # Python allows setting signal handlers only in the main thread.

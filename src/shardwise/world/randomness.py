@@ -64,7 +64,7 @@ class GeneratorStates:
 
     @classmethod
     def now(cls, device: torch.device) -> "GeneratorStates":
-        """Return the states of the CPU generators and of `device`, if it is an accelerator."""
+        """Return the CPU generators' states and, for an accelerator `device`, its generator's."""
         numpy: Any = sys.modules.get("numpy")
         return cls(
             torch.get_rng_state(),

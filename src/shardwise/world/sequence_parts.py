@@ -50,7 +50,7 @@ def lengths_of(total: int, size: int) -> list[int]:
 
 
 def cut(batch: Any, rank: int, size: int, *, dim: int = 0, call: str) -> tuple[Any, int]:
-    """Return part `rank` of `size` of `batch`, and the length of the full sequences.
+    """Return part number `rank` of every sequence in `batch`, and the full sequence length.
 
     Args:
         batch: Nested container of tensors of shape (rows, length, ...).

@@ -44,8 +44,8 @@ class Survival:
         repeated: Number of steps that were repeated.
         follow: Makes the engine use the remaining ranks. Set by the engine.
         lay_out: Divides sharded states among the remaining ranks. Set by the engine.
-        confirm: Called with whether the loop is plain. Reduces and confirms the current step, if
-            there is one, and returns True if it must be repeated. Set by the engine.
+        confirm: Reduces and confirms the current step, if there is one, and returns True if it must
+            be repeated. Called with True in a plain loop. Set by the engine.
         remember: Called with `plain` when a loop starts a step. Set by the engine.
         return_tracked: Called after the body of a plain loop, before the step is repeated. Undoes
             the body's changes to schedulers. Set by the engine.

@@ -49,7 +49,7 @@ class Part:
 class FeedTotals:
     """Totals of all inputs to an engine's models since the last step.
 
-    They are the number of elements, the sum of their hashes, their sum, the sum of their squares,
+    They consist of the number of elements, the sums of the elements' hashes, values and squares,
     and the number of rows. None of these depends on how rows are divided among ranks.
     """
 

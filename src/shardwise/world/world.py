@@ -159,7 +159,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def side_channel(self) -> Collectives:
-        """The ranks of `data`, with separate channels for collectives inside model passes.
+        """The ranks of `data`, with channels for collectives inside forward and backward passes.
 
         The order of these collectives relative to the engines' may differ between ranks, so they
         must not share channels. Creating the group, at its first use, is collective.
@@ -328,7 +328,7 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank, then on the other ranks (to fill a cache first).
+        """Run the block on the main rank first, such as to fill a cache, then on the other ranks.
 
         Collective.
 
@@ -357,7 +357,7 @@ class World(BatchRows, HintsAtAttributes):
             source: The rank that sends its value. Default: 0.
 
         Raises:
-            UsageError: There is no such rank, or its elastic island has left the run.
+            UsageError: There is no rank `source`, or its elastic island has left the run.
 
         Example:
             name = world.broadcast_object(make_run_name() if world.is_main else None)

@@ -211,7 +211,7 @@ class _File:
 
 
 def find_files(files: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Return the paths that `files` names. Raise DataError if there are none."""
+    """Return the paths that `files` names. Raise DataError if no file matches."""
     named = [files] if isinstance(files, str | Path) else list(files)
     paths: list[Path] = []
     for name in map(str, named):
@@ -268,8 +268,9 @@ def _read_index(file: Path, stamp: tuple[int, int]) -> Spans | None:
 def locked(folder: Path, argument: str) -> Iterator[None]:
     """Create `folder`, and let one process at a time run the block.
 
-    On each file system, one rank reads a data file and the other ranks then find its result. Raises
-    DataError, naming the user's `argument`, if the block cannot write into the folder.
+    The first rank on each file system reads a data file. The other ranks wait, and then use its
+    result. Raises DataError, naming the user's `argument`, if the block cannot write into the
+    folder.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

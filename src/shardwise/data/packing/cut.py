@@ -12,7 +12,7 @@ from shardwise.layout.sum_tree import MicroShards
 
 @dataclass(frozen=True)
 class PackedCut:
-    """Splits the packed rows of each step for one rank, into balanced shares or micro-shards.
+    """Splits each step's packed rows for one rank: balanced shares, or micro-shards.
 
     All ranks pack all rows of a step, because rows must not depend on the number of ranks.
     """
@@ -51,7 +51,7 @@ class PackedCut:
         return [[share[turn] for share in shares] for turn in range(count)]
 
     def micro_batches(self, steps: Iterable[Sequence[int]], epoch: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of `steps`. The first row is the stand-in."""
+        """Yield this rank's micro-batches of `steps`. A step's first row is its stand-in."""
         own = self.rank if self.shards is None else self.shards.rank
         all_lengths, packing = self.budget.lengths, self.budget.packing
         assert all_lengths is not None

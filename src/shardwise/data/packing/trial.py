@@ -68,7 +68,7 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
 
 @dataclass(frozen=True)
 class _Run:
-    """The model's scores, and the first input and output of each call of each module, by name."""
+    """The model's scores, and the first input and output of every call, by module name."""
 
     inputs: dict[str, list[Tensor]]
     outputs: dict[str, list[Tensor]]
@@ -220,7 +220,7 @@ def _is_close(value: Tensor, reference: Tensor) -> bool:
 
 
 def _documents(model: nn.Module) -> list[list[Tensor]]:
-    """Return the documents in each row, with tokens that are in every embedding of `model`."""
+    """Return the documents in each row, with tokens valid for every embedding of `model`."""
     sizes = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     draw = torch.Generator().manual_seed(0)
     most = min([50, *sizes])
