@@ -216,7 +216,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """Create the object that tracks the models' buffers, also when the states are rebuilt."""
+        """Create the object that tracks the models' buffers. Rebuilding the states keeps it."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
@@ -441,7 +441,7 @@ class UserObjects:
         agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a plain state_dict that `check_state` has accepted into `optimizer`. Collective."""
+        """Load `state`, which `check_state` has accepted, into `optimizer`. Collective."""
         # Use rank 0's numbers on all ranks: a different unit would change results, and a different
         # gradient dtype would change the collectives.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
@@ -459,7 +459,7 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace each `optimizer.state` that the engine holds, to detect its use."""
+        """Replace each `optimizer.state` that the engine holds, to detect when user code uses it."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
