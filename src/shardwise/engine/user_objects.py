@@ -459,7 +459,7 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace each `optimizer.state` that the engine holds, to detect when user code uses it."""
+        """Replace each `optimizer.state` that the engine holds, to detect its use."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
