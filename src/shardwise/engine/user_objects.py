@@ -570,7 +570,7 @@ class UserObjects:
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Add averages for the frozen parameters in `names` that have none, and rebuild the states.
 
-        Returns whether any were added, which is never the case without `ema_decay`. Collective.
+        Returns whether any were added. Does nothing without `ema_decay`. Collective.
         """
         if self.states.averages is None:
             return False
