@@ -147,8 +147,7 @@ class ContextParallel:
     def begin_backward(self, loss: Tensor, weight: float | Tensor) -> float:
         """Prepare a backward pass of `loss`, and return the weight for its gradients.
 
-        The result is 1 even if `weight` is 0, because other ranks' losses depend on this rank's
-        keys and values.
+        It is always 1, because other ranks' losses depend on this rank's keys and values.
         """
         if loss.grad_fn is None:
             raise UsageError(

@@ -50,7 +50,6 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
 
 
 def is_script(name: str) -> bool:
-    """Return whether `name` is the name of a Python script."""
     return name.endswith(".py")
 
 
