@@ -25,7 +25,7 @@ from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
 ItemsOf = Callable[[Any], Any]
-"""Returns the number of items in a batch over which its loss is averaged."""
+"""Returns the number of items in a batch that its loss averages over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class CountedBatch:
 
     samples: int
     is_cut: bool
-    """True if repeated rows were dropped, or if no row counts."""
+    """True if repeated rows were dropped, or if all rows are repeated."""
     has_repeated: bool = False
     """True if the batch still contains rows of samples that were counted before."""
 

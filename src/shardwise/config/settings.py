@@ -458,7 +458,8 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "with islands, results depend on their number",
     ),
 }
-"""Maps each setting to a test whether it is on, and the reason why --behind excludes it."""
+"""Maps each setting to a function that returns whether it is on, and to the reason why --behind
+excludes it."""
 
 
 _GROUPS = "it makes groups of workers, and these groups are not made again after a loss"
@@ -513,7 +514,8 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         "a repeated step would be recorded twice",
     ),
 }
-"""Maps each setting to a test whether it is on, and the reason why --survive excludes it."""
+"""Maps each setting to a function that returns whether it is on, and to the reason why --survive
+excludes it."""
 
 
 def check_survival(settings: Settings) -> None:

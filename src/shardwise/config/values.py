@@ -32,7 +32,7 @@ LARGEST_SEED = 2**64 - 1
 """The largest seed that torch accepts."""
 
 LONGEST = 2_000_000.0
-"""The longest timeout in seconds. In milliseconds it fits into the 31 bits of system calls."""
+"""The longest timeout in seconds. In milliseconds, it fits into the 31 bits of system calls."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095

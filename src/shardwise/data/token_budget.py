@@ -54,11 +54,11 @@ class TokenBudget:
     length: Callable[[Any], int] | Sequence[int]
     micro_batch_tokens: int | None = None
     cost: Callable[[int], float] | None = None
-    """Returns the work of a sample of a given length. Default: the length itself."""
+    """Returns the work for a sample of a given length. Default: the length itself."""
     packing: Packing | None = None
     """How documents share rows, or None if samples are padded."""
     cache: str | Path | None = None
-    """File that keeps the lengths for later runs."""
+    """File that stores the lengths for later runs."""
     lengths: list[int] | None = field(default=None, repr=False)
 
     @property

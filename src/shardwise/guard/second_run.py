@@ -127,7 +127,7 @@ class SecondRun:
         self._is_second = False
         self._is_armed = False
         self._pairs: list[tuple[str, str, Tensor, Tensor]] = []
-        """Kind, name, and the hashes of the two runs."""
+        """Kind and name of each result, and its hashes in the two runs."""
         self._swapped: list[tuple[Tensor, Any]] = []
         self._first: dict[str, list[Tensor]] = {}
         self._second: dict[str, list[Tensor]] = {}

@@ -20,7 +20,7 @@ from statistics import median
 DATA, FORWARD, BACKWARD, UPDATE = PHASES = ("data", "forward", "backward", "update")
 
 STEPS = 20
-"""Number of steps whose median is compared."""
+"""Number of recent steps over which medians are computed."""
 
 FACTOR = 1.3
 """A rank is a straggler if its steps take this many times as long as on the other ranks."""

@@ -29,7 +29,7 @@ ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer."""
 
 ABORT_SECONDS = 0.5
-"""Maximum seconds to spend on telling other ranks why this rank aborts, before it does."""
+"""Maximum seconds that a rank spends on telling the others why it is about to abort."""
 
 KEEPERS = 16
 """Number of ranks that are told why a rank aborted. Any rank can ask one of them."""

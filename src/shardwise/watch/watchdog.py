@@ -30,7 +30,7 @@ OUTLIVE = 20.0
 """Seconds that a process may outlive ranks that have aborted. It cannot continue without them."""
 
 SPEAKERS = 8
-"""Maximum number of ranks to ask, one by one, to write the report."""
+"""Maximum number of ranks that are asked, one after another, to write the report."""
 
 
 class Watchdog:

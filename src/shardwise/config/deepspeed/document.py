@@ -88,7 +88,7 @@ class Document:
     ignored: list[str] = field(default_factory=list)
     """The ignored keys, which only tune DeepSpeed."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """By dotted name, the value that replaced "auto", or None if the key was dropped."""
+    """Maps dotted names to the value that replaced "auto", or to None if the key was removed."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of `name`, or `default` if it is missing or null."""

@@ -13,9 +13,9 @@ from shardwise.data.files.indexed_files import FileDataset, locked, replacement_
 from shardwise.errors import DataError
 
 ROWS = 1024
-"""Largest number of rows in a batch of the decoded file."""
+"""Maximum number of rows per batch of the decoded file."""
 STAMP = b"shardwise"
-"""Key of the metadata with the size and the time of the Parquet file."""
+"""Metadata key for the size and modification time of the Parquet file."""
 
 
 class ParquetRows(FileDataset):
