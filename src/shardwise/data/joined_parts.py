@@ -8,8 +8,9 @@ from typing import Any
 
 from shardwise.data import order
 from shardwise.data.position import PartOrder
-from shardwise.data.source import SavedGenerators, WrappedStream
+from shardwise.data.source import WrappedStream
 from shardwise.errors import DataError
+from shardwise.world.cpu_generators import SavedGenerators
 from shardwise.world.randomness import seed_from
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from shardwise.data.order import locate
@@ -51,7 +51,14 @@ class Position:
 
     def stepped(self, total: int, stream: Any = None) -> Position:
         """Return the position after a step of `total` samples, with the stream's new state."""
-        return replace(self, offset=self.offset + total, steps=self.steps + 1, stream=stream)
+        return Position(  # `dataclasses.replace` takes 10 us, and this runs once per step
+            epoch=self.epoch,
+            offset=self.offset + total,
+            steps=self.steps + 1,
+            before=self.before,
+            order=self.order,
+            stream=stream,
+        )
 
     def next_epoch(self, epoch_length: int | None) -> Position:
         """Return the start of the next epoch, even if this epoch has unused samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -27,7 +28,15 @@ from shardwise.data.joined_parts import JoinedParts, part_of
 from shardwise.data.packing.collate import PackedCollate
 from shardwise.data.packing.cut import PackedCut
 from shardwise.data.position import PartOrder, Position
-from shardwise.data.source import Item, MapSource, MicroBatch, StreamRequest, StreamSource, may_draw
+from shardwise.data.source import (
+    Item,
+    MapRequest,
+    MapSource,
+    MicroBatch,
+    StreamRequest,
+    StreamSource,
+    may_draw,
+)
 from shardwise.data.token_budget import BudgetCut, ByTokens
 from shardwise.errors import DataError
 from shardwise.world.world import World
@@ -110,13 +119,13 @@ class MapReader(Reader):
     """Reads this rank's share of every global batch in a schedule."""
 
     def __init__(self, arguments: LoaderArguments, world: World) -> None:
-        draws, seed_samples = may_draw(arguments.dataset), arguments.seed_samples
         self.source = MapSource(
             arguments.dataset,
             _collate_of(arguments),
             seed=world.seed,
-            seed_samples=draws if seed_samples is None else seed_samples,
-            may_draw=draws or arguments.collate_fn is not None,
+            seed_samples=arguments.seed_samples,
+            may_draw=may_draw(arguments.dataset),
+            collate_may_draw=arguments.collate_fn is not None,
         )
         self._cut = arguments.cut
         self._budget_cut: BudgetCut | PackedCut | None = None
@@ -124,13 +133,31 @@ class MapReader(Reader):
             kind = BudgetCut if budget.packing is None else PackedCut
             self._budget_cut = kind(budget, arguments.size, arguments.rank, arguments.shards)
         self._schedule = _schedule(arguments, world)
+        self._requested: deque[MicroBatch] = deque()  # of the latest pass, and not delivered yet
         self.epoch_length, self.steps = self._schedule.epoch_length, self._schedule.steps
 
-    def requests_for(self, run: int, at: Position) -> Iterator[MicroBatch]:
+    def requests_for(self, run: int, at: Position) -> Iterator[MapRequest]:
         batches = self._schedule.batches(at.epoch, at.offset)
         if self._budget_cut is not None:
-            return self._budget_cut.micro_batches(batches, at.epoch)
-        return cut_batches(batches, at.epoch, self._cut)
+            micros = self._budget_cut.micro_batches(batches, at.epoch)
+        else:
+            micros = cut_batches(batches, at.epoch, self._cut)
+        self._requested = deque()
+        return self._request(micros, self._requested)
+
+    def _request(
+        self, micros: Iterator[MicroBatch], requested: deque[MicroBatch]
+    ) -> Iterator[MapRequest]:
+        for micro in micros:
+            requested.append(micro)
+            yield MapRequest(micro.epoch, micro.indices, micro.packed)
+
+    def delivered(self, answers: Iterator[Any]) -> Iterator[Item]:
+        # Descriptions stay in this process. Workers only receive indices and return data, in the
+        # order of the requests.
+        requested = self._requested
+        for data in answers:
+            yield requested.popleft(), data
 
 
 class SliceReader(Reader):
@@ -190,9 +217,12 @@ def cut_batches(
 
     The first row of a global batch is the stand-in for a rank without rows.
     """
+    previous = -1
     for batch in batches:
         rows = len(batch)
-        cuts, all_have, total_rows = cut.parts(rows), cut.all_have(rows), cut.total_rows(rows)
+        if rows != previous:  # the cuts depend on nothing else
+            cuts, all_have, total_rows = cut.parts(rows), cut.all_have(rows), cut.total_rows(rows)
+            previous = rows
         for part, (first, end) in enumerate(cuts):
             yield MicroBatch(
                 epoch=epoch,

@@ -1,7 +1,6 @@
 """Sources, which read the user's dataset in DataLoader workers or in the main process.
 
-A source receives a request for one micro-batch, and returns the collated micro-batch with its
-description. The dataset and the collate function draw from generators that are seeded for each
+A source receives a request for one micro-batch, and returns the collated micro-batch. The dataset and the collate function draw from generators that are seeded for each
 sample or batch. So their draws do not depend on the number of ranks or workers, and the generators
 of the main process are not advanced.
 """
@@ -9,25 +8,24 @@ of the main process are not advanced.
 from __future__ import annotations
 
 import copy
-import pickle
-import random
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from shardwise.data.batch_cuts import BatchCut
 from shardwise.data.files.indexed_files import FileDataset
 from shardwise.errors import DataError
-from shardwise.world.randomness import preserved, seed_from
+from shardwise.world.cpu_generators import CpuGenerators, SavedGenerators, preserved, seed_cpu
+from shardwise.world.randomness import seed_from
 
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of samples that have been skipped."""
@@ -93,55 +91,131 @@ class StreamRequest:
     state: Any = None
 
 
+class MapRequest(NamedTuple):
+    """A request for the samples `indices` of a map-style dataset, as one collated micro-batch."""
+
+    epoch: int
+    indices: Sequence[Any]
+    packed: tuple[tuple[int, ...], ...]
+    """See `MicroBatch.packed`."""
+
+
 class MapSource:
     """Reads a map-style dataset: any micro-batch, in any order.
 
     If `seed_samples` is true, the generators are seeded by (seed, epoch, index) before each sample.
-    Otherwise they are seeded by the first index of each micro-batch, and the dataset's
+    If it is false, they are seeded by the first index of each micro-batch, and the dataset's
     `__getitems__` is used if it exists.
+
+    If it is None, samples are the same as if it was true, but they are only seeded if the dataset
+    draws random numbers:
+
+        first micro-batch   seed each sample, and compare the generators around each sample
+                            read one sample again with another seed, and compare its values
+        nothing differs     from now on, compare the generators around each micro-batch
+        one differs later   read that micro-batch again, and seed each sample from then on
+
+    `may_draw` and `collate_may_draw` are false if reading or collating never draws.
     """
 
     def __init__(
-        self, dataset: Any, collate: Collate, *, seed: int, seed_samples: bool, may_draw: bool
+        self,
+        dataset: Any,
+        collate: Collate,
+        *,
+        seed: int,
+        seed_samples: bool | None,
+        may_draw: bool,
+        collate_may_draw: bool,
     ) -> None:
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
-        self._seed_samples = seed_samples
+        self._seed_samples = seed_samples if may_draw else False
         self._may_draw = may_draw
+        self._collate_may_draw = collate_may_draw
+        self._has_not_drawn = False  # if true, compare the generators around each micro-batch
+        self._states: CpuGenerators | None = None  # before the latest micro-batch
 
-    def __getitems__(self, micro: MicroBatch) -> Item:
+    def __getitems__(self, request: MapRequest) -> Any:
+        rows = self._read_without_draws(request) if self._has_not_drawn else None
         # In the main process (num_workers=0), a dataset draws from the same generators as the
         # training loop, and its draws must not advance them.
-        with _preserve_generators() if self._may_draw else nullcontext():
-            rows = self._rows(micro)
-            if micro.packed:
+        draws = self._collate_may_draw or (rows is None and self._may_draw)
+        with _preserve_generators() if draws else nullcontext():
+            if rows is None:
+                rows = self._read(request)
+            if request.packed:
                 samples = iter(rows)
-                rows = [[(next(samples), size) for size in row] for row in micro.packed]
-            self._seed_for("collate", micro.epoch, micro.indices[0])
-            return micro, self._collate(rows)
+                rows = [[(next(samples), size) for size in row] for row in request.packed]
+            if self._collate_may_draw:
+                self._seed_for("collate", request.epoch, request.indices[0])
+            return self._collate(rows)
 
     def close(self) -> None:
         """No-op: nothing remains open between micro-batches."""
 
-    def _rows(self, micro: MicroBatch) -> list[Any]:
+    def _read(self, request: MapRequest) -> list[Any]:
+        """Read the samples of `request` with seeds, unless the dataset cannot draw."""
+        if self._seed_samples is None:
+            return self._read_first(request)
         if self._seed_samples:
             rows = []
-            for index in micro.indices:
-                self._seed_for("sample", micro.epoch, index)
+            for index in request.indices:
+                self._seed_for("sample", request.epoch, index)
                 rows.append(self.dataset[index])
             return rows
-        self._seed_for("batch", micro.epoch, micro.indices[0])
+        if self._may_draw:
+            self._seed_for("batch", request.epoch, request.indices[0])
         batched = getattr(self.dataset, "__getitems__", None)
         if batched is not None:
-            return list(batched(list(micro.indices)))
-        return [self.dataset[index] for index in micro.indices]
+            return list(batched(list(request.indices)))
+        return [self.dataset[index] for index in request.indices]
+
+    def _read_first(self, request: MapRequest) -> list[Any]:
+        """Read the first micro-batch with seeds, and find out whether the dataset has drawn."""
+        rows, draws = [], False
+        for index in request.indices:
+            self._seed_for("sample", request.epoch, index)
+            before = CpuGenerators.now()
+            rows.append(self.dataset[index])
+            draws = draws or before.has_changed()
+        self._seed_samples = draws or self._depends_on_seed(request, rows[-1])
+        self._has_not_drawn = not self._seed_samples
+        return rows
+
+    def _depends_on_seed(self, request: MapRequest, sample: Any) -> bool:
+        """Read the last `sample` of `request` with another seed, and return whether it differs."""
+        # A dataset that seeds its own generator with torch.initial_seed(), or draws in
+        # torch.random.fork_rng(), leaves the states of the generators unchanged.
+        try:
+            self._seed_for("trial", request.epoch, request.indices[-1])
+            before = CpuGenerators.now()
+            again = self.dataset[request.indices[-1]]
+            return before.has_changed() or not _is_same(sample, again)
+        except Exception:  # the sample can be read only once, or has no value to compare
+            return True
+
+    def _read_without_draws(self, request: MapRequest) -> list[Any] | None:
+        """Read samples without seeds. Return None if the dataset has drawn random numbers."""
+        before = self._states
+        if before is None or before.has_changed():  # by the training loop
+            before = self._states = CpuGenerators.now()
+        try:
+            rows = [self.dataset[index] for index in request.indices]
+        except Exception:
+            if not before.has_changed():
+                raise
+        else:
+            if not before.has_changed():
+                return rows
+        before.restore()
+        self._has_not_drawn, self._seed_samples = False, True
+        return None
 
     def _seed_for(self, what: str, epoch: int, index: Any) -> None:
-        if self._may_draw:
-            # Do not seed by worker or rank, because the draws must be the same for any number of
-            # them.
-            seed_cpu(seed_from(self._seed, what, epoch, str(index)))
+        # Do not seed by worker or rank, because the draws must be the same for any number of them.
+        seed_cpu(seed_from(self._seed, what, epoch, str(index)))
 
 
 class StreamSource:
@@ -309,6 +383,19 @@ def may_draw(dataset: Any) -> bool:
     return not (isinstance(form, dict) and form.get("type", "custom") != "custom")
 
 
+def _is_same(value: Any, other: Any) -> bool:
+    """Return whether two samples are equal. Raises any exception if they cannot be compared."""
+    leaves, structure = pytree.tree_flatten(value)
+    others, other_structure = pytree.tree_flatten(other)
+    if structure != other_structure:
+        return False
+    for one, two in zip(leaves, others, strict=True):
+        equal = torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+        if not (equal.all() if hasattr(equal, "all") else equal):  # for NumPy, == returns an array
+            return False
+    return True
+
+
 def can_continue(dataset: Any) -> bool:
     """Return whether the stream can continue with the next sample after loading its state."""
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
@@ -367,57 +454,10 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def seed_cpu(seed: int) -> None:
-    """Seed the CPU generators of torch and `random`, and NumPy's if NumPy is loaded."""
-    # Not torch.manual_seed, which also seeds every accelerator, because this runs once per sample.
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed)
-
-
 def _preserve_generators() -> AbstractContextManager[None]:
     """Context manager that restores the generators, unless this process is a DataLoader worker."""
     # In a worker only the Loader draws, so there is nothing to preserve.
     return preserved() if get_worker_info() is None else nullcontext()
-
-
-class SavedGenerators:
-    """Generator states (torch, random and NumPy) that are reserved for one purpose.
-
-    Each `resume` block continues from the state at the end of the previous one.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: tuple[Any, ...] | None = None
-        self.advanced = False
-        """True if a `resume` block has drawn random numbers."""
-
-    @contextmanager
-    def resume(self) -> Iterator[None]:
-        numpy: Any = sys.modules.get("numpy")
-        with preserved():
-            if self._states is None:
-                seed_cpu(self._seed)
-            else:
-                torch.set_rng_state(self._states[0])
-                random.setstate(self._states[1])
-                if numpy is not None and self._states[2] is not None:
-                    numpy.random.set_state(self._states[2])
-            before = self._states or _generator_states()
-            yield
-            self._states = _generator_states()
-            # NumPy's state contains an array, and two arrays have no single result of ==.
-            (torch_before, *others), (torch_now, *now) = before, self._states
-            is_same = torch.equal(torch_before, torch_now)
-            self.advanced |= not is_same or pickle.dumps(others) != pickle.dumps(now)
-
-
-def _generator_states() -> tuple[Any, ...]:
-    numpy: Any = sys.modules.get("numpy")
-    return torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state()
 
 
 @contextmanager

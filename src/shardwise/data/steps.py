@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,10 +109,7 @@ class LoaderPass:
             samples=micro.samples,
             whole=micro.whole,
             last=micro.last,
-            # A stand-in has no samples. Sampler keys that are not ints are not recorded.
-            indices=tuple(index for index in micro.indices if isinstance(index, int))
-            if micro.samples
-            else (),
+            indices=micro.indices if micro.samples else (),  # a stand-in has no samples
             rows=micro.place,
             total=micro.total,
             sequence=sequence,
@@ -283,12 +281,19 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
     object with a `to` method (a PackedSequence, Hugging Face's BatchEncoding), calls that method.
     """
 
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if _moves(leaf) else leaf
-
-    return pytree.tree_map(move, batch, is_leaf=_moves)
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=non_blocking)
+    # For the usual containers, this is ten times as fast as pytree.
+    move = partial(to_device, device=device, non_blocking=non_blocking)
+    if type(batch) in (list, tuple):
+        return type(batch)(map(move, batch))
+    if type(batch) is dict:
+        return {key: move(value) for key, value in batch.items()}
+    if _moves(batch):
+        return batch.to(device)
+    leaves, structure = pytree.tree_flatten(batch, is_leaf=_moves)
+    is_leaf = len(leaves) == 1 and leaves[0] is batch
+    return batch if is_leaf else pytree.tree_unflatten(map(move, leaves), structure)
 
 
 def _moves(value: Any) -> bool:

@@ -12,8 +12,6 @@ import random
 import struct
 import sys
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,21 +147,6 @@ def _encode_words(words: Any) -> str:
 def _decode_words(text: str) -> list[int]:
     data = base64.b85decode(text)
     return list(struct.unpack(f"<{len(data) // 4}I", data))
-
-
-@contextmanager
-def preserved() -> Iterator[None]:
-    """Restore the CPU generators of torch, numpy and random at the end of the block."""
-    # Don't import numpy here, so that a script without it does not pay for the import.
-    numpy: Any = sys.modules.get("numpy")
-    states = (torch.get_rng_state(), random.getstate(), numpy and numpy.random.get_state())
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        if states[2] is not None:
-            numpy.random.set_state(states[2])
 
 
 def fix_arithmetic(device: torch.device) -> None:

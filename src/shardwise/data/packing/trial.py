@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.data.packing.collate import PackedCollate
 from shardwise.errors import DataError
-from shardwise.world.randomness import preserved
+from shardwise.world.cpu_generators import preserved
 
 MOST_PARAMETERS = 50_000_000
 """Size of the largest model that is tested. In fp64, its copy and two sets of gradients take

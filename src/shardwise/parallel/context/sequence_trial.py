@@ -31,7 +31,7 @@ from shardwise.parallel.context.transformers_inputs import (
     weight_of,
     with_cases,
 )
-from shardwise.world.randomness import preserved
+from shardwise.world.cpu_generators import preserved
 from shardwise.world.sequence_parts import dim_of, lengths_of
 
 ROWS, TOKENS = 2, 3
