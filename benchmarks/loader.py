@@ -4,9 +4,11 @@
 
 Measures samples per second and the time to the first batch, for small samples (32 numbers) and
 large ones (3 x 224 x 224 numbers), with 0 and 2 DataLoader workers. In each round, all ranks read
-an epoch in each way, one after the other, so that all ways see the same load of the machine. A
-round takes as long as its slowest rank. torchdata's StatefulDataLoader is measured too if it is
-installed. Prints medians over the rounds as a table in Markdown.
+an epoch in each way, one after the other and each time in another order, so that all ways see the
+same load of the machine. A round takes as long as its slowest rank. torchdata's StatefulDataLoader
+and Mosaic's StreamingDataset are measured too if they are installed. The latter reads and decodes
+its own files, and the others copy samples from memory. Prints medians over the rounds as a table in
+Markdown, and the median over the rounds of the ratio to the DataLoader.
 """
 
 import argparse
@@ -14,9 +16,12 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +33,8 @@ import shardwise as sw
 CASES = {"small": ((32,), 64, 200), "large": ((3, 224, 224), 16, 20)}
 """Shape of a sample, batch per rank, and steps of an epoch."""
 WORKERS = (0, 2)
-STATEFUL = find_spec("torchdata") is not None
+PEERS = {"torchdata": "StatefulDataLoader", "streaming": "StreamingDataset"}
+INSTALLED = {name for module, name in PEERS.items() if find_spec(module) is not None}
 
 
 class Samples(Dataset):
@@ -44,19 +50,41 @@ class Samples(Dataset):
         return self.one.clone(), index
 
 
-def ways(world: Any, dataset: Dataset, batch: int, workers: int) -> dict[str, Iterable[Any]]:
-    """Return the loaders to compare, by name."""
+def ways(
+    world: Any, dataset: Samples, batch: int, workers: int, files: Path
+) -> dict[str, Iterable[Any]]:
+    """Return the loaders to compare, by name. `files` is a folder that all ranks share."""
     sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=True)
     options = {"batch_size": batch, "sampler": sampler, "num_workers": workers}
     found: dict[str, Iterable[Any]] = {
         "Loader": sw.Loader(dataset, batch * world.size, shuffle=True, num_workers=workers),
         "DataLoader": DataLoader(dataset, **options),
     }
-    if STATEFUL:
+    if "StatefulDataLoader" in INSTALLED:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         found["StatefulDataLoader"] = StatefulDataLoader(dataset, **options)
+    if "StreamingDataset" in INSTALLED:
+        from streaming import StreamingDataset
+
+        write_shards(world, dataset, files)
+        options = {"batch_size": batch, "num_workers": workers}
+        streamed = StreamingDataset(local=str(files), shuffle=True, batch_size=batch)
+        found["StreamingDataset"] = DataLoader(streamed, **options)
     return found
+
+
+def write_shards(world: Any, dataset: Samples, files: Path) -> None:
+    """Write the samples as Mosaic's shards, unless an earlier call has."""
+    if world.is_main and not (files / "index.json").exists():
+        from streaming import MDSWriter
+
+        shape = ",".join(map(str, dataset.one.shape))
+        columns = {"x": f"ndarray:float32:{shape}", "y": "int"}
+        with MDSWriter(out=str(files), columns=columns) as writer:
+            for index in range(len(dataset)):
+                writer.write({"x": dataset.one.numpy(), "y": index})
+    world.barrier()
 
 
 def read(loader: Iterable[Any]) -> tuple[float, float]:
@@ -76,23 +104,27 @@ def slowest(world: Any, work: Callable[[], tuple[float, float]]) -> list[float]:
     return [max(each) for each in zip(*world.gather(work()), strict=True)]
 
 
-def work(rounds: int) -> None:
+def work(rounds: int, folder: Path) -> None:
     """Measure all cases on this rank, and print the medians."""
     world = sw.init(seed=0, device="cpu", quiet=True)
     torch.set_num_threads(1)
     for case, (shape, batch, steps) in CASES.items():
         dataset = Samples(shape, batch * steps * world.size)
         for workers in WORKERS:
-            loaders = ways(world, dataset, batch, workers)
+            loaders = ways(world, dataset, batch, workers, folder / case)
             times: dict[str, list[list[float]]] = {name: [] for name in loaders}
-            for _ in range(rounds):
-                for name, loader in loaders.items():
+            for number in range(rounds):
+                names = list(loaders)
+                names = names[number % len(names) :] + names[: number % len(names)]
+                for name in names:
                     with torch.no_grad():  # the Loader expects steps of an engine otherwise
-                        times[name].append(slowest(world, lambda loader=loader: read(loader)))
+                        times[name].append(slowest(world, partial(read, loaders[name])))
             for name, each in times.items():
                 first, rest = (statistics.median(values) for values in zip(*each, strict=True))
                 rate = (steps - 1) * batch * world.size / rest
-                row = [world.size, case, workers, name, rate, first]
+                pairs = zip(times["DataLoader"], each, strict=True)
+                ratio = statistics.median(torchs[1] / own[1] for torchs, own in pairs)
+                row = [world.size, case, workers, name, rate, ratio, first]
                 world.print(f"result {json.dumps(row)}")
 
 
@@ -101,28 +133,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default 2,4)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.rank:
-        work(options.rounds)
+    if options.folder:
+        work(options.rounds, options.folder)
         return
     facts = machine.describe()
     print(f"`{facts['command']}`: {facts['machine']}, {facts['versions']}, {facts['date']}.")
-    print("" if STATEFUL else "torchdata is not installed, so StatefulDataLoader is absent.\n")
-    print("| ranks | samples | workers | loader | samples/s | ms to the first batch |")
-    print("| --: | --- | --: | --- | --: | --: |")
+    absent = [
+        f"{name} is absent: {module} is not installed."
+        for module, name in PEERS.items()
+        if name not in INSTALLED
+    ]
+    print("\n".join([*absent, ""]))
+    print("| ranks | samples | workers | loader | samples/s | ratio | ms to the first batch |")
+    print("| --: | --- | --: | --- | --: | --: | --: |")
     for size in options.ranks.split(","):
-        command = [sys.executable, "-m", "shardwise", "run", "-n", size, "--quiet", __file__]
-        command += ["--rank", "--rounds", str(options.rounds)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "shardwise", "run", "-n", size, "--quiet", __file__]
+            command += ["--folder", folder, "--rounds", str(options.rounds)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}")
         for line in done.stdout.splitlines():
             if found := line.partition("result ")[2]:
-                ranks, case, workers, name, rate, first = json.loads(found)
-                print(
-                    f"| {ranks} | {case} | {workers} | {name} | {rate:,.0f} | {1e3 * first:.1f} |"
-                )
+                ranks, case, workers, name, rate, ratio, first = json.loads(found)
+                cells = [ranks, case, workers, name]
+                cells += [f"{rate:,.0f}", f"{ratio:.2f}", f"{1e3 * first:.1f}"]
+                print(f"| {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":

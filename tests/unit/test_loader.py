@@ -704,6 +704,99 @@ def test_a_batched_fetch_is_kept_without_seeding_of_samples(solo):
     assert first[0] == first[1]
 
 
+class Rarely(Dataset):
+    """Draws in two samples of ten. Counts the reads of each sample."""
+
+    def __init__(self, draw):
+        self.draw, self.reads = draw, collections.Counter()
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        return index, torch.tensor(self.draw() if index in (5, 8) else 0.0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("draw", [random.random, np.random.randn, lambda: torch.randn(()).item()])
+def test_a_dataset_that_draws_later_gets_the_same_draws(solo, draw, num_workers):
+    expected = _by_index(Loader(Rarely(draw), 10, seed_samples=True))
+    before = _states()
+    loader = Loader(Rarely(draw), 2, num_workers=num_workers)
+    found = []
+    for _ in range(2):
+        np.random.randn()  # keeps a second normal number, which the dataset must not get
+        random.gauss(0, 1)
+        before = _states()
+        found.append(_by_index(loader))
+        assert _states() == before
+    assert found[0] == expected
+    assert found[1] != expected
+
+
+def _forked():
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(()).item()
+
+
+@pytest.mark.parametrize(
+    "draw", [_forked, lambda: random.Random(torch.initial_seed()).random()], ids=["fork", "seed"]
+)
+def test_a_dataset_that_draws_without_a_trace_is_seeded(solo, draw):
+    class Hidden(Rarely):
+        def __getitem__(self, index):
+            return index, torch.tensor(self.draw())
+
+    expected = _by_index(Loader(Hidden(draw), 10, seed_samples=True))
+    assert _by_index(Loader(Hidden(draw), 2)) == expected
+    assert len(set(expected.values())) == 10
+
+
+def test_samples_are_seeded_only_until_the_dataset_is_known(solo, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(source, "seed_cpu", lambda seed: seeds.append(seed))
+    quiet = Rarely(lambda: 0.0)
+    loader = Loader(quiet, 2)
+    for _ in range(2):
+        list(loader)
+    assert len(seeds) == 3  # two samples, and one of them again
+    assert dict(quiet.reads) == {**dict.fromkeys(range(10), 2), 1: 3}
+
+
+def test_a_micro_batch_that_draws_is_read_again_unless_samples_are_seeded(solo):
+    late, seeded = Rarely(random.random), Rarely(random.random)
+    list(Loader(late, 2))
+    list(Loader(seeded, 2, seed_samples=True))
+    assert dict(late.reads) == {**dict.fromkeys(range(10), 1), 1: 2, 4: 2, 5: 2}
+    assert set(seeded.reads.values()) == {1}
+
+
+def test_samples_without_a_value_to_compare_are_seeded(solo, monkeypatch):
+    class Objects(Rarely):
+        def __getitem__(self, index):
+            return object()
+
+    seeds = []
+    monkeypatch.setattr(source, "seed_cpu", lambda seed: seeds.append(seed))
+    list(Loader(Objects(None), 2, collate_fn=len))
+    assert len(seeds) == 10 + 1 + 5  # each sample, one of them again, and each collation
+
+
+def test_an_error_of_a_later_sample_is_raised_once(solo):
+    class Broken(Rarely):
+        def __getitem__(self, index):
+            sample = super().__getitem__(index)
+            if index == 4:
+                raise ValueError("no sample 4")
+            return sample
+
+    broken = Broken(random.random)
+    with pytest.raises(ValueError, match="no sample 4"):
+        list(Loader(broken, 2))
+    assert broken.reads[4] == 1
+
+
 def test_which_datasets_may_draw():
     face = types.SimpleNamespace
     assert source.may_draw(Numbers())
