@@ -361,6 +361,68 @@ def test_trial_of_transformers_finds_windows_caches_and_eager_attention(solo):
     sw.Packing(eager, row=ROW, attention="positions")
 
 
+def tiny(kind, **options):
+    """Return a small causal model of Transformers, as if it was loaded with flash attention."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=13,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        use_cache=False,
+        **options,
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    # Loading it with this argument would require the kernels, which need a GPU.
+    model.config._attn_implementation = "flash_attention_2"
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("Llama", {}), ("Mistral", {"sliding_window": 32}), ("Gemma2", {"head_dim": 4})],
+)
+def test_a_model_on_flash_attention_is_tested_by_its_arguments(solo, kind, options):
+    model = tiny(kind, **options)
+    sw.Packing(model, row=ROW, attention="flash")
+    assert model.config._attn_implementation == "flash_attention_2"
+    for attention in ("mask", "positions"):
+        with pytest.raises(DataError, match=r'write Packing\(\.\.\., attention="flash"\)'):
+            sw.Packing(model, row=ROW, attention=attention)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(DataError, match="only flash attention reads"):
+        sw.Packing(model, row=ROW, attention="flash")
+
+
+def test_a_model_that_drops_the_arguments_of_flash_attention_is_refused(solo):
+    model = tiny("Llama")
+    inner = type(model.model)
+
+    class Dropping(inner):
+        def forward(self, input_ids, position_ids=None, **others):
+            return super().forward(input_ids, position_ids=position_ids)
+
+    model.model.__class__ = Dropping
+    with pytest.raises(DataError, match=r"self_attn \(LlamaAttention\).*pass cu_seq_lens_q"):
+        sw.Packing(model, row=ROW, attention="flash")
+
+
+def test_arguments_of_flash_attention_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    texts = [torch.arange(1, 4), torch.arange(4, 6)]
+    ours = PackedCollate(5, "flash")([[(text, len(text)) for text in texts]])
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    theirs = collator([{"input_ids": text.tolist()} for text in texts])
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        assert torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(value)), key
+    batch = PackedCollate(7, "flash")([[(texts[0], 3)], [(texts[1], 2), (texts[0], 3)]])
+    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 7, 9, 12, 14]  # with free positions
+    assert batch["max_length_k"] == 4
+
+
 def passes_after_the_engine(world):
     """Return whether the trial accepts a model whose parameters an engine has sharded."""
     model = Causal()

@@ -571,6 +571,121 @@ def test_data_without_a_length(group, tmp_path):
         ranks(group, 2)(stream_case, zero, str(tmp_path))
 
 
+class Padding:
+    """Pads the rows of a batch, and records their numbers in `data`."""
+
+    def __init__(self, data):
+        self.numbers = {id(row["input_ids"]): number for number, row in enumerate(data)}
+        self.batches = []
+
+    def __call__(self, rows):
+        self.batches.append([self.numbers[id(row["input_ids"])] for row in rows])
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = [row["input_ids"] for row in rows]
+        return {
+            "input_ids": pad(ids, batch_first=True),
+            "attention_mask": pad([torch.ones_like(each) for each in ids], batch_first=True),
+            "labels": pad(ids, batch_first=True, padding_value=-100),
+        }
+
+
+def grouped_case(world, zero, folder):
+    """Group texts by their length, and train a stock Trainer on the same batches in that order."""
+    import shardwise.transformers
+
+    draw = torch.Generator().manual_seed(4)
+    lengths = torch.randint(2, 30, (ROWS,), generator=draw).tolist()
+    data = [{"input_ids": torch.randint(2, WORDS, (n,), generator=draw)} for n in lengths]
+    quietly()
+    fresh()
+    padding = Padding(data)
+    strategy = {"train_sampling_strategy": "group_by_length", "num_train_epochs": 1}
+    trainer = shardwise.transformers.Trainer(
+        model=gpt2(), args=arguments(folder, **batches(2), **strategy), train_dataset=data,
+        data_collator=padding, zero=zero, quiet=True,
+    )  # fmt: skip
+    trainer.train()
+    seen = figures(trainer)
+    trainer.accelerator.free_memory()
+    steps = [[*a, *b] for a, b in zip(*world.gather(padding.batches), strict=True)]
+    assert sorted(number for step in steps for number in step) == list(
+        range(ROWS)
+    )  # each text once
+    spread = [max(lengths[i] for i in step) - min(lengths[i] for i in step) for step in steps]
+    assert sum(spread) / len(spread) < 14  # of numbers at random it is 17
+    plain = stock(folder, 4, train_sampling_strategy="sequential", num_train_epochs=1)
+    plain.train_dataset = [data[number] for step in steps for number in step]
+    plain.data_collator = Padding(data)
+    plain.train()
+    for mine, theirs in zip(seen, figures(plain), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    return steps
+
+
+def test_texts_grouped_by_length(group, tmp_path):
+    for zero in (0, 3):
+        ranks(group, 2)(grouped_case, zero, str(tmp_path))
+
+
+def packed_case(world, zero, folder):
+    """Pack texts with TRL's SFTTrainer, and compare with the stock one in a single process."""
+    import datasets
+    import tokenizers
+    import trl
+
+    import shardwise.transformers
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, WORDS)}}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<pad>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>"
+    )
+    draw = torch.Generator().manual_seed(4)
+    counts = torch.randint(2, 15, (48,), generator=draw).tolist()
+    texts = [torch.randint(2, WORDS, (n,), generator=draw).tolist() for n in counts]
+    data = datasets.Dataset.from_dict({"text": [" ".join(f"w{n}" for n in t) for t in texts]})
+
+    def trained(kind, **options):
+        quietly()
+        fresh()
+        kept = {name: value for name, value in options.items() if name not in ("zero", "quiet")}
+        args = trl.SFTConfig(
+            str(folder), packing=True, max_length=16, learning_rate=1e-2, num_train_epochs=1,
+            logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True, save_strategy="no",
+            dataloader_pin_memory=False, per_device_train_batch_size=2, bf16=False,
+            gradient_checkpointing=False, **kept,
+        )  # fmt: skip
+        model = gpt2()
+        model.config.use_cache = False
+        extra = {name: options[name] for name in ("zero", "quiet") if name in options}
+        trainer = kind(
+            model=model, args=args, train_dataset=data, processing_class=tokenizer, **extra
+        )
+        trainer.train()
+        found = figures(trainer), len(trainer.train_dataset)
+        if extra:
+            trainer.accelerator.free_memory()
+        return found
+
+    seen, rows = trained(shardwise.transformers.on(trl.SFTTrainer), zero=zero, quiet=True)
+    assert rows < 40  # 48 texts share rows
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            patch.delenv(name)
+        patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
+        expected, _ = trained(trl.SFTTrainer, gradient_accumulation_steps=world.size)
+    assert len(seen) == len(expected) > 3
+    for mine, theirs in zip(seen, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+
+
+def test_texts_packed_by_trl(group, tmp_path):
+    pytest.importorskip("trl", reason="the trl package is not there")
+    for zero in (0, 3):
+        ranks(group, 2)(packed_case, zero, str(tmp_path))
+
+
 def resized_case(world, zero, folder):
     """Resize the embeddings before training, and after it, when the model is plain again."""
     model = gpt2()

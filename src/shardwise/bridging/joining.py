@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, resolve, sources
+from shardwise.config import FIELDS, OF_THE_ENGINE, Settings, flag, resolve, sources
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.net import error_file
@@ -79,7 +79,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for islands, context groups or, unless `in_parts`, divided replicas."""
+    """Raise UsageError for settings that a library's own data or steps contradict."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "
@@ -92,6 +92,15 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
             "sequences of its batches. Leave the flag out, or write the loop with sw.Engine and "
             "world.share."
         )
+    for name in ("tokens", "micro_batch_tokens"):
+        if (count := getattr(settings, name)) is not None:
+            raise UsageError(
+                f"{library} cannot be combined with {flag(name)} {count}: its steps have a fixed "
+                "number of samples. Leave the flag out. For texts of different lengths, use the "
+                'library\'s own means: in a Trainer train_sampling_strategy="group_by_length", in '
+                "TRL packing=True. Or write the loop with sw.Loader(tokens=..., length=...) and "
+                "sw.Engine."
+            )
     for name in () if in_parts else ("tensor", "pipeline"):
         if (size := getattr(settings, name)) > 1:
             raise UsageError(

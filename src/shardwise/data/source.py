@@ -1,13 +1,15 @@
 """Sources, which read the user's dataset in DataLoader workers or in the main process.
 
-A source receives a request for one micro-batch, and returns the collated micro-batch. The dataset and the collate function draw from generators that are seeded for each
-sample or batch. So their draws do not depend on the number of ranks or workers, and the generators
-of the main process are not advanced.
+A source receives a request for one micro-batch and returns the collated micro-batch. The dataset
+and the collate function draw from generators that are seeded for each sample or batch. So their
+draws do not depend on the number of ranks or workers, and the generators of the main process are
+not advanced.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,11 +1,11 @@
-"""The global CPU generators of torch, `random` and NumPy: saves, compares and restores their states.
+"""Saves, compares and restores the states of the global CPU generators of torch, random and NumPy.
 
 Datasets draw from these generators. The Loader compares their states around every micro-batch, so
-this takes a few microseconds. The public functions take about 100, because `random.getstate` and
-`numpy.random.get_state` convert 624 words each. So the words are copied from memory instead:
-NumPy publishes their address. CPython does not, so `_find_python_words` looks for them in the
-generator object. If it does not find them, or if NumPy uses another bit generator than its default,
-the public functions are used.
+this must take a few microseconds. The public functions take over 100, because `random.getstate` and
+`numpy.random.get_state` convert 624 words each. So the words are copied from memory. NumPy has a
+public attribute for their address. CPython has none, so `_find_python_words` searches the generator
+object for them. If they are not found, or if NumPy uses another bit generator than its default, the
+public functions are used.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.data.packing.varlen_attention import flash_arguments
 from shardwise.errors import DataError
 
 IGNORED = -100
@@ -57,8 +58,10 @@ class PackedCollate:
             )
             same = numbers[:, :, None] == numbers[:, None, :]  # (rows, row, row)
             batch["attention_mask"] = same.tril()[:, None]
+        flat_sizes = [size for each in sizes for size in each]
+        if self.attention == "flash":
+            batch |= flash_arguments(flat_sizes)
         elif self.attention == "cu_seqlens":
-            flat_sizes = [size for each in sizes for size in each]
             batch["cu_seqlens"] = torch.tensor([0, *accumulate(flat_sizes)], dtype=torch.int32)
             batch["max_seqlen"] = max(flat_sizes)
         return batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.data.packing.trial import check_model
 from shardwise.errors import DataError
 
-ATTENTION = ("mask", "positions", "cu_seqlens")
+ATTENTION = ("mask", "positions", "flash", "cu_seqlens")
 
 
 class Packing:
@@ -29,6 +29,9 @@ class Packing:
     - position_ids, int64 of shape (rows, row): they start at 0 in each document.
     - With attention="mask": attention_mask, bool of shape (rows, 1, row, row). Each token
       attends to itself and to the earlier tokens of its document.
+    - With attention="flash": cu_seq_lens_q and cu_seq_lens_k, int32 of shape (documents + 1,): the
+      start of each document in the flattened rows, and the end of the last one. Free positions form
+      documents too. max_length_q and max_length_k, ints, are the length of the longest document.
     - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,): the start of each
       document in the flattened rows, and the end of the last one. Free positions form documents
       too. max_seqlen, an int, is the length of the longest document.
@@ -40,7 +43,9 @@ class Packing:
         attention: How the model learns where documents start, besides position_ids. "mask" is for
             models that pass a mask of four dims to attention. "positions" passes nothing else. It
             is for Transformers models with `config.use_cache=False`, which infer the documents from
-            position_ids. "cu_seqlens" is for variable-length attention kernels.
+            position_ids. "flash" is for Transformers models on flash attention. In the test, plain
+            arithmetic replaces the kernel, which does not run on the CPU. "cu_seqlens" is for your
+            own variable-length attention kernels.
         call: Returns the scores of a batch, of shape (rows, row, ...), as `call(model, batch)`.
             Default: `model(**batch)` without labels.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.data.packing.collate import PackedCollate
+from shardwise.data.packing.varlen_attention import on_reference, uses_flash
 from shardwise.errors import DataError
 from shardwise.world.cpu_generators import preserved
 
@@ -50,8 +51,13 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
             f"copies at most {MOST_PARAMETERS:,}: pass Packing a smaller model of the same classes "
             "(fewer layers and features), or model=False if you have tested it."
         )
-    with preserved(), torch.random.fork_rng(devices=[]):
+    if call is None:
+        _check_kernel(model, attention)
+    with ExitStack() as stack:
+        stack.enter_context(preserved())
         clone = _copy(model)
+        if attention == "flash" and uses_flash(clone):
+            stack.enter_context(on_reference(clone))
         documents = _documents(clone)
         packed = PackedCollate(ROW, attention)
         batch = packed([[(text, len(text)) for text in row] for row in documents])
@@ -65,6 +71,24 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
             batch = alone if call is not None else {"input_ids": alone["input_ids"]}
             singles.append(_run(clone, batch, call or _call, kind))
     _compare(kind, attention, clone, together, singles, documents)
+
+
+def _check_kernel(model: nn.Module, attention: str) -> None:
+    """Raise DataError if the attention kernel of a Transformers model ignores what a batch has."""
+    kind = type(model).__name__
+    if uses_flash(model) and attention != "flash":
+        # It would take several rows as one document each, whatever their positions.
+        raise DataError(
+            f"{kind} uses flash attention, which finds documents neither in a mask nor, with "
+            f'several rows, in position_ids: write Packing(..., attention="flash") instead of '
+            f'"{attention}".'
+        )
+    if attention == "flash" and not uses_flash(model):
+        raise DataError(
+            f'attention="flash" passes cu_seq_lens_q, which only flash attention reads, but {kind} '
+            'does not use it: load it with attn_implementation="flash_attention_2", or leave '
+            "attention out."
+        )
 
 
 @dataclass(frozen=True)
@@ -173,6 +197,8 @@ _HINTS = {
     "Otherwise train it without pack.",
     "positions": "It must find documents in position_ids. For a model of Transformers, set "
     'model.config.use_cache = False, or write attention="mask". Otherwise train it without pack.',
+    "flash": "It must use position_ids, and pass cu_seq_lens_q to its attention. Otherwise train "
+    "it without pack.",
     "cu_seqlens": "It must use position_ids, and cu_seqlens in its attention. Otherwise train it "
     "without pack.",
 }
