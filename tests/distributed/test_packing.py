@@ -10,9 +10,10 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import config
+from shardwise.bridging import joining
 from shardwise.data.packing.collate import PackedCollate
 from shardwise.data.packing.rows import close_steps, pack_rows
-from shardwise.errors import DataError
+from shardwise.errors import DataError, UsageError
 
 IGNORED = -100
 ROW = 40
@@ -489,3 +490,25 @@ def test_the_run_may_decide_the_tokens_of_a_micro_batch(solo, monkeypatch):
     monkeypatch.setenv("SHARDWISE_MICRO_BATCH_TOKENS", "40")
     loader = sw.Loader(documents(), micro_batch_tokens=120, **options)
     assert {len(batch["input_ids"]) for step in loader.steps() for batch in step} == {1}
+
+
+def test_the_run_may_decide_the_tokens_of_a_step(solo, capsys):
+    solo.settings = config.Settings(tokens=80)
+    options = {"length": length, "pack": sw.Packing(False, row=ROW)}
+    for tokens in ({}, {"tokens": 80}, {"tokens": 120}):
+        batches = list(sw.Loader(documents(), **options, **tokens))
+        assert {len(batch["input_ids"]) for batch in batches} == {2, 1}
+    assert len(list(sw.Loader(list(range(4)), 2))) == 2  # an evaluation by samples
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "shardwise: --tokens 80 replaces tokens=120 in the script",
+        "shardwise: --tokens 80 does not apply to a Loader without length=",
+    ]
+
+
+@pytest.mark.parametrize("name", ["tokens", "micro_batch_tokens"])
+def test_bridges_refuse_token_budgets(solo, name):
+    solo.settings = config.Settings(**{name: 80})
+    flag = f"--{name.replace('_', '-')} 80"
+    with pytest.raises(UsageError, match=rf"Trainer cannot be combined with {flag}.*group_by"):
+        joining.join({}, "Trainer")

@@ -1,5 +1,6 @@
 """The recipes, the tour and the notebook run as a reader would run them."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ FLAGS = {
     "lora": ["--zero", "3"],
     "gan": ["--zero", "2"],
 }
-SLOW = ("lora",)
+SLOW = ("lora", "sft")
 """Recipes that load a large library, which `make test-all` runs."""
 
 RESULT = re.compile(r"epoch|step|best|mean radius|accuracy|adapter")
@@ -59,6 +60,27 @@ def test_recipe_prints_the_same_on_one_and_two_workers(
     one = results(shardwise, "run", "-n", "1", *flags, script)
     assert len(one) >= 2
     assert_close(one, two)
+
+
+TEXT = Path(os.environ.get("TESTS_PTB", ROOT.parent / "shared" / "data" / "wikitext-2-small"))
+"""Folder of real text, one paragraph per line."""
+
+
+@pytest.mark.full  # it loads a large library
+@pytest.mark.skipif(not TEXT.is_dir(), reason="TESTS_PTB names no folder of text")
+@pytest.mark.usefixtures("warm_programs")
+def test_fine_tuning_on_real_text_is_the_same_on_two_workers(
+    shardwise: Launcher, tmp_path: Path
+) -> None:
+    for name, count in (("train", 300), ("valid", 60)):
+        lines = (TEXT / f"{name}.txt").read_text().splitlines()
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines[:count]))
+    words = [str(RECIPES / "sft.py"), "--data", str(tmp_path), "--epochs", "2"]
+    one, two = (results(shardwise, "run", "-n", workers, *words) for workers in ("1", "2"))
+    assert len(one) == 2
+    assert_close(one, two)
+    first, last = (float(line.split("token, ")[1].split()[0]) for line in one)
+    assert last < first < 7
 
 
 @pytest.mark.usefixtures("warm_programs")
