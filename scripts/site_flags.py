@@ -87,7 +87,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--late": ("steps", "--late 5"),
     "--behind": ("steps", "--behind 1"),
     "--micro-batch-size": ("samples", "--micro-batch-size 8"),
-    "--tokens": ("tokens", "--tokens 32768"),
+    "--step-tokens": ("tokens", "--step-tokens 32768"),
     "--micro-batch-tokens": ("tokens", "--micro-batch-tokens 8192"),
     "--batch": ("", "--batch worker"),
     "--exact": ("micro-shards", "--exact 4"),

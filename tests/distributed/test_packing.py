@@ -493,7 +493,7 @@ def test_the_run_may_decide_the_tokens_of_a_micro_batch(solo, monkeypatch):
 
 
 def test_the_run_may_decide_the_tokens_of_a_step(solo, capsys):
-    solo.settings = config.Settings(tokens=80)
+    solo.settings = config.Settings(step_tokens=80)
     options = {"length": length, "pack": sw.Packing(False, row=ROW)}
     for tokens in ({}, {"tokens": 80}, {"tokens": 120}):
         batches = list(sw.Loader(documents(), **options, **tokens))
@@ -501,12 +501,12 @@ def test_the_run_may_decide_the_tokens_of_a_step(solo, capsys):
     assert len(list(sw.Loader(list(range(4)), 2))) == 2  # an evaluation by samples
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "shardwise: --tokens 80 replaces tokens=120 in the script",
-        "shardwise: --tokens 80 does not apply to a Loader without length=",
+        "shardwise: --step-tokens 80 replaces tokens=120 in the script",
+        "shardwise: --step-tokens 80 does not apply to a Loader without length=",
     ]
 
 
-@pytest.mark.parametrize("name", ["tokens", "micro_batch_tokens"])
+@pytest.mark.parametrize("name", ["step_tokens", "micro_batch_tokens"])
 def test_bridges_refuse_token_budgets(solo, name):
     solo.settings = config.Settings(**{name: 80})
     flag = f"--{name.replace('_', '-')} 80"

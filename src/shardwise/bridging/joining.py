@@ -92,7 +92,7 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
             "sequences of its batches. Leave the flag out, or write the loop with sw.Engine and "
             "world.share."
         )
-    for name in ("tokens", "micro_batch_tokens"):
+    for name in ("step_tokens", "micro_batch_tokens"):
         if (count := getattr(settings, name)) is not None:
             raise UsageError(
                 f"{library} cannot be combined with {flag(name)} {count}: its steps have a fixed "

@@ -226,7 +226,7 @@ class Settings:
     micro_batch_size: int | None = _setting(
         "spread", "samples per worker and backward; gradients accumulate", values.whole(1), "M"
     )
-    tokens: int | None = _setting(
+    step_tokens: int | None = _setting(
         "spread",
         "tokens per step of all workers, for a sw.Loader with length=",
         values.whole(1),

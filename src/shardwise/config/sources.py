@@ -101,7 +101,7 @@ _ELSEWHERE = {
     "rendezvous": "sw.init",
     "timeline": "sw.init",
     "micro_batch_size": "sw.Loader",
-    "tokens": "sw.Loader",
+    "step_tokens": "sw.Loader",
     "micro_batch_tokens": "sw.Loader",
     "batch": "sw.init",
     "record": "sw.init",

@@ -78,7 +78,7 @@ class Loader(HintsAtAttributes):
         tokens: Maximum number of tokens in a total batch, in place of batch_size. Samples are taken
             in order, and a step ends before the sample that would exceed the maximum. The steps
             depend only on (seed, epoch, lengths). A step's samples are divided so that all ranks
-            have about the same work, so shares are not contiguous rows. Overridden by `--tokens`,
+            have about the same work, so shares are not contiguous rows. Overridden by `--step-tokens`,
             which is also the default if length is passed.
         length: With tokens: a function that returns the number of tokens in a sample, or one length
             per sample. Each rank calls the function for a part of the dataset, before the first
@@ -156,8 +156,8 @@ class Loader(HintsAtAttributes):
     ) -> None:
         self._world = current_world()
         settings = self._world.settings
-        if settings.tokens is not None:
-            tokens = self._tokens_of_run(settings.tokens, tokens, length)
+        if settings.step_tokens is not None:
+            tokens = self._tokens_of_run(settings.step_tokens, tokens, length)
         # Values in the script become the run's settings.
         micro = {"micro_batch_size": micro_batch_size}
         if tokens is not None:
@@ -221,12 +221,12 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _tokens_of_run(self, run: int, own: int | None, length: Any) -> int | None:
-        """Return the budget of a step if `--tokens` is set to `run`."""
+        """Return the budget of a step if `--step-tokens` is set to `run`."""
         if own is None and length is None:
-            self._world.say_once(f"--tokens {run} does not apply to a Loader without length=")
+            self._world.say_once(f"--step-tokens {run} does not apply to a Loader without length=")
             return None
         if own not in (None, run):
-            self._world.say_once(f"--tokens {run} replaces tokens={own} in the script")
+            self._world.say_once(f"--step-tokens {run} replaces tokens={own} in the script")
         return run
 
     def _build(self) -> None:

@@ -3,7 +3,7 @@
 Datasets draw from these generators. The Loader compares their states around every micro-batch, so
 this must take a few microseconds. The public functions take over 100, because `random.getstate` and
 `numpy.random.get_state` convert 624 words each. So the words are copied from memory. NumPy has a
-public attribute for their address. CPython has none, so `_find_python_words` searches the generator
+public attribute for their address. CPython does not publish it, so `_find_python_words` searches the generator
 object for them. If they are not found, or if NumPy uses another bit generator than its default, the
 public functions are used.
 """
@@ -123,7 +123,7 @@ class SavedGenerators:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """Context manager in which the global generators are those of this object."""
+        """Context manager in which the global generators have the states of this object."""
         with preserved():
             if self._states is None:
                 seed_cpu(self._seed)
