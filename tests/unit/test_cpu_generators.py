@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.world import cpu_generators
 from shardwise.world.cpu_generators import CpuGenerators, preserved, seed_cpu
 
 DRAWS = {
@@ -40,7 +39,7 @@ def _public_states():
 @pytest.mark.parametrize("draw", DRAWS)
 def test_each_draw_is_detected_and_undone(draw, kept):
     seed_cpu(3)
-    if kept:  # of the two normal numbers, the second one is kept outside the words
+    if kept:  # of two normal numbers that were drawn, the second one is kept
         DRAWS[kept]()
     before, public = CpuGenerators.now(), _public_states()
     assert _public_states() == public  # `now` has changed nothing
@@ -56,21 +55,6 @@ def test_each_draw_is_detected_and_undone(draw, kept):
     assert _public_states() == public
 
 
-def test_public_functions_replace_memory_that_is_not_found(monkeypatch):
-    seed_cpu(3)
-    fast = CpuGenerators.now()
-    monkeypatch.setattr(cpu_generators, "_find_python_words", lambda: None)
-    monkeypatch.setattr(cpu_generators, "_find_numpy_words", lambda numpy: None)
-    before, public = CpuGenerators.now(), _public_states()
-    assert before != fast
-    assert not before.has_changed()
-    random.random()
-    np.random.randn()
-    assert before.has_changed()
-    before.restore()
-    assert _public_states() == public
-
-
 def test_another_bit_generator_of_numpy_is_saved_and_restored():
     own = np.random.get_bit_generator()
     try:
@@ -82,9 +66,3 @@ def test_another_bit_generator_of_numpy_is_saved_and_restored():
         assert np.random.rand() == drawn
     finally:
         np.random.set_bit_generator(own)
-
-
-def test_the_memory_of_both_generators_is_found():
-    # Otherwise everything is right, but slow.
-    assert cpu_generators._find_python_words() is not None
-    assert cpu_generators._find_numpy_words(np) is not None

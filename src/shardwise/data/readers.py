@@ -156,8 +156,8 @@ class MapReader(Reader):
         # Descriptions stay in this process. Workers only receive indices and return data, in the
         # order of the requests.
         requested = self._requested
-        for data in answers:
-            yield requested.popleft(), data
+        for data, collate_draws in answers:
+            yield replace(requested.popleft(), collate_draws=collate_draws), data
 
 
 class SliceReader(Reader):

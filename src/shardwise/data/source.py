@@ -67,6 +67,8 @@ class MicroBatch:
     """Number of positions that all ranks compute for these tokens, including padding."""
     stream: Any = None
     """State of the stream after the step, or None if it cannot continue from a state."""
+    collate_draws: bool = False
+    """True if `collate_fn` draws random numbers."""
 
     @property
     def last(self) -> bool:
@@ -102,6 +104,28 @@ class MapRequest(NamedTuple):
     """See `MicroBatch.packed`."""
 
 
+class _SeededCollate:
+    """Calls the user's `collate_fn`, which may draw, with seeded generators.
+
+    `draws` is True if the first call drew random numbers.
+    """
+
+    def __init__(self, collate: Collate, seed: int) -> None:
+        self.draws = False
+        self._collate = collate
+        self._seed = seed
+        self._has_run = False
+
+    def __call__(self, rows: list[Any], *coordinates: int | str) -> Any:
+        seed_cpu(seed_from(self._seed, "collate", *coordinates))
+        if self._has_run:
+            return self._collate(rows)
+        before = CpuGenerators.now()
+        data = self._collate(rows)
+        self.draws, self._has_run = before.has_changed(), True
+        return data
+
+
 class MapSource:
     """Reads a map-style dataset: any micro-batch, in any order.
 
@@ -131,28 +155,30 @@ class MapSource:
         collate_may_draw: bool,
     ) -> None:
         self.dataset = dataset
-        self._collate = collate
+        self._collate = _SeededCollate(collate, seed) if collate_may_draw else collate
         self._seed = seed
         self._seed_samples = seed_samples if may_draw else False
         self._may_draw = may_draw
-        self._collate_may_draw = collate_may_draw
         self._has_not_drawn = False  # if true, compare the generators around each micro-batch
         self._states: CpuGenerators | None = None  # before the latest micro-batch
 
-    def __getitems__(self, request: MapRequest) -> Any:
+    def __getitems__(self, request: MapRequest) -> tuple[Any, bool]:
+        """Return the collated data, and whether `collate_fn` draws random numbers."""
         rows = self._read_without_draws(request) if self._has_not_drawn else None
         # In the main process (num_workers=0), a dataset draws from the same generators as the
         # training loop, and its draws must not advance them.
-        draws = self._collate_may_draw or (rows is None and self._may_draw)
-        with _preserve_generators() if draws else nullcontext():
+        collate = self._collate
+        is_seeded = isinstance(collate, _SeededCollate) or (rows is None and self._may_draw)
+        with _preserve_generators() if is_seeded else nullcontext():
             if rows is None:
                 rows = self._read(request)
             if request.packed:
                 samples = iter(rows)
                 rows = [[(next(samples), size) for size in row] for row in request.packed]
-            if self._collate_may_draw:
-                self._seed_for("collate", request.epoch, request.indices[0])
-            return self._collate(rows)
+            if isinstance(collate, _SeededCollate):
+                data = collate(rows, request.epoch, str(request.indices[0]))
+                return data, collate.draws
+            return collate(rows), False
 
     def close(self) -> None:
         """No-op: nothing remains open between micro-batches."""
@@ -249,7 +275,7 @@ class StreamSource:
         # the same stream.
         self.has_states = sliced and can_continue(dataset)
         self._reports = reports
-        self._collate = collate
+        self._collate = _SeededCollate(collate, seed)
         self._seed = seed
         self._cut_of, self.chunk = cut, chunk
         self._rank, self._sliced = rank, sliced
@@ -277,8 +303,8 @@ class StreamSource:
         micro, rows = found
         with _preserve_generators():
             number = self._cut_of.number(request.number)
-            seed_cpu(seed_from(self._seed, "collate", *self._rank_seed, request.epoch, number))
-            return micro, self._collate(rows) if rows else None
+            data = self._collate(rows, *self._rank_seed, request.epoch, number) if rows else None
+            return replace(micro, collate_draws=self._collate.draws), data
 
     def close(self) -> None:
         """Drop the iterator over the user's stream."""

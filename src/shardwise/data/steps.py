@@ -83,6 +83,16 @@ class LoaderPass:
                 f"{self.tokens / seconds:,.0f} tokens/s"
             )
 
+    def report_collate_draws(self, micro: MicroBatch) -> None:
+        """Tell the user once if a `collate_fn` makes batches depend on the number of workers."""
+        # In the exact mode, micro-batches do not depend on the number of workers.
+        if self._world.settings.exact is None and (self._world.data_size > 1 or micro.parts > 1):
+            self._world.say_once(
+                f"{self.stream.name}: collate_fn draws random numbers once per micro-batch, so its "
+                "batches depend on the number of workers. Draw them in the dataset's __getitem__, "
+                "which is seeded per sample"
+            )
+
     def close(self) -> None:
         """Close the stream and drop the iterator over the data. Idempotent."""
         self.open = False
@@ -119,6 +129,8 @@ class LoaderPass:
         )
         self._world.current_batch.give(self.stream, batch, training=torch.is_grad_enabled())
         if torch.is_grad_enabled():
+            if micro.collate_draws:
+                self.report_collate_draws(micro)
             self._world.step_log.given(micro.samples, micro.epoch)
             self._in_hand = True
             self.tokens += micro.tokens

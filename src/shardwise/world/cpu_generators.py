@@ -1,33 +1,16 @@
-"""Saves, compares and restores the states of the global CPU generators of torch, random and NumPy.
-
-Datasets draw from these generators. The Loader compares their states around every micro-batch, so
-this must take a few microseconds. The public functions take over 100, because `random.getstate` and
-`numpy.random.get_state` convert 624 words each. So the words are copied from memory. NumPy has a
-public attribute for their address. CPython does not publish it, so `_find_python_words` searches the generator
-object for them. If they are not found, or if NumPy uses another bit generator than its default, the
-public functions are used.
-"""
+"""Saves, compares and restores the states of the global CPU generators of torch, random and NumPy."""
 
 from __future__ import annotations
 
 import ctypes
 import pickle
 import random
-import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-
-WORDS = 624
-"""Number of 32-bit words in the state of a Mersenne Twister. Its position follows them."""
-STATE_BYTES = 4 * (WORDS + 1)
-Memory = ctypes.c_char * STATE_BYTES
-_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
-"""The generator behind the functions of `random`."""
 
 
 def seed_cpu(seed: int) -> None:
@@ -54,49 +37,32 @@ class CpuGenerators(NamedTuple):
 
     torch: bytes
     python: tuple[Any, ...]
-    numpy: bytes | tuple[bytes] | None
-    """None if NumPy is not loaded."""
+    numpy: bytes | None
+    """A pickle of the state, or None if NumPy is not loaded."""
 
     @classmethod
     def now(cls) -> CpuGenerators:
-        """Return the current states."""
-        state = torch.default_generator.get_state()
+        """Return the current states. This takes about 0.1 ms if NumPy is loaded."""
         numpy: Any = sys.modules.get("numpy")
+        state = torch.get_rng_state()
         return cls(
             ctypes.string_at(state.data_ptr(), state.numel()),
-            _python_state(),
-            None if numpy is None else _numpy_state(numpy),
+            random.getstate(),
+            # Pickled, because the state depends on the bit generator, which the user may replace.
+            None if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False)),
         )
 
     def has_changed(self) -> bool:
-        """Return whether anything was drawn since these states were saved.
-
-        It is the same as `CpuGenerators.now() != self`, in a third of the time.
-        """
-        state = torch.default_generator.get_state()
-        if ctypes.string_at(state.data_ptr(), state.numel()) != self.torch:
-            return True
-        if _python_state() != self.python:
-            return True
-        numpy: Any = sys.modules.get("numpy")
-        if isinstance(self.numpy, bytes) and (memory := _find_numpy_words(numpy)) is not None:
-            # Without a kept number, each draw moves the words.
-            return memory.raw != self.numpy
-        return self.numpy != (None if numpy is None else _numpy_state(numpy))
+        """Return whether anything was drawn since these states were saved."""
+        return CpuGenerators.now() != self
 
     def restore(self) -> None:
         """Set the generators to these states."""
-        state = torch.frombuffer(bytearray(self.torch), dtype=torch.uint8)
-        torch.default_generator.set_state(state)
-        words, *rest = self.python
-        if isinstance(words, bytes):
-            position, *numbers = struct.unpack(f"=i{WORDS}I", words)
-            _PYTHON.setstate((random.Random.VERSION, (*numbers, position), *rest))
-        else:
-            _PYTHON.setstate(self.python)
+        torch.set_rng_state(torch.frombuffer(bytearray(self.torch), dtype=torch.uint8))
+        random.setstate(self.python)
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and self.numpy is not None:
-            _set_numpy_state(numpy, self.numpy)
+            numpy.random.set_state(pickle.loads(self.numpy))
 
 
 @contextmanager
@@ -123,7 +89,7 @@ class SavedGenerators:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """Context manager in which the global generators have the states of this object."""
+        """Context manager in which the global generators are those of this object."""
         with preserved():
             if self._states is None:
                 seed_cpu(self._seed)
@@ -133,68 +99,3 @@ class SavedGenerators:
             yield
             self.advanced = self.advanced or before.has_changed()
             self._states = CpuGenerators.now()
-
-
-def _python_state() -> tuple[Any, ...]:
-    memory = _find_python_words()
-    if memory is None:
-        return _PYTHON.getstate()  # type: ignore[no-any-return]
-    return memory.raw, _PYTHON.gauss_next
-
-
-@cache
-def _find_python_words() -> Memory | None:
-    """Return the memory of the state of `random`, which starts with the position, or None."""
-    if sys.implementation.name != "cpython":  # elsewhere, id() is no address
-        return None
-    _, (*words, position), _ = _PYTHON.getstate()
-    state = ctypes.string_at(id(_PYTHON), random.Random.__base__.__basicsize__)
-    offset = state.find(struct.pack(f"=i{WORDS}I", position, *words))
-    return None if offset < 0 else Memory.from_address(id(_PYTHON) + offset)
-
-
-def _numpy_state(numpy: Any) -> bytes | tuple[bytes]:
-    """Return the words of NumPy's generator or, if they are not its full state, a pickle of it."""
-    if (memory := _find_numpy_words(numpy)) is not None:
-        words: bytes = memory.raw
-        # NumPy draws normal numbers in pairs and keeps the second one outside these words. The only
-        # quick way to see it is to take it. This may move the words, so they are written back.
-        kept = _take_kept_normal(numpy, memory)
-        memory.raw = words
-        if kept is None:
-            return words
-        *keys, position = struct.unpack(f"={WORDS}Ii", words)
-        numpy.random.set_state(("MT19937", keys, position, 1, kept))
-    return (pickle.dumps(numpy.random.get_state(legacy=False)),)
-
-
-def _set_numpy_state(numpy: Any, state: bytes | tuple[bytes]) -> None:
-    memory = _find_numpy_words(numpy)
-    if isinstance(state, tuple):
-        numpy.random.set_state(pickle.loads(state[0]))
-    elif memory is None:  # the user has replaced the bit generator, which NumPy reports
-        *keys, position = struct.unpack(f"={WORDS}Ii", state)
-        numpy.random.set_state(("MT19937", keys, position))
-    else:
-        _take_kept_normal(numpy, memory)
-        memory.raw = state
-
-
-def _find_numpy_words(numpy: Any) -> Memory | None:
-    """Return the memory of the state of NumPy's generator, which ends with the position."""
-    if not hasattr(numpy.random, "get_bit_generator"):  # new in NumPy 1.24
-        return None
-    generator = numpy.random.get_bit_generator()
-    if type(generator) is not numpy.random.MT19937:  # another one has another state
-        return None
-    return Memory.from_address(generator.ctypes.state_address)
-
-
-def _take_kept_normal(numpy: Any, memory: Memory) -> float | None:
-    """Remove the normal number that NumPy keeps and return it, or None if it keeps none."""
-    before = memory.raw
-    value: float = numpy.random.standard_normal()
-    if memory.raw == before:
-        return value
-    numpy.random.standard_normal()
-    return None
