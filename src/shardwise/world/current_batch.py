@@ -19,7 +19,7 @@ class Batch:
     """This rank's part of one micro-batch.
 
     samples   number of samples; 0 for a stand-in: a real sample that a rank without samples gets,
-    so that it runs the same collectives as the others
+              so that it runs the same collectives as the others
     whole     number of samples of this micro-batch across all ranks; 0 if unknown on this rank
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
