@@ -1,7 +1,7 @@
 """Measures the phases of each step on this rank, and finds a rank that the others wait for.
 
     data       from the end of a step or a backward pass to the start of the next forward pass
-    forward    from there to the start of the backward pass, including the loss
+    forward    from the start of the forward pass to that of the backward pass, including the loss
     backward   the backward pass
     update     engine.step
 
