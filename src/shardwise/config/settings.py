@@ -58,7 +58,6 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting whose value is a state's tier."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 

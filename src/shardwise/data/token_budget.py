@@ -216,7 +216,6 @@ class TokenBudget:
                 )
 
     def work(self, length: int) -> float:
-        """Return the work for a sample of `length` tokens."""
         return float(length) if self.cost is None else self.cost(length)
 
 

@@ -88,7 +88,6 @@ class _Before:
     observed: list[tuple[OrderedDict[int, Any], int, _Observed]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Stop recording layers and observing hooks."""
         self.recording.remove()
         for hooks, key, observed in self.observed:
             # A hook may have removed itself, or have been replaced.
