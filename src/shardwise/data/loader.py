@@ -92,8 +92,8 @@ class Loader(HintsAtAttributes):
             `L + L * L / (6 * d)`.
         pack: With tokens: a `Packing`, to put documents end to end into rows of a fixed length
             instead of padding them. tokens must be a multiple of that length.
-        micro_batch_size: Number of rows per micro-batch. Overrides the keyword of `sw.init`. A flag,
-            variable or config file overrides it.
+        micro_batch_size: Number of rows per micro-batch. Overrides the keyword of `sw.init`. A
+            flag, variable or config file overrides it.
         num_workers: See `torch.utils.data.DataLoader`, which reads the data.
         collate_fn: See `torch.utils.data.DataLoader`.
         pin_memory: See `torch.utils.data.DataLoader`.
