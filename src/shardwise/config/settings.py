@@ -431,7 +431,7 @@ class Settings:
 
     @property
     def equal_in_words(self) -> str:
-        """Text for messages about what islands synchronise, and when."""
+        """Text that describes what islands synchronise, and when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 
