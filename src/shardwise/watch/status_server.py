@@ -166,7 +166,6 @@ class StatusServer:
             )
 
     def close(self) -> None:
-        """Stop answering."""
         if self._server is not None:
             self._server.close(ANSWER_SECONDS)
         elif self._listener is not None:
@@ -177,14 +176,12 @@ class StatusServer:
     # -- answering ------------------------------------------------------------------------
 
     def _answer(self, asker: rpc.Connection) -> None:
-        """Answer one request and close the connection."""
         # A rank that connects and then stops must not block the answers to others.
         asker.socket.settimeout(HEARING)
         if (question := asker.receive()) is not None:
             asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
-        """Return the answer to another rank's request."""
         if (answer := self.answers.get(question["ask"])) is not None:
             return answer(question)
         # Keep the first abort, because later ones are consequences of it.

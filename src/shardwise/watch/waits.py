@@ -83,7 +83,6 @@ class Waits:
         return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
-        """Return the open waits of all threads."""
         return list(self._open.values())
 
     def helping(self) -> AbstractContextManager[None]:

@@ -54,7 +54,6 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._ended.set()
         self._thread.join(ANSWER_SECONDS)
 

@@ -171,7 +171,7 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Record a batch that is returned outside a loop. It replaces the last one of its kind.
+        """Record a batch that is returned outside a loop. It replaces the previous such batch.
 
         An evaluation batch does not replace a training batch, whose backward pass may still follow.
         """
