@@ -1,4 +1,4 @@
-"""All operations and queries, in a module named as in Horovod. Does not use MPI."""
+"""Contains all operations and queries, as Horovod's module of the same name. Does not use MPI."""
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.allreduce import (
