@@ -487,7 +487,7 @@ class Accelerator(Clipping, Stock):
 
 
 def _bind_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Accelerate's constructor by name. Raises TypeError if it would."""
+    """Bind the arguments as Accelerate's constructor does, and return them by name."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

@@ -26,7 +26,7 @@ class Clipping:
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """No-op: the engine divides gradients by the loss scale."""
+        """No-op, because the engine divides gradients by the loss scale."""
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2

@@ -73,9 +73,10 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """Return an earlier Accelerator's plugin, the one that the environment requests, or None.
+    """Return the plugin of an earlier Accelerator, or else the one that the environment requests.
 
-    An earlier plugin's precision becomes the default for `mixed_precision` in `given`.
+    Returns None if there is neither. An earlier plugin's precision becomes the default for
+    `mixed_precision` in `given`.
     """
     kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
@@ -91,7 +92,7 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_deepspeed_variable() -> Iterator[bool]:
-    """Unset the variable that requests DeepSpeed inside the block. Yields whether it was set."""
+    """Inside the block, unset the variable that requests DeepSpeed. Yields whether it was set."""
     # If it were set, Accelerate would import deepspeed.
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
@@ -197,7 +198,7 @@ class PluginJson:
                 raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer that replaces a dummy. Any other object is returned unchanged."""
+        """Return the optimizer that replaces the dummy `given`. Returns other objects unchanged."""
         return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:

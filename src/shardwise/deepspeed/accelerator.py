@@ -77,7 +77,7 @@ class DeepSpeedAccelerator:
             return 1
 
     def is_available(self) -> bool:
-        """Return True."""
+        """Return True, because every process has a device."""
         return True
 
     @property

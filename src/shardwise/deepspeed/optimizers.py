@@ -21,7 +21,7 @@ Parameters = Sequence[Any]
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """Create the optimizers for `parameters` that are specified in the config `name`.
+    """Create the optimizers that the config `name` specifies, for `parameters`.
 
     Muon becomes two optimizers, because AdamW trains the parameters that are not matrices. Raises
     ConfigError for unknown names and arguments.

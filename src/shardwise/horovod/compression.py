@@ -21,7 +21,7 @@ class Compressor(ABC):
     @staticmethod
     @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the original tensor, restored from `tensor`, which was sent, and `ctx`."""
+        """Return the original tensor, restored from the received `tensor` and `ctx`."""
 
 
 class NoneCompressor(Compressor):

@@ -54,7 +54,7 @@ class OperationRequest:
 
     @property
     def key(self) -> OperationKey:
-        """The operation's identity. Requests with the same key belong together."""
+        """The operation's identity. Requests with the same key are for the same operation."""
         # An operation without tensors is also identified by its kind, so that a tensor may have any
         # name, even "join".
         return self.process_set, "" if self.shapes else self.kind, self.name

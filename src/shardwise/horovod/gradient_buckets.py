@@ -96,7 +96,6 @@ class HorovodBucket(ABC):
         self.missing, self.handle = len(self.named), None
 
     def _request(self, tensor: Tensor, note: Note) -> None:
-        """Request the reduction of `tensor`, in place."""
         current().reduces = True
         options = self.options
         self.handle = submit(
@@ -117,7 +116,7 @@ class HorovodBucket(ABC):
         return found
 
     def _dense_gradient(self, position: int) -> Tensor:
-        """Return the gradient of a parameter as a dense tensor, or zeros if it has none."""
+        """Return the gradient at `position` as a dense tensor, or zeros if there is none."""
         entry = self.named[position]
         grad = entry.parameter.grad
         if grad is None:

@@ -67,7 +67,7 @@ class OperationHandle:
         self._done.set()
 
     def fail_in_child(self, text: str) -> None:
-        """Set an error in a forked child."""
+        """Set an error in a forked child, which `wait` raises."""
         # Create a new event, because a thread of the parent may have held the old one's lock during
         # the fork.
         self._done = threading.Event()

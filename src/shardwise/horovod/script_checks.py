@@ -235,7 +235,7 @@ class ScriptWatcher:
             torch.save = self._save
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn at the second step if the script has not reduced anything, not even manually."""
+        """Warn at the second step if this rank has not reduced anything, not even manually."""
         if self._paused:
             return
         self._steps += 1

@@ -36,7 +36,7 @@ class Environment:
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """No-op: the launcher has set the world size."""
+        """No-op, because the launcher has set the world size."""
 
     set_global_rank = set_world_size
 
@@ -56,7 +56,7 @@ class Environment:
         """Accept any values, because the launcher has decided."""
 
     def teardown(self) -> None:
-        """No-op: this environment holds no resources."""
+        """No-op, because this environment holds no resources."""
 
 
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:

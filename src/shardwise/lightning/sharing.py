@@ -35,7 +35,7 @@ from shardwise.errors import UsageError
 class LightningShare(int):
     """The number of workers in the samplers that Lightning creates.
 
-    The type distinguishes these samplers from the script's own.
+    Its type distinguishes Lightning's samplers from the script's own.
     """
 
 

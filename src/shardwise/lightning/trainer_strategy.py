@@ -119,7 +119,7 @@ class OverEngines:
         refuse_mesh("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
-        """Set no launcher, because the ranks are already running."""
+        """Leave the launcher unset, because the ranks are already running."""
         self._launcher = None
         asked = len(self._devices or ()) or 1
         check_devices(self.training.world, asked, self._num_nodes, self.library)
@@ -432,7 +432,7 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """The strategy has no device mesh. It is an AttributeError, so that `hasattr` returns False."""
+    """The strategy has no device mesh. An AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:

@@ -176,7 +176,7 @@ class StrategyTraining:
     # -- setup ------------------------------------------------------------------------------
 
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Train `module` with `optimizers`, in addition to earlier ones. Collective.
+        """Create engines that train `module` with `optimizers`. Earlier engines remain. Collective.
 
         Optimizers that share no parameters get separate engines.
         """

@@ -61,7 +61,7 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Register strategy="shardwise" in every tree, now or when the tree is imported."""
+    """Register strategy="shardwise" in each tree: now if it is imported, otherwise once it is."""
 
     def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
         registry = getattr(import_module(f"{tree}.strategies"), name)

@@ -83,7 +83,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
-    """A layer with its index.
+    """A layer and its index, `number`, in the PipelineModule.
 
     `call` runs the layer. `module` owns its parameters, and is None for a function.
     """
