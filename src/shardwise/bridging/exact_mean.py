@@ -48,8 +48,8 @@ class CountedBatches:
     The next loss is assumed to be computed from one of these batches.
 
     Args:
-        loaders: What messages call the loaders ("prepared loader").
-        call: What messages call the backward call ("accelerator.backward").
+        loaders: Name of the loaders in messages ("prepared loader").
+        call: Name of the backward call in messages ("accelerator.backward").
         items_of: Counts the items of a batch, if a loss is not a mean over samples.
     """
 
@@ -135,7 +135,7 @@ def items_of_loss(
 ) -> LossItems | None:
     """Pop `weight` and `same_items` from the keywords of a backward call. Return the loss's items.
 
-    Returns None without `exact_mean=True`, and then raises UsageError if a weight was passed.
+    Without `exact_mean=True`, returns None, or raises UsageError if a weight was passed.
     """
     number, same = keywords.pop("weight", None), keywords.pop("same_items", None)
     if batches is not None:

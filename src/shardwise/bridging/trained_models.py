@@ -62,8 +62,8 @@ class TrainedModels:
         """Create the engines for all prepared `models` and `optimizers`. Collective.
 
         An optimizer waits until the models with all its parameters are prepared. If an optimizer is
-        added for a model that has an engine, a new engine replaces it. If another owner trains a
-        model, that owner releases it.
+        added for a model that has an engine, a new engine replaces the old one. If another owner
+        trains a model, that owner releases it.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):

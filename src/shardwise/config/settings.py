@@ -58,7 +58,6 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting whose value is a state's tier."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 
@@ -439,7 +438,7 @@ class Settings:
 
     @property
     def equal_in_words(self) -> str:
-        """Text for messages about what islands synchronise, and when."""
+        """Text that describes what islands synchronise, and when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 

@@ -168,14 +168,12 @@ def states(text: str) -> tuple[str, ...]:
 
 
 def file(text: str) -> Path:
-    """Parse a file name."""
     if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
         raise ValueError("the name of a file")
     return Path(_named(text, "a file"))
 
 
 def folder(text: str) -> str:
-    """Parse a folder name."""
     if not text.strip():
         raise ValueError("the name of a folder")
     return _named(text, "a folder")

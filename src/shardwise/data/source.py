@@ -72,7 +72,6 @@ class MicroBatch:
 
     @property
     def last(self) -> bool:
-        """True if this is the last micro-batch of the step."""
         return self.part == self.parts - 1
 
 

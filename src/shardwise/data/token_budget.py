@@ -216,15 +216,14 @@ class TokenBudget:
                 )
 
     def work(self, length: int) -> float:
-        """Return the work for a sample of `length` tokens."""
         return float(length) if self.cost is None else self.cost(length)
 
 
 class ByTokens(BatchSchedule):
     """A schedule whose steps end before their samples exceed a token budget.
 
-    `epoch_length` is always None, so that positions store the number of steps too. It cannot be
-    computed from the number of samples.
+    `epoch_length` is always None, so that positions store the number of steps too. This number
+    cannot be computed from the number of samples.
     """
 
     def __init__(self, dataset: Any, budget: TokenBudget, *, world: World, shuffle: bool) -> None:

@@ -135,7 +135,7 @@ class StepReport:
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
-        """Return the step's totals: sums, and flags set by any rank. `table` has one row per rank."""
+        """Return the step's totals: sums, and flags set by any rank. `table` has a row per rank."""
         lengths = (
             len(self.weights),
             len(self.losses),

@@ -179,7 +179,7 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
     """Raise ModelError for embeddings with `max_norm`, which rescale weights in the forward pass.
 
-    Does nothing if no other rank holds the weights.
+    Does nothing for a single worker with unsharded parameters.
     """
     # A single worker with unsharded parameters updates the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):

@@ -34,7 +34,7 @@ SPEAKERS = 8
 
 
 class Watchdog:
-    """A thread that watches the waits on this rank, which `status_server` belongs to.
+    """A thread that watches the waits of one rank, the owner of `status_server`.
 
     It warns after a wait of `warn_after` seconds. The wait itself fails after `timeout` seconds.
     """
@@ -54,7 +54,6 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._ended.set()
         self._thread.join(ANSWER_SECONDS)
 

@@ -19,7 +19,7 @@ class Batch:
     """This rank's part of one micro-batch.
 
     samples   number of samples; 0 for a stand-in: a real sample that a rank without samples gets,
-    so that it runs the same collectives as the others
+              so that it runs the same collectives as the others
     whole     number of samples of this micro-batch across all ranks; 0 if unknown on this rank
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
@@ -171,7 +171,7 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Record a batch that is returned outside a loop. It replaces the last one of its kind.
+        """Record a batch that is returned outside a loop. It replaces the previous such batch.
 
         An evaluation batch does not replace a training batch, whose backward pass may still follow.
         """

@@ -131,7 +131,6 @@ class _Table:
         self.rows = self._ends[-1]
 
     def row(self, row: int) -> dict[str, Any]:
-        """Return a row as a dict of Python values."""
         at = bisect.bisect_right(self._ends, row)
         first = self._ends[at] - self._batches[at].num_rows
         sample: dict[str, Any] = self._batches[at].slice(row - first, 1).to_pylist()[0]
