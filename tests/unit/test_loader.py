@@ -839,3 +839,32 @@ def test_batches_of_any_nesting_move():
     assert moved["pair"].x.device == moved["pair"].y[0].device == meta
     assert moved["registered"].x.device == meta
     assert (moved["pair"].y[1], moved["registered"].label, moved["n"]) == ("text", "a", 3)
+
+
+class Rows(IterableDataset):
+    def __iter__(self):
+        return iter(torch.ones(8, 4))
+
+
+def mask(rows):
+    x = torch.stack(rows)
+    return x.masked_fill(torch.rand(x.shape) < 0.5, 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("dataset", [list(torch.ones(8, 4)), Rows()])
+def test_tells_that_batches_depend_on_micro_batches_if_collate_draws(
+    solo, capsys, dataset, workers
+):
+    options = {"micro_batch_size": 2, "num_workers": workers}
+    for collate, is_told in ((torch.stack, False), (mask, True)):
+        for _ in range(2):  # told once
+            for step in Loader(dataset, 4, collate_fn=collate, **options).steps():
+                list(step)
+        told = capsys.readouterr().err
+        assert told.count("collate_fn draws random numbers once per micro-batch") == is_told
+
+
+def test_says_nothing_of_collate_if_a_step_has_one_batch(solo, capsys):
+    list(Loader(list(torch.ones(8, 4)), 4, collate_fn=mask))
+    assert "collate_fn" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Saves, compares and restores the states of the global CPU generators of torch, random and NumPy."""
+"""Saves, compares and restores the states of the CPU generators of torch, random and NumPy."""
 
 from __future__ import annotations
 

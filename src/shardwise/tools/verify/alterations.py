@@ -7,6 +7,7 @@
     split        random_split uses the same fixed generator on all ranks
     draws        all ranks draw the same random numbers after each step
     noise        random tensors with a row per sample are drawn for the total batch
+    collate      collate_fn is called for each sample alone, and draws the same for this sample
     loss         multiplies losses by a factor
     weight       ignores weight= and reduction=, so that losses are weighted by their graphs
     lr           uses the reference's learning rates, step by step
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
@@ -28,11 +30,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import shardwise
 from shardwise.model.module_records import joined
 from shardwise.tools.verify import watching
 from shardwise.world import randomness
+from shardwise.world.cpu_generators import seed_cpu
+from shardwise.world.randomness import seed_from
 from shardwise.world.world import World, current
 
 MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
@@ -91,7 +96,7 @@ def _split(value: Any) -> None:
 def _draws(value: Any) -> None:
     def after(engine: Any) -> None:
         # The seed is different in each step, and the same on all ranks.
-        randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
+        randomness.seed_everything(seed_from(current().seed, "alike", engine.steps))
 
     _around_step(after=after)
 
@@ -123,6 +128,43 @@ def _draw_for_total_batch(name: str) -> None:
         return current().draw(make)
 
     setattr(torch, name, drawing)
+
+
+def _collate(value: Any) -> None:
+    kind: Any = shardwise.Loader
+    plain = kind.__init__
+
+    @wraps(plain)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("collate_fn") is not None:
+            kwargs["collate_fn"] = _CollatesEachSample(kwargs["collate_fn"])
+        plain(self, *args, **kwargs)
+
+    kind.__init__ = made
+
+
+class _CollatesEachSample:
+    """Calls `collate` with one sample at a time, and concatenates the results along dim 0."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        collated = []
+        for sample in samples:
+            # Seed by the sample's value, because its index is unknown here.
+            seed_cpu(seed_from("collate", *map(_fingerprint, pytree.tree_leaves(sample))))
+            collated.append(self._collate([sample]))
+        return pytree.tree_map(
+            lambda *each: torch.cat(each) if isinstance(each[0], Tensor) else each[0], *collated
+        )
+
+
+def _fingerprint(leaf: Any) -> str | int:
+    """Return a number, or a text, that depends on the value of `leaf` alone."""
+    if not isinstance(leaf, Tensor):
+        return str(leaf)
+    return zlib.crc32(leaf.flatten().contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def _loss(factor: float) -> None:
@@ -330,6 +372,7 @@ _ALTERATIONS: dict[str, Callable[[Any], None]] = {
     "split": _split,
     "draws": _draws,
     "noise": _noise,
+    "collate": _collate,
     "loss": _loss,
     "weight": _weight,
     "lr": _lr,

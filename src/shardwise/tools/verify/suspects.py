@@ -75,7 +75,16 @@ def quote_lines(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _of_noise(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Yield a suspect if the script draws a random number for each sample in its loop."""
+    """Yield suspects if the loop, or a `collate_fn`, draws random numbers for samples."""
+    if facts.get("collate"):
+        yield Suspect(
+            name="collate",
+            words=f"the collate_fn of {facts['collate'][0]} draws random numbers once per "
+            "micro-batch, so they depend on the number of workers. Drawn for each sample alone, "
+            "the runs agree. Draw them in the dataset's __getitem__, which is seeded per sample.",
+            alter={"collate": True},
+            in_reference=True,
+        )
     if facts.get("noise"):
         yield Suspect(
             name="noise",

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardwise
+from shardwise.data.source import MicroBatch
+from shardwise.data.steps import LoaderPass
 from shardwise.engine import usage_checks
 from shardwise.world.world import World, current, has_joined
 
@@ -145,6 +147,7 @@ def watch(facts: Facts) -> None:
         _watch_dropout(name, facts)
     for name in NOISE:
         _watch_noise(name, facts)
+    _watch_collate(facts)
     _watch_attention(facts)
     _note_weights(facts)
     _follow_engines(facts)
@@ -195,6 +198,17 @@ def _watch_noise(name: str, facts: Facts) -> None:
         return drawn
 
     setattr(torch, name, noting)
+
+
+def _watch_collate(facts: Facts) -> None:
+    plain = LoaderPass.report_collate_draws
+
+    @wraps(plain)
+    def noting(self: LoaderPass, micro: MicroBatch) -> None:
+        facts.note("collate", self.stream.name)
+        plain(self, micro)
+
+    LoaderPass.report_collate_draws = noting  # type: ignore[method-assign]
 
 
 def has_rows_of_batch(drawn: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
