@@ -5,10 +5,15 @@
 Measures samples per second and the time to the first batch, for small samples (32 numbers) and
 large ones (3 x 224 x 224 numbers), with 0 and 2 DataLoader workers. In each round, all ranks read
 an epoch in each way, one after the other and each time in another order, so that all ways see the
-same load of the machine. A round takes as long as its slowest rank. torchdata's StatefulDataLoader
-and Mosaic's StreamingDataset are measured too if they are installed. The latter reads and decodes
-its own files, and the others copy samples from memory. Prints medians over the rounds as a table in
-Markdown, and the median over the rounds of the ratio to the DataLoader.
+same load of the machine. A round takes as long as its slowest rank.
+
+The Loader is measured twice. The samples draw no random numbers, so it does not seed them. "Samples
+seeded" is its speed with `seed_samples=True`, or if they drew. torchdata's StatefulDataLoader and
+Mosaic's StreamingDataset are measured too if they are installed. The latter reads and decodes its
+own files, and the others copy samples from memory.
+
+Prints medians over the rounds as a table in Markdown, and the median over the rounds of the ratio
+to the DataLoader.
 """
 
 import argparse
@@ -56,8 +61,10 @@ def ways(
     """Return the loaders to compare, by name. `files` is a folder that all ranks share."""
     sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=True)
     options = {"batch_size": batch, "sampler": sampler, "num_workers": workers}
+    own: dict[str, Any] = {"shuffle": True, "num_workers": workers}
     found: dict[str, Iterable[Any]] = {
-        "Loader": sw.Loader(dataset, batch * world.size, shuffle=True, num_workers=workers),
+        "Loader": sw.Loader(dataset, batch * world.size, **own),
+        "Loader, samples seeded": sw.Loader(dataset, batch * world.size, seed_samples=True, **own),
         "DataLoader": DataLoader(dataset, **options),
     }
     if "StatefulDataLoader" in INSTALLED:

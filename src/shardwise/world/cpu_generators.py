@@ -3,9 +3,9 @@
 Datasets draw from these generators. The Loader compares their states around every micro-batch, so
 this must take a few microseconds. The public functions take over 100, because `random.getstate` and
 `numpy.random.get_state` convert 624 words each. So the words are copied from memory. NumPy has a
-public attribute for their address. CPython does not publish it, so `_find_python_words` searches the generator
-object for them. If they are not found, or if NumPy uses another bit generator than its default, the
-public functions are used.
+public attribute for their address. CPython has no such attribute, so `_find_python_words` searches
+the generator object for them. If they are not found, or if NumPy uses another bit generator than
+its default, the public functions are used.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -60,10 +60,9 @@ class CpuGenerators(NamedTuple):
     @classmethod
     def now(cls) -> CpuGenerators:
         """Return the current states."""
-        state = torch.default_generator.get_state()
         numpy: Any = sys.modules.get("numpy")
         return cls(
-            ctypes.string_at(state.data_ptr(), state.numel()),
+            _torch_state(),
             _python_state(),
             None if numpy is None else _numpy_state(numpy),
         )
@@ -73,10 +72,7 @@ class CpuGenerators(NamedTuple):
 
         It is the same as `CpuGenerators.now() != self`, in a third of the time.
         """
-        state = torch.default_generator.get_state()
-        if ctypes.string_at(state.data_ptr(), state.numel()) != self.torch:
-            return True
-        if _python_state() != self.python:
+        if _torch_state() != self.torch or _python_state() != self.python:
             return True
         numpy: Any = sys.modules.get("numpy")
         if isinstance(self.numpy, bytes) and (memory := _find_numpy_words(numpy)) is not None:
@@ -135,6 +131,11 @@ class SavedGenerators:
             self._states = CpuGenerators.now()
 
 
+def _torch_state() -> bytes:
+    state = torch.default_generator.get_state()
+    return (ctypes.c_char * state.numel()).from_address(state.data_ptr()).raw
+
+
 def _python_state() -> tuple[Any, ...]:
     memory = _find_python_words()
     if memory is None:
@@ -182,12 +183,14 @@ def _set_numpy_state(numpy: Any, state: bytes | tuple[bytes]) -> None:
 
 def _find_numpy_words(numpy: Any) -> Memory | None:
     """Return the memory of the state of NumPy's generator, which ends with the position."""
-    if not hasattr(numpy.random, "get_bit_generator"):  # new in NumPy 1.24
-        return None
-    generator = numpy.random.get_bit_generator()
-    if type(generator) is not numpy.random.MT19937:  # another one has another state
-        return None
-    return Memory.from_address(generator.ctypes.state_address)
+    current = getattr(numpy.random, "get_bit_generator", None)  # new in NumPy 1.24
+    return None if current is None else _words_of(current(), numpy.random.MT19937)
+
+
+@lru_cache(1)
+def _words_of(generator: Any, kind: type[Any]) -> Memory | None:
+    """Return the memory of `generator`, which the cache keeps alive. None for another `kind`."""
+    return Memory.from_address(generator.ctypes.state_address) if type(generator) is kind else None
 
 
 def _take_kept_normal(numpy: Any, memory: Memory) -> float | None:
