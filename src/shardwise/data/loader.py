@@ -78,8 +78,8 @@ class Loader(HintsAtAttributes):
         tokens: Maximum number of tokens in a total batch, in place of batch_size. Samples are taken
             in order, and a step ends before the sample that would exceed the maximum. The steps
             depend only on (seed, epoch, lengths). A step's samples are divided so that all ranks
-            have about the same work, so shares are not contiguous rows. Overridden by `--step-tokens`,
-            which is also the default if length is passed.
+            have about the same work, so shares are not contiguous rows. Overridden by
+            `--step-tokens`, which is also the default if length is passed.
         length: With tokens: a function that returns the number of tokens in a sample, or one length
             per sample. Each rank calls the function for a part of the dataset, before the first
             epoch.
