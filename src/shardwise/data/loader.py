@@ -469,7 +469,7 @@ class Loader(HintsAtAttributes):
             multiprocessing.util.get_temp_dir()
             iterator = iter(self._torch_loader)
         else:
-            # Without workers, torch's DataLoader would only call the source, and take 20 us more.
+            # Without workers, torch's DataLoader would only call the source, with more overhead.
             iterator = map(self._reader.source.__getitems__, self.requests())
             if self._pinned:
                 iterator = map(pin_memory, iterator)

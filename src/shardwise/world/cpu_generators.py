@@ -1,11 +1,11 @@
 """Saves, compares and restores the states of the global CPU generators of torch, random and NumPy.
 
 Datasets draw from these generators. The Loader compares their states around every micro-batch, so
-this must take a few microseconds. The public functions take over 100, because `random.getstate` and
-`numpy.random.get_state` convert 624 words each. So the words are copied from memory. NumPy has a
-public attribute for their address. CPython has no such attribute, so `_find_python_words` searches
-the generator object for them. If they are not found, or if NumPy uses another bit generator than
-its default, the public functions are used.
+this must be fast. The public functions `random.getstate` and `numpy.random.get_state` are slow,
+because they convert 624 words each. So the words are copied from memory. NumPy has a public
+attribute for their address. CPython has no such attribute, so `_find_python_words` searches the
+generator object for them. If they are not found, or if NumPy uses another bit generator than its
+default, the public functions are used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CpuGenerators(NamedTuple):
     def has_changed(self) -> bool:
         """Return whether anything was drawn since these states were saved.
 
-        It is the same as `CpuGenerators.now() != self`, in a third of the time.
+        It is the same as `CpuGenerators.now() != self`, but faster.
         """
         if _torch_state() != self.torch or _python_state() != self.python:
             return True
