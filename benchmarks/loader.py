@@ -5,14 +5,21 @@
 Measures samples per second and the time to the first batch, for small samples (32 numbers) and
 large ones (3 x 224 x 224 numbers), with 0 and 2 DataLoader workers. In each round, all ranks read
 an epoch in each way, one after the other and each time in another order, so that all ways see the
-same load of the machine. A round takes as long as its slowest rank. torchdata's StatefulDataLoader
-and Mosaic's StreamingDataset are measured too if they are installed. The latter reads and decodes
-its own files, and the others copy samples from memory. Prints medians over the rounds as a table in
-Markdown, and the median over the rounds of the ratio to the DataLoader.
+same load of the machine. A round takes as long as its slowest rank.
+
+The Loader is measured twice. The samples draw no random numbers, so it does not seed them. "Samples
+seeded" is its speed with `seed_samples=True`, or if they drew. torchdata's StatefulDataLoader and
+Mosaic's StreamingDataset are measured too if they are installed. The latter reads and decodes its
+own files, and the others copy samples from memory.
+
+Prints medians over the rounds as a table in Markdown. "x DataLoader" are medians over the rounds of
+the ratio to the DataLoader: of its time to the loader's, and of its CPU time to the loader's. On a
+busy machine, the latter depends less on other programs. It includes workers, their start and end.
 """
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -56,8 +63,10 @@ def ways(
     """Return the loaders to compare, by name. `files` is a folder that all ranks share."""
     sampler = DistributedSampler(dataset, world.size, world.rank, shuffle=True)
     options = {"batch_size": batch, "sampler": sampler, "num_workers": workers}
+    own: dict[str, Any] = {"shuffle": True, "num_workers": workers}
     found: dict[str, Iterable[Any]] = {
-        "Loader": sw.Loader(dataset, batch * world.size, shuffle=True, num_workers=workers),
+        "Loader": sw.Loader(dataset, batch * world.size, **own),
+        "Loader, samples seeded": sw.Loader(dataset, batch * world.size, seed_samples=True, **own),
         "DataLoader": DataLoader(dataset, **options),
     }
     if "StatefulDataLoader" in INSTALLED:
@@ -98,10 +107,19 @@ def read(loader: Iterable[Any]) -> tuple[float, float]:
     return first - began, time.perf_counter() - first
 
 
-def slowest(world: Any, work: Callable[[], tuple[float, float]]) -> list[float]:
-    """Return the times of the slowest rank."""
+def cpu_seconds() -> float:
+    """Return the CPU time of this process and of its DataLoader workers that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def measured(world: Any, work: Callable[[], tuple[float, float]]) -> list[float]:
+    """Return the times of the slowest rank, and the CPU time of all ranks."""
     world.barrier()
-    return [max(each) for each in zip(*world.gather(work()), strict=True)]
+    before = cpu_seconds()
+    times = work()
+    firsts, rests, cpus = zip(*world.gather((*times, cpu_seconds() - before)), strict=True)
+    return [max(firsts), max(rests), sum(cpus)]
 
 
 def work(rounds: int, folder: Path) -> None:
@@ -118,13 +136,17 @@ def work(rounds: int, folder: Path) -> None:
                 names = names[number % len(names) :] + names[: number % len(names)]
                 for name in names:
                     with torch.no_grad():  # the Loader expects steps of an engine otherwise
-                        times[name].append(slowest(world, partial(read, loaders[name])))
+                        times[name].append(measured(world, partial(read, loaders[name])))
             for name, each in times.items():
-                first, rest = (statistics.median(values) for values in zip(*each, strict=True))
+                first, rest, cpu = map(statistics.median, zip(*each, strict=True))
                 rate = (steps - 1) * batch * world.size / rest
-                pairs = zip(times["DataLoader"], each, strict=True)
-                ratio = statistics.median(torchs[1] / own[1] for torchs, own in pairs)
-                row = [world.size, case, workers, name, rate, ratio, first]
+                pairs = list(zip(times["DataLoader"], each, strict=True))
+                ratios = [
+                    statistics.median(torchs[of] / own[of] for torchs, own in pairs)
+                    for of in (1, 2)
+                ]
+                cpu *= 1e6 / len(dataset)
+                row = [world.size, case, workers, name, rate, ratios[0], cpu, ratios[1], first]
                 world.print(f"result {json.dumps(row)}")
 
 
@@ -146,8 +168,10 @@ def main() -> None:
         if name not in INSTALLED
     ]
     print("\n".join([*absent, ""]))
-    print("| ranks | samples | workers | loader | samples/s | ratio | ms to the first batch |")
-    print("| --: | --- | --: | --- | --: | --: | --: |")
+    heads = ["ranks", "samples", "workers", "loader", "samples/s", "x DataLoader"]
+    heads += ["us of CPU per sample", "x DataLoader", "ms to the first batch"]
+    print(f"| {' | '.join(heads)} |")
+    print("| --: | --- | --: | --- | --: | --: | --: | --: | --: |")
     for size in options.ranks.split(","):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "shardwise", "run", "-n", size, "--quiet", __file__]
@@ -157,9 +181,9 @@ def main() -> None:
             raise SystemExit(f"{done.stdout}{done.stderr}")
         for line in done.stdout.splitlines():
             if found := line.partition("result ")[2]:
-                ranks, case, workers, name, rate, ratio, first = json.loads(found)
-                cells = [ranks, case, workers, name]
-                cells += [f"{rate:,.0f}", f"{ratio:.2f}", f"{1e3 * first:.1f}"]
+                *cells, rate, ratio, cpu, of_cpu, first = json.loads(found)
+                cells += [f"{rate:,.0f}", f"{ratio:.2f}", f"{cpu:.1f}", f"{of_cpu:.2f}"]
+                cells.append(f"{1e3 * first:.1f}")
                 print(f"| {' | '.join(map(str, cells))} |")
 
 

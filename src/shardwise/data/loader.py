@@ -78,8 +78,8 @@ class Loader(HintsAtAttributes):
         tokens: Maximum number of tokens in a total batch, in place of batch_size. Samples are taken
             in order, and a step ends before the sample that would exceed the maximum. The steps
             depend only on (seed, epoch, lengths). A step's samples are divided so that all ranks
-            have about the same work, so shares are not contiguous rows. `--step-tokens` overrides
-            this value, and is the default if length is passed.
+            have about the same work, so shares are not contiguous rows. Overridden by
+            `--step-tokens`, which is also the default if length is passed.
         length: With tokens: a function that returns the number of tokens in a sample, or one length
             per sample. Each rank calls the function for a part of the dataset, before the first
             epoch.
@@ -87,15 +87,14 @@ class Loader(HintsAtAttributes):
             are computed again if the dataset or the function has changed. Only the first rank reads
             and writes the file.
         micro_batch_tokens: With tokens: maximum number of tokens in a micro-batch, counted after
-            padding all its rows to the longest. A flag, variable or config file overrides it. If it
-            is set, loop over `loader.steps()`.
+            padding all its rows to the longest. Overridden by the run's setting. If it is set, loop
+            over `loader.steps()`.
         cost: With tokens: a function that returns the work for a sample of L tokens, used to
             balance ranks. Default: L. For layers of width d with attention, the work is about
             `L + L * L / (6 * d)`.
         pack: With tokens: a `Packing`, to put documents end to end into rows of a fixed length
             instead of padding them. tokens must be a multiple of that length.
-        micro_batch_size: Number of rows per micro-batch. Overrides the keyword of `sw.init`. A
-            flag, variable or config file overrides it.
+        micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
         num_workers: See `torch.utils.data.DataLoader`, which reads the data.
         collate_fn: See `torch.utils.data.DataLoader`.
         pin_memory: See `torch.utils.data.DataLoader`.
@@ -345,13 +344,13 @@ class Loader(HintsAtAttributes):
         Returns:
             A dict of ints and, for a stream, its state:
 
-            - "samples": number of samples consumed since training started.
-            - "epoch": the epoch of the next step, or the current epoch if its steps are complete
-                but its loop body is not.
+            - "samples": number of samples consumed since training started. - "epoch": the epoch of
+            the next step, or the current epoch if its steps are complete but
+              its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
-                samples and steps consumed in this epoch.
+              samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
-                every rank reads the full stream.
+              every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if each rank now reads all parts, else 0.
             - "stream": the result of the dataset's `state_dict`, if the Loader can use it.
@@ -470,7 +469,7 @@ class Loader(HintsAtAttributes):
             multiprocessing.util.get_temp_dir()
             iterator = iter(self._torch_loader)
         else:
-            # Without workers, torch's DataLoader would only call the source, and take 20 us more.
+            # Without workers, torch's DataLoader would only call the source, with more overhead.
             iterator = map(self._reader.source.__getitems__, self.requests())
             if self._pinned:
                 iterator = map(pin_memory, iterator)
