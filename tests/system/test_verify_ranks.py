@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tools.verify.runs import Run, ScriptCommand, WarmRanks, command
+from shardwise.tools.verify.runs import Run, ScriptCommand, command, warm_ranks
+from shardwise.tools.warm.warm_ranks import WarmRanks
 from tests.system.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no rank is forked")
@@ -91,7 +92,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
     folder = tmp_path_factory.mktemp("warm")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
+    with warm_ranks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
         yield found
 
 
@@ -133,7 +134,7 @@ print(matplotlib.get_backend())
 """
     # Such a script is forked from processes that have imported only torch.
     (ranks.folder / "script.py").write_text(text)
-    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
+    with warm_ranks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
         found = Ranks(own, ranks.folder).run(text)
     assert (found.returncode, found.stdout, found.stderr) == (0, "svg\n", "")
 
