@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.tools.plan.observe import Script, observe, warm_observers
 from shardwise.tools.verify.runs import Run, ScriptCommand, command, warm_ranks
 from shardwise.tools.warm.warm_ranks import WarmRanks
 from tests.system.launcher import Launcher
@@ -264,3 +265,26 @@ def test_client_becomes_the_rank_without_a_warm_process(ranks: Ranks) -> None:
     words[2] = str(ranks.folder / "nowhere")
     found = _ended(ranks.started(words))
     assert (found.returncode, found.stdout) == (0, "False\n"), found.stderr
+
+
+OBSERVED = """
+import os, torch, shardwise as sw
+open(os.path.dirname(__file__) + "/parent", "w").write(str(os.getppid()))
+sw.init(seed=0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+for (x,) in sw.Loader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=16):
+    engine.backward(model(x).square().mean())
+    engine.step()
+"""
+
+
+@pytest.mark.full
+def test_forked_observations_of_plan_equal_cold_ones(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OBSERVED)
+    script = Script((str(tmp_path / "train.py"),))
+    with warm_observers(script) as warm:
+        forked = observe(script, 8, warm=warm)
+        assert int((tmp_path / "parent").read_text()) in warm.pids
+        assert forked == observe(script, 8)
+        assert int((tmp_path / "parent").read_text()) not in warm.pids
