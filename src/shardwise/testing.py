@@ -38,7 +38,7 @@ from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.request import VerifyRequest
-from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, WarmRanks
+from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, warm_ranks
 from shardwise.tools.verify.verdicts import TrainingVerdict
 from shardwise.world.randomness import seed_everything
 
@@ -92,7 +92,7 @@ def assert_same_training(
         out=folder,
     )
     try:
-        with WarmRanks(plan.script, plan.max_size) as warm:
+        with warm_ranks(plan.script, plan.max_size) as warm:
 
             def run_training(run: Run, words: str) -> RecordedTraining:
                 return runs.make(run, words, folder / "output.txt", lambda steps: None, warm)

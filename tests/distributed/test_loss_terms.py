@@ -216,8 +216,11 @@ LOSSES = {
     "a sum times one by the rows": lambda m, out, y, ys, kept: out.square().sum() * (1 / len(out)),
     "dot": lambda m, out, y, ys, kept: torch.dot(out[:, 0], out[:, 1].detach()) / len(out),
     "fused": lambda m, out, y, ys, kept: fused(m, out, ys.clamp(min=0)),
-    "in a checkpoint": lambda m, out, y, ys, kept: checkpoint(
-        cross_entropy, out, ys.clamp(min=0), use_reentrant=False
+    "ignored labels in a checkpoint": lambda m, out, y, ys, kept: checkpoint(
+        cross_entropy, out, ys, use_reentrant=False
+    ),
+    "class weights in a checkpoint": lambda m, out, y, ys, kept: checkpoint(
+        lambda out, ys: cross_entropy(out, ys, weight=WEIGHT), out, ys, use_reentrant=False
     ),
 }
 
@@ -282,6 +285,7 @@ def test_losses_are_those_of_one_process(group, size, micro):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_losses_of_sharded_models_are_those_of_one_process(group, zero):
     names = ["cross_entropy ignore_index", "masked mean with clamp", "several terms", "penalties"]
+    names.append("ignored labels in a checkpoint")
     group(2)(trains, names, None, zero)
 
 
@@ -362,6 +366,34 @@ def nothing_here(world, zero, weight):
 def test_a_loss_of_weight_0_needs_no_graph(group, size, zero):
     group(size)(nothing_here, zero, "number")
     group(size)(nothing_here, zero, "tensor")
+
+
+def further_loss(world, weighted):
+    """Two batches, of which only the second has a further loss."""
+    torch.manual_seed(0)
+    batches, model, single = torch.randn(16, 6).double().split([10, 6]), net(), net()
+    errors = [(single(x) - 1).square() for x in batches]
+    ((errors[0].sum() + errors[1].sum() + errors[1].abs().sqrt().sum()) / 16 / 20).backward()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x in map(world.share, batches):
+        how = {"weight": len(x)} if weighted else {}
+        out = model(x)
+        engine.backward((out - 1).square().mean(), retain_graph=True, **how)
+        if len(x) < 5:
+            how |= {"same_items": True} if weighted else {}
+            engine.backward((out - 1).abs().mean(), **how)
+    norm = nn.utils.clip_grad_norm_(single.parameters(), 1e9)
+    assert engine.step().grad_norm == pytest.approx(norm.item(), rel=1e-8)
+    engine.close()
+
+
+def test_a_further_loss_of_some_batches_needs_weights(group):
+    for kind, message in group(2).errors(further_loss, False):
+        assert kind == UsageError.__name__
+        assert "worker 0: a mean over 100 items (mean), weighed by 100" in message
+        assert "weighed by 60, with a further loss, a mean over 60 items (mean)." in message
+        assert "engine.backward(further, weight=n, same_items=True)" in message
+    group(2)(further_loss, True)  # as the message advises
 
 
 def two_batches(world, how):

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.tools.verify.runs import Run, ScriptCommand, WarmRanks, command
+from shardwise.tools.plan.observe import Script, observe, warm_observers
+from shardwise.tools.verify.runs import Run, ScriptCommand, command, warm_ranks
+from shardwise.tools.warm.warm_ranks import WarmRanks
 from tests.system.launcher import Launcher
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere no rank is forked")
@@ -91,7 +93,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
     folder = tmp_path_factory.mktemp("warm")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with WarmRanks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
+    with warm_ranks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
         yield found
 
 
@@ -133,7 +135,7 @@ print(matplotlib.get_backend())
 """
     # Such a script is forked from processes that have imported only torch.
     (ranks.folder / "script.py").write_text(text)
-    with WarmRanks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
+    with warm_ranks(ScriptCommand(words=(str(ranks.folder / "script.py"),)), max_size=2) as own:
         found = Ranks(own, ranks.folder).run(text)
     assert (found.returncode, found.stdout, found.stderr) == (0, "svg\n", "")
 
@@ -263,3 +265,26 @@ def test_client_becomes_the_rank_without_a_warm_process(ranks: Ranks) -> None:
     words[2] = str(ranks.folder / "nowhere")
     found = _ended(ranks.started(words))
     assert (found.returncode, found.stdout) == (0, "False\n"), found.stderr
+
+
+OBSERVED = """
+import os, torch, shardwise as sw
+open(os.path.dirname(__file__) + "/parent", "w").write(str(os.getppid()))
+sw.init(seed=0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8))
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+for (x,) in sw.Loader(torch.utils.data.TensorDataset(torch.randn(64, 8)), batch_size=16):
+    engine.backward(model(x).square().mean())
+    engine.step()
+"""
+
+
+@pytest.mark.full
+def test_forked_observations_of_plan_equal_cold_ones(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(OBSERVED)
+    script = Script((str(tmp_path / "train.py"),))
+    with warm_observers(script) as warm:
+        forked = observe(script, 8, warm=warm)
+        assert int((tmp_path / "parent").read_text()) in warm.pids
+        assert forked == observe(script, 8)
+        assert int((tmp_path / "parent").read_text()) not in warm.pids

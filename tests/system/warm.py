@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from shardwise.tools.verify.rank_client import SERVERS, socket_path
+from shardwise.tools.warm.rank_client import SERVERS, socket_path
 from tests.disk import wait_until
 
 ROOT = Path(__file__).parents[2]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.engine.gradient_weighting import weigh
 from shardwise.engine.loss_terms import read
+from shardwise.model import checkpointed_scalars
 
 ROWS = 6
 
@@ -184,13 +185,21 @@ def test_a_loss_in_a_checkpoint_is_not_run_again():
         runs.append(1)
         return F.cross_entropy(out, y)
 
-    found = read(
-        made(lambda m, out, y: checkpoint(cross_entropy, out, y, use_reentrant=False)), ROWS
-    )
-    assert [(t.kind, t.items, t.source) for t in found.terms] == [
-        ("unread", ROWS, "cross_entropy in a checkpoint")
-    ]
+    def items(**options):
+        loss = made(lambda m, out, y: checkpoint(cross_entropy, out, y, use_reentrant=False))
+        return [(t.kind, t.items, t.source) for t in read(loss, ROWS).terms]
+
+    original = torch.utils.checkpoint._checkpoint_hook
+    assert items() == [("unread", ROWS, "cross_entropy in a checkpoint")]
     assert len(runs) == 1
+    try:
+        checkpointed_scalars.keep()
+        checkpointed_scalars.keep()  # by a second engine
+        assert torch.utils.checkpoint._checkpoint_hook.__base__ is original
+        assert items() == [("mean", ROWS, "cross_entropy")]
+    finally:
+        torch.utils.checkpoint._checkpoint_hook = original
+    assert len(runs) == 2
 
 
 def test_long_sums_do_not_recurse():

@@ -37,8 +37,9 @@ from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.records import FeedRecord, RecordedTraining, Step, WholeTensor
 from shardwise.tools.verify.report import VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
-from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command, large_imports
+from shardwise.tools.verify.runs import Run, RunFailed, ScriptCommand, command
 from shardwise.tools.verify.verdicts import TrainingVerdict
+from shardwise.tools.warm.warm_ranks import large_imports
 from shardwise.world import tensor_log
 from shardwise.world.tensor_log import Part, TensorLog
 
@@ -679,7 +680,7 @@ def test_early_imports_are_those_of_the_script(
     for name, text in beside.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    imported = large_imports(ScriptCommand(words=(str(tmp_path / "train.py"), "--epochs", "1")))
+    imported = large_imports((str(tmp_path / "train.py"), "--epochs", "1"))
     assert "".join(name[0] for name in imported) == found
 
 

@@ -40,6 +40,7 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
+from shardwise.model import checkpointed_scalars
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
@@ -119,6 +120,7 @@ class Engine(HintsAtAttributes):
         if world.survival is not None:
             backward_kind, step_kind = RepeatableBackward, RepeatableSteps
             usage_checks.refuse_another_engine(number)
+        checkpointed_scalars.keep()
         self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.gradient_weighting import LossWeight
-from shardwise.engine.loss_terms import UNKNOWN, LossTerms
+from shardwise.engine.loss_terms import FURTHER, UNKNOWN, LossTerms
 from shardwise.engine.step_statistics import Number
 from shardwise.errors import UsageError
 from shardwise.world.current_batch import Batch
@@ -210,7 +210,12 @@ class LossAccumulation:
                 # numbers of batches: the n-th loss of every batch must have the same ratio.
                 ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
-                self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * terms.mix(weight)
+                mix = terms.mix(weight)
+                # If the user passed the weight, other batches may lack this loss: only compare its
+                # ratio with that of the batch's first loss.
+                if term.given and not first.parts:
+                    mix = mix - first.terms.mix(first.weight.factor)
+                self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * mix
 
     def mix_range(self) -> tuple[Number, Number]:
         """Return the minimum and maximum of this rank's values in `_mixes`.
@@ -235,12 +240,22 @@ class LossAccumulation:
         )
 
     def describe(self) -> list[str]:
-        """Describe each loss of the step and its weight. Synchronises if a weight is on a GPU."""
-        return [
-            f"{terms.describe()}, weighed by {float(weight):,.10g}"
-            for term in self._terms
-            for terms, weight in (term.parts or [(term.terms, term.weight.factor)])
-        ]
+        """Describe each batch's losses and weight. Synchronises if a weight is on a GPU.
+
+        Losses that this rank does not know, as on most stages of a pipeline, are left out.
+        """
+        words = []
+        for number, term in enumerate(self._terms):
+            if term.is_repeated:
+                continue
+            further = [each.terms.describe() for each in self._terms if each.of == number]
+            ending = "".join(f"{FURTHER} {each}" for each in further)
+            words += [
+                f"{terms.describe()}, weighed by {float(weight):,.10g}{ending}"
+                for terms, weight in (term.parts or [(term.terms, term.weight.factor)])
+                if terms != UNKNOWN
+            ]
+        return words
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from shardwise.engine.step_statistics import Number
+from shardwise.model import checkpointed_scalars
 from shardwise.model.activation_offload import Kept
 from shardwise.model.unit_hooks import find_outer_unpack
 
@@ -106,6 +107,9 @@ class LossTerms:
         return " and ".join(map(_words, self.terms)) or "nothing that depends on the batch"
 
 
+FURTHER = ", with a further loss,"
+"""Introduces a second or later loss of the same items in messages."""
+
 UNKNOWN = LossTerms()
 """The terms of a loss whose graph was not read."""
 
@@ -133,7 +137,8 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     """Read the terms of `loss` from its autograd graph.
 
     Saved tensors that a saved-tensor hook has replaced are not read: they may be on a disk, or
-    torch.utils.checkpoint would rerun a forward pass to recompute them.
+    torch.utils.checkpoint would rerun a forward pass to recompute them. The number of labels of a
+    cross_entropy in a checkpoint is read if `checkpointed_scalars.keep` was called before.
 
     Args:
         loss: A scalar.
@@ -394,7 +399,7 @@ class _Walk:
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
         has_rows = sizes[:1] == (self.rows,)
-        total = _saved(node, "total_weight") if name.startswith("NllLoss") else None
+        total = _total_weight(node) if name.startswith("NllLoss") else None
         if node._saved_reduction == _SUM:
             counted = numel if total is None else _number(total)
             self._sum(counted, numel, source, scale, has_rows=True)
@@ -541,6 +546,14 @@ def _saved(node: Any, name: str) -> Any:
     """Return the value that `node` has saved as `name`, or None if a hook has replaced it."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return getattr(node, f"_saved_{name}") if raw is None else _kept(raw)
+
+
+def _total_weight(node: Any) -> Tensor | None:
+    """Return the number or total weight of cross_entropy's labels, or None if it is not known."""
+    # Other numbers from a checkpoint are of no use. A divisor, for example, may be a count that was
+    # clamped to 1, which only shows in the mask.
+    scalar = checkpointed_scalars.kept_in(node._raw_saved_total_weight.data)
+    return _saved(node, "total_weight") if scalar is None else scalar
 
 
 def _kept(raw: Any) -> Tensor | None:

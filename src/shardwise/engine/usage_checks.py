@@ -13,6 +13,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.engine.loss_terms import FURTHER
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.placement import Placement
 from shardwise.model.optimizer_access import StateOfEngine, own_methods
@@ -143,9 +144,20 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
 
     `losses` contains descriptions of each worker's losses.
     """
+    words = "Losses of this step cannot be weighted by one number, so the result would differ from "
+    words += f"a single process. {describe_losses(losses)}."
+    counts = {description.count(FURTHER) for each in losses for description in each}
+    if len(counts) > 1:
+        return UsageError(
+            f"{words} Some batches of the step have a further loss and others do not, so it is "
+            "unclear whether it is a mean over the items of its own batch or of all of them. For a "
+            "mean over all n items of the batches, pass weights: engine.backward(loss, weight=n), "
+            "and engine.backward(further, weight=n, same_items=True). For one over its own items, "
+            "count the items of each loss on all workers and micro-batches, N, and write "
+            'engine.backward(loss * n / N, reduction="sum") for every loss of the step.'
+        )
     return UsageError(
-        "Losses of this step cannot be weighted by one number, so the result would differ from a "
-        f"single process. {describe_losses(losses)}. For a loss that is a mean over n items, write "
+        f"{words} For a loss that is a mean over n items, write "
         "engine.backward(loss, weight=n), or in engine.forward_backward weight=lambda *batch: n. "
         "If its terms are means over different items, divide each by the number of its items on "
         "all workers and micro-batches: engine.backward(a * n_a / world.sum(n_a) + b * n_b / "
@@ -168,8 +180,9 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
 
 def describe_losses(losses: Sequence[Sequence[str]]) -> str:
     """Describe the losses of two workers that differ, or of one worker if all are the same."""
-    other = next((n for n, each in enumerate(losses) if each != losses[0]), 0)
-    chosen = [(n, losses[n]) for n in sorted({0, other})]
+    known = [n for n, each in enumerate(losses) if each] or [0]  # of a pipeline, the last stages
+    other = next((n for n in known if losses[n] != losses[known[0]]), known[0])
+    chosen = [(n, losses[n]) for n in sorted({known[0], other})]
     return "; ".join(
         f"worker {number}: {', then '.join(list(dict.fromkeys(words))[:3]) or 'none'}"
         for number, words in chosen
@@ -190,10 +203,14 @@ def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, worke
                 continue
             if module.weight.requires_grad:
                 shown = f"{name or type(module).__name__} (max_norm={module.max_norm:g})"
+                why = (
+                    f"so {workers} workers would drift apart"
+                    if workers > 1
+                    else f"but {placement.name} gives it a temporary copy of them"
+                )
                 raise ModelError(
-                    f"{shown} rescales in forward the rows that a worker looks up, so {workers} "
-                    f"worker(s) at {placement.name} would drift apart. Remove max_norm and clip "
-                    "the rows after engine.step(), inside with "
+                    f"{shown} rescales in forward the rows that a worker looks up, {why}. Remove "
+                    "max_norm and clip the rows after engine.step(), inside with "
                     "engine.full_parameters(write=True); or start one worker at --zero 2 or less."
                 )
 

@@ -12,6 +12,7 @@ module_hooks.py           our hooks and replaced `forward` methods, hidden from 
 meta/                     parameters without memory, whose values are computed one at a time
 activations.py            keeps, recomputes or offloads activations
 recomputation.py          runs a unit's forward pass again in the backward pass
+checkpointed_scalars.py   keeps the numbers that autograd saves inside the user's checkpoints
 unit_attributes.py        restores attributes that a forward pass changes
 activation_offload.py     offloads the tensors that autograd saves
 offloaded_tensor.py       one offloaded tensor, in host memory or on disk

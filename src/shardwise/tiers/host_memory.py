@@ -70,6 +70,8 @@ def keep(environ: Mapping[str, str]) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if has_settings or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "") or mallopt is None:
         return False
+    # Set the mmap threshold first. It is the one that glibc may reject (above half of its maximum
+    # heap size); any trim threshold is accepted. So either both take effect or none does.
     return bool(mallopt(MMAP_THRESHOLD, MAPPED)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
 
 

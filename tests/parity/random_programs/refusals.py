@@ -33,6 +33,13 @@ RIGHT: dict[str, str] = {
     r"--activations recomputed runs .* again as one block, but with --pipeline": "a unit "
     "that is on several workers cannot be run again as one",
     r"--exact \d+: the gradient of .* Write --no-overlap": "sums have already started",
+    r"Some batches of the step have a further loss and others do not": "it may be a mean over "
+    "either batch or both",
+    r"mean over [\d.,]+ items \(cross_entropy\), weighed by .* in engine.forward_backward "
+    "weight=": "the other stages of a pipeline do not see the labels",
+    r"changes its input in place. Its forward runs again in backward": "its input is gone",
+    r"\(--pipeline\) went into a torch.autograd.Function": "its backward is not on all stages",
+    r"Model has \d+ layer\(s\) \(.*\), fewer than \d+ stages": "each stage needs a layer",
 }
 """Patterns of messages, and why the refusal is valid."""
 

@@ -2,7 +2,7 @@
 
     python server.py SOCKET MODULES ...
 
-It resembles shardwise.tools.verify.fork_server, but its forks are complete programs instead of
+It resembles shardwise.tools.warm.fork_server, but its forks are complete programs instead of
 ranks that record.
 """
 
@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import program
-from shardwise.tools.verify.fork_server import PACKAGES, ForkServer
-from shardwise.tools.verify.rank_client import FREE
 from shardwise.tools.verify.stock import recorder
+from shardwise.tools.warm.fork_server import PACKAGES, ForkServer
+from shardwise.tools.warm.rank_client import FREE
 
 
 class Listener(socket.socket):
@@ -44,7 +44,7 @@ def main(path: str, *modules: str) -> None:
     """Serve at `path`; a program that was forked returns from here when it has run."""
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with Listener(socket.AF_UNIX) as listener:
-        for name in (*modules, *PACKAGES):
+        for name in (*modules, *PACKAGES, "shardwise.tools.verify.script"):
             with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped
                 import_module(name)
         # A collection would copy each page that is shared with the programs.

@@ -15,7 +15,7 @@ import os
 import sys
 
 _MODULES = (
-    *("shardwise.adopt", "shardwise.tools.plan.observer", "shardwise.tools.verify.fork_server"),
+    *("shardwise.adopt", "shardwise.tools.plan.observer", "shardwise.tools.warm.fork_server"),
     "shardwise.tools.doctor",
 )
 """Modules of ours that run scripts, or are ranks."""
@@ -114,7 +114,7 @@ class _Finder:
 
 
 if "TESTS_WARM" in os.environ and (_words := _program(sys.orig_argv[1:])):
-    from shardwise.tools.verify import rank_client
+    from shardwise.tools.warm import rank_client
 
     os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", *_words))
 

@@ -125,7 +125,7 @@ class Storage(ABC):
         return self
 
     def widened(self) -> Storage:
-        """Return storage of the same length in fp32, with arbitrary content."""
+        """Return storage in fp32 with the same values."""
         raise AssertionError("a disk keeps 16-bit sums in fp32 from the start")
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
@@ -184,7 +184,7 @@ class MemoryStorage(Storage):
         return MemoryStorage(self.tensor, spans)
 
     def widened(self) -> MemoryStorage:
-        """Return a copy in fp32."""
+        """Return storage in fp32 with the same values; a copy, unless this is already in fp32."""
         return MemoryStorage(self.tensor.float())
 
     def loaded(self, device: torch.device | None = None) -> Tensor:

@@ -20,6 +20,9 @@ from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
 from shardwise.net.python_command import python_words
 from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
+from shardwise.tools.warm.warm_ranks import WarmRanks
+
+OBSERVER = "shardwise.tools.plan.observer"
 
 LINES_OF_OUTPUT = 12
 """Number of output lines to show of a script that failed."""
@@ -105,37 +108,54 @@ OnRun = Callable[[str], None]
 """Called before each run of the script, with a description of the run."""
 
 
+def warm_observers(script: Script) -> WarmRanks:
+    """Return a warm process that the observations of `script` are forked from."""
+    return WarmRanks(
+        script.words, OBSERVER, os.environ, prepare=f"{OBSERVER}:skip_initial_values", servers=1
+    )
+
+
 def observe_sizes(
-    script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
+    script: Script,
+    *,
+    activations: str,
+    tensor: int = 1,
+    on_run: OnRun = lambda _: None,
+    warm: WarmRanks | None = None,
 ) -> ObservedStep:
     """Observe `script` with its own batch size and with half of it.
 
-    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. Raises LaunchError if the
-    script cannot be observed. The message names the line of the script.
+    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. With `warm`, fork the
+    processes from there. Raises LaunchError if the script cannot be observed. The message names the
+    line of the script.
     """
     configured = replace(script, flags=(*script.flags, "--activations", activations))
     how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
     on_run(f"its own batch, {how}")
-    large = observe(configured, tensor=tensor)
+    large = observe(configured, tensor=tensor, warm=warm)
     half = large.batch_size // 2
     # Without an sw.Loader, the observer cannot change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {how}")
-    return ObservedStep(large, observe(configured, half, tensor=tensor))
+    return ObservedStep(large, observe(configured, half, tensor=tensor, warm=warm))
 
 
-def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
+def observe(
+    script: Script, samples: int | None = None, *, tensor: int = 1, warm: WarmRanks | None = None
+) -> StepRecord:
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         # The record is written to a file rather than a pipe, to keep it separate from the script's
         # output.
         path = Path(folder) / "record.json"
+        arguments = [str(path), str(samples or 0), str(tensor), *script.run_words]
+        cold = ["-m", OBSERVER, *arguments]
         # Always observe on the CPU: the shapes of fake tensors do not depend on the device.
         command = [
             *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
-            *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
-            *(str(path), str(samples or 0), str(tensor), *script.run_words),
+            *("--device", "cpu", *script.flags),
+            *(warm.words(0, arguments) if warm and warm.are_running else cold),
         ]
         done = subprocess.run(
             command,

@@ -16,6 +16,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> None:
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
-    _skip_initial_values()
+    skip_initial_values()
     try:
         if program.set_up_python(words):  # a module, with -m
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -90,10 +91,12 @@ def _replace_loader(observation: Observation, samples: int) -> None:
     import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]
 
 
-def _skip_initial_values() -> None:
+@cache
+def skip_initial_values() -> None:
     """Make the functions of torch.nn.init leave large tensors untouched.
 
     Memory that is never written uses no RAM, so the model may be larger than this machine's RAM.
+    Must be called before packages that import these functions by name.
     """
     # Large tensors get their own memory mapping, which reads as zeros until it is written. Small
     # tensors are still initialised, because they reuse freed memory with arbitrary content, and the

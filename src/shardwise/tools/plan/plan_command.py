@@ -18,7 +18,7 @@ from shardwise.tools.plan.memory import KINDS
 from shardwise.tools.plan.observe import Script
 from shardwise.tools.plan.plans import Plan, PlanRequest, make_plan
 from shardwise.tools.plan.search import Line
-from shardwise.tools.report.output import is_stdout, write_json
+from shardwise.tools.report.output import exit_on_sigterm, is_stdout, write_json
 
 SHOWN = 12
 """Maximum number of candidates to print that fit, and of candidates that do not fit."""
@@ -74,7 +74,7 @@ def show_plan(request: PlanRequest) -> int:
     progress = plain_console(stderr=True, width=WIDTH)
     name = printable(request.script.name)
     number = 0
-    with progress.status(f"observing {name}") as status:
+    with exit_on_sigterm(), progress.status(f"observing {name}") as status:
 
         def show_run(words: str) -> None:
             nonlocal number

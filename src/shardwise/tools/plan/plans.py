@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from shardwise.tools.plan.clock import step_estimate
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
 from shardwise.tools.plan.cost import Cost, cost_of, is_within
 from shardwise.tools.plan.meshes import tensor_sizes
-from shardwise.tools.plan.observe import ObservedStep, OnRun, Script, observe_sizes
+from shardwise.tools.plan.observe import ObservedStep, OnRun, Script, observe_sizes, warm_observers
 from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line, Question, Way
 
@@ -200,26 +201,27 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
     observed, and ConfigError if the cluster spec is invalid.
     """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
-    steps: dict[Way, ObservedStep] = {
-        ("kept", 1): observe_sizes(request.script, activations="kept", on_run=on_run)
-    }
-    excluded = list(_observe_parts(request.script, cluster, steps, on_run))
-    # `question` refers to `steps`. Recomputation is added to it below if it is needed.
-    question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
-    lines = search.search(question)
-    if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
-        # Recomputation adds a second forward pass, about a third of the work. Try it only if memory
-        # is short.
-        for _, parts in list(steps):
-            steps["recomputed", parts] = observe_sizes(
-                request.script, activations="recomputed", tensor=parts, on_run=on_run
-            )
+    with warm_observers(request.script) as warm:
+        observe = partial(observe_sizes, request.script, on_run=on_run, warm=warm)
+        steps: dict[Way, ObservedStep] = {("kept", 1): observe(activations="kept")}
+        excluded = list(_observe_parts(request.script, cluster, steps, observe))
+        # `question` refers to `steps`. Recomputation is added to it below if it is needed.
+        question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
         lines = search.search(question)
+        if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
+            # Recomputation adds a second forward pass, about a third of the work. Try it only if
+            # memory is short.
+            for _, parts in list(steps):
+                steps["recomputed", parts] = observe(activations="recomputed", tensor=parts)
+            lines = search.search(question)
     return Plan(request, question, lines)
 
 
 def _observe_parts(
-    script: Script, cluster: Cluster, steps: dict[Way, ObservedStep], on_run: OnRun
+    script: Script,
+    cluster: Cluster,
+    steps: dict[Way, ObservedStep],
+    observe: Callable[..., ObservedStep],
 ) -> Iterator[str]:
     """Observe the script with each tensor-parallel size, and add the results to `steps`.
 
@@ -236,9 +238,7 @@ def _observe_parts(
     # into 2 parts cannot be split into 4 either.
     for parts in tensor_sizes(cluster)[1:]:
         try:
-            steps["kept", parts] = observe_sizes(
-                script, activations="kept", tensor=parts, on_run=on_run
-            )
+            steps["kept", parts] = observe(activations="kept", tensor=parts)
         except LaunchError as error:
             yield f"--tensor {parts} was not tried: {error}"
             break

@@ -20,8 +20,9 @@ from shardwise.tools.verify.flow import Verification
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.report import STYLES, VerifyReport
 from shardwise.tools.verify.request import VerifyRequest
-from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, WarmRanks
+from shardwise.tools.verify.runs import RECORDS, Run, RunFailed, warm_ranks
 from shardwise.tools.verify.verdicts import Result
+from shardwise.tools.warm.warm_ranks import WarmRanks
 
 FAILED = 1
 LOGS = "verify-logs"
@@ -121,7 +122,7 @@ def verify(plan: VerifyRequest, json_file: Path | None) -> int:
     try:
         with (
             exit_on_sigterm(),
-            WarmRanks(plan.script, plan.max_size) as warm,
+            warm_ranks(plan.script, plan.max_size) as warm,
             ProgressDisplay() as progress,
         ):
             verification = Verification(plan, RunMaker(_log_folder(plan.out), progress, warm))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,27 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import allocations, program
-from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
 from shardwise.tools.report.output import last_words
-from shardwise.tools.verify import rank_client, records
+from shardwise.tools.verify import records
 from shardwise.tools.verify.placements import RunPlacement
-from shardwise.tools.verify.rank_client import SERVERS, socket_path
 from shardwise.tools.verify.records import RecordedTraining
+from shardwise.tools.warm.warm_ranks import WarmRanks
 from shardwise.world.tensor_log import WANTED
 
 RANK_SCRIPT = "shardwise.tools.verify.script"
-SERVER = "shardwise.tools.verify.fork_server"
-CLIENT = Path(rank_client.__file__)
-LARGE_PACKAGES = {
-    *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
-    *("sklearn", "torchvision", "transformers", "trl"),
-}
-"""Packages that are slow to import and independent of a rank's environment variables."""
-
-_SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
-
 RECORDS = "record-"
 """Prefix of the folders for the records of runs."""
 
@@ -169,84 +156,6 @@ def environment(max_size: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": threads, **kept}
 
 
-class WarmRanks:
-    """Context manager for the warm processes that fork ranks (see fork_server.py).
-
-    The processes import the LARGE_PACKAGES that `script` imports.
-    """
-
-    def __init__(self, script: ScriptCommand, max_size: int) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
-        modules = " ".join(large_imports(script))
-        self._processes = [
-            self._start(server, modules, max_size)
-            for server in range(SERVERS if sys.platform == "linux" else 0)
-        ]
-
-    def _start(self, server: int, modules: str, max_size: int) -> subprocess.Popen[bytes]:
-        # Listen before the process exists, so that a rank that connects while torch is still being
-        # imported waits in the backlog.
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(socket_path(str(self._folder), server))
-            listener.listen(64)
-            return subprocess.Popen(
-                [*python_words(SERVER), str(listener.fileno()), modules],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # so that Ctrl-C reaches only the runs
-                env=environment(max_size),
-                pass_fds=[listener.fileno()],
-            )
-
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
-    @property
-    def are_running(self) -> bool:
-        """Whether there are warm processes. They exist only on Linux."""
-        return bool(self._processes)
-
-    def words(self, server: int, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that starts a rank: the script, then `arguments`."""
-        return [str(CLIENT), str(self._folder), str(server), *arguments]
-
-    def __enter__(self) -> WarmRanks:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        # Standard input of all processes is closed first, so that they exit in parallel.
-        for process in self._processes:
-            end_within(process, LAST_WAIT)
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def large_imports(script: ScriptCommand) -> list[str]:
-    """Return those LARGE_PACKAGES that the script imports and that can be imported in advance.
-
-    Packages read environment variables such as HF_HOME on import. The result is therefore empty if
-    the script, or a module in its folder, sets environment variables. A package is left out if the
-    folder contains a module with the same name, because the script would import that module.
-    """
-    name = next((word for word in script.words if program.is_script(word)), "")
-    # Modules and packages next to the script, or in the current folder.
-    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
-    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
-    large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
-    packages: set[str] = set()
-    while texts:
-        text = texts.pop()
-        # The variables may affect any package, so import nothing in advance.
-        if _SETS_VARIABLES.search(text):
-            return []
-        imported = {each for each in large | beside.keys() if program.imports(text, each)}
-        for path in (beside[each] for each in imported & beside.keys() - read):
-            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-            texts.append("\n".join(program.text_of(str(file)) for file in files))
-        read |= imported
-        packages |= imported & large
-    return sorted(packages - beside.keys())
+def warm_ranks(script: ScriptCommand, max_size: int) -> WarmRanks:
+    """Return warm processes for the runs of `script` on up to `max_size` ranks."""
+    return WarmRanks(script.words, RANK_SCRIPT, environment(max_size))

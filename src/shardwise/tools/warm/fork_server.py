@@ -1,6 +1,6 @@
 """Fork server: a process that imports torch and the script's packages once, then forks ranks.
 
-    python -m shardwise.tools.verify.fork_server FD MODULES
+    python -m shardwise.tools.warm.fork_server FD IMPORTS
 
 Imports take up most of the time of a short run. rank_client.py requests a rank over a socket. The
 rank is killed if its client exits, and all ranks are killed when standard input is closed. The
@@ -29,11 +29,11 @@ from importlib import import_module
 from typing import Any
 
 from shardwise.launch.function_fork import begin_anew
-from shardwise.tools.verify.rank_client import FREE
+from shardwise.tools.warm.rank_client import FREE
 
 PACKAGES = (
     *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
-    *("shardwise.engine.engine", "shardwise.data.loader", "shardwise.tools.verify.script"),
+    *("shardwise.engine.engine", "shardwise.data.loader"),
 )
 """Modules that every rank needs. torch._dynamo is included because the first optimizer imports
 it."""
@@ -194,10 +194,15 @@ def _receive(line: socket.socket, length: int) -> bytes:
     return data
 
 
-def main(fd: str, modules: str) -> None:
-    """Import `modules` (separated by spaces) and serve the clients of the socket `fd`.
+def main(fd: str, imports: str) -> None:
+    """Import modules and serve the clients of the socket `fd`.
 
-    This function also runs the script in each forked rank.
+    This function also runs the requested module in each forked rank.
+
+    Args:
+        fd: Number of the listening socket.
+        imports: Modules to import, separated by spaces. MODULE:FUNCTION also calls a function of
+            the module.
     """
     # Reserve the low file numbers. A rank receives files with these numbers from its client, so
     # files opened during the imports must not use them.
@@ -206,15 +211,18 @@ def main(fd: str, modules: str) -> None:
         # Some packages check for a GPU on import. With this variable, the check does not initialise
         # CUDA, which forked processes could not use. Ranks receive their client's environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        for name in (*PACKAGES, *modules.split()):
+        for words in (*PACKAGES, *imports.split()):
+            name, _, function = words.partition(":")
             with contextlib.suppress(Exception):  # the script will report the error itself
-                import_module(name)
+                module = import_module(name)
+                if function:
+                    getattr(module, function)()
         # Otherwise a garbage collection in a rank would copy the pages it shares with this process.
         gc.collect()
         gc.freeze()
         arguments = ForkServer(listener, reserved).serve()
     if arguments is not None:
-        import_module("shardwise.tools.verify.script").main(arguments)
+        import_module(arguments[0]).main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Stands in for a rank under the launcher, while the rank itself runs in a forked process.
 
-    python rank_client.py FOLDER SERVER ARGUMENTS ...
+    python rank_client.py FOLDER SERVER MODULE ARGUMENTS ...
 
 This script imports nothing from the package, so it starts in milliseconds. It sends its arguments,
 environment and open files to fork_server.py, forwards signals to the rank, and exits with the
@@ -22,7 +22,7 @@ ranks are forked from different servers, so that errors that depend on `hash` ca
 FREE = 64
 """Fork servers keep file descriptors below this number free for the files that ranks receive."""
 
-COLD = ("-P", "-m", "shardwise.tools.verify.script")
+COLD = ("-P", "-m")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 

@@ -1,0 +1,131 @@
+"""Starts and stops the fork servers that ranks of short runs are forked from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shardwise.launch import program
+from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
+from shardwise.net.python_command import python_words
+from shardwise.tools.warm import rank_client
+from shardwise.tools.warm.rank_client import SERVERS, socket_path
+
+SERVER = "shardwise.tools.warm.fork_server"
+CLIENT = Path(rank_client.__file__)
+
+LARGE_PACKAGES = {
+    *("accelerate", "datasets", "lightning", "matplotlib", "peft", "pytorch_lightning", "scipy"),
+    *("sklearn", "torchvision", "transformers", "trl"),
+}
+"""Packages that are slow to import and independent of a rank's environment variables."""
+
+_SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
+
+
+class WarmRanks:
+    """Context manager for the warm processes that fork ranks (see fork_server.py).
+
+    The processes import the LARGE_PACKAGES that the script imports.
+
+    Args:
+        words: The script and its arguments, or -m MODULE and its arguments.
+        module: The module that each rank runs. Its `main` gets the arguments passed to `words`.
+        environ: Environment variables of the warm processes. Each rank has its client's.
+        prepare: A function, as MODULE:NAME, that the warm processes call before they import the
+            script's packages.
+        servers: Number of warm processes.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        module: str,
+        environ: Mapping[str, str],
+        *,
+        prepare: str = "",
+        servers: int = SERVERS,
+    ) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
+        self._module = module
+        imports = " ".join(filter(None, (module, prepare, *large_imports(words))))
+        self._processes = [
+            self._start(server, imports, environ)
+            for server in range(servers if sys.platform == "linux" else 0)
+        ]
+
+    def _start(
+        self, server: int, imports: str, environ: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        # Listen before the process exists, so that a rank that connects while torch is still being
+        # imported waits in the backlog.
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(socket_path(str(self._folder), server))
+            listener.listen(64)
+            return subprocess.Popen(
+                [*python_words(SERVER), str(listener.fileno()), imports],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # so that Ctrl-C reaches only the runs
+                env=dict(environ),
+                pass_fds=[listener.fileno()],
+            )
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    @property
+    def are_running(self) -> bool:
+        """Whether there are warm processes. They exist only on Linux."""
+        return bool(self._processes)
+
+    def words(self, server: int, arguments: Sequence[str]) -> list[str]:
+        """Return the command line that starts a rank: the script, then `arguments`."""
+        return [str(CLIENT), str(self._folder), str(server), self._module, *arguments]
+
+    def __enter__(self) -> WarmRanks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        # Standard input of all processes is closed first, so that they exit in parallel.
+        for process in self._processes:
+            end_within(process, LAST_WAIT)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def large_imports(words: Sequence[str]) -> list[str]:
+    """Return those LARGE_PACKAGES that the script imports and that can be imported in advance.
+
+    Packages read environment variables such as HF_HOME on import. The result is therefore empty if
+    the script, or a module in its folder, sets environment variables. A package is left out if the
+    folder contains a module with the same name, because the script would import that module.
+    """
+    name = next((word for word in words if program.is_script(word)), "")
+    # Modules and packages next to the script, or in the current folder.
+    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
+    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
+    large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
+    packages: set[str] = set()
+    while texts:
+        text = texts.pop()
+        # The variables may affect any package, so import nothing in advance.
+        if _SETS_VARIABLES.search(text):
+            return []
+        imported = {each for each in large | beside.keys() if program.imports(text, each)}
+        for path in (beside[each] for each in imported & beside.keys() - read):
+            files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
+            texts.append("\n".join(program.text_of(str(file)) for file in files))
+        read |= imported
+        packages |= imported & large
+    return sorted(packages - beside.keys())
