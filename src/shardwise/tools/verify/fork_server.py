@@ -1,6 +1,6 @@
 """Fork server: a process that imports torch and the script's packages once, then forks ranks.
 
-    python -m shardwise.tools.verify.fork_server FD MODULES
+    python -m shardwise.tools.verify.fork_server FD MODULE PACKAGES
 
 Imports take up most of the time of a short run. rank_client.py requests a rank over a socket. The
 rank is killed if its client exits, and all ranks are killed when standard input is closed. The
@@ -31,12 +31,15 @@ from typing import Any
 from shardwise.launch.function_fork import begin_anew
 from shardwise.tools.verify.rank_client import FREE
 
+STOCK_PACKAGES = ("numpy", "torch", "torch._dynamo", "torch.utils.data")
+"""Modules that every rank of a stock script needs. torch._dynamo is included because the first
+optimizer imports it."""
+
 PACKAGES = (
-    *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
-    *("shardwise.engine.engine", "shardwise.data.loader", "shardwise.tools.verify.script"),
+    *(*STOCK_PACKAGES, "torch.distributed.pipelining", "shardwise.engine.engine"),
+    *("shardwise.data.loader", "shardwise.tools.verify.script"),
 )
-"""Modules that every rank needs. torch._dynamo is included because the first optimizer imports
-it."""
+"""Modules that every rank of Shardwise needs."""
 
 PATIENCE = 2.0
 """Seconds that processes started by a rank may outlive it."""
@@ -194,10 +197,10 @@ def _receive(line: socket.socket, length: int) -> bytes:
     return data
 
 
-def main(fd: str, modules: str) -> None:
-    """Import `modules` (separated by spaces) and serve the clients of the socket `fd`.
+def main(fd: str, module: str, packages: str) -> None:
+    """Import `module` and `packages` (separated by spaces), and serve the socket `fd`.
 
-    This function also runs the script in each forked rank.
+    In each forked rank, this function calls `main` of `module` with the rank's arguments.
     """
     # Reserve the low file numbers. A rank receives files with these numbers from its client, so
     # files opened during the imports must not use them.
@@ -206,7 +209,7 @@ def main(fd: str, modules: str) -> None:
         # Some packages check for a GPU on import. With this variable, the check does not initialise
         # CUDA, which forked processes could not use. Ranks receive their client's environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        for name in (*PACKAGES, *modules.split()):
+        for name in (*packages.split(), module):
             with contextlib.suppress(Exception):  # the script will report the error itself
                 import_module(name)
         # Otherwise a garbage collection in a rank would copy the pages it shares with this process.
@@ -214,7 +217,7 @@ def main(fd: str, modules: str) -> None:
         gc.freeze()
         arguments = ForkServer(listener, reserved).serve()
     if arguments is not None:
-        import_module("shardwise.tools.verify.script").main(arguments)
+        import_module(module).main(arguments)
 
 
 if __name__ == "__main__":

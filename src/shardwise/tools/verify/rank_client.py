@@ -1,10 +1,10 @@
 """Stands in for a rank under the launcher, while the rank itself runs in a forked process.
 
-    python rank_client.py FOLDER SERVER ARGUMENTS ...
+    python rank_client.py FOLDER SERVER MODULE ARGUMENTS ...
 
 This script imports nothing from the package, so it starts in milliseconds. It sends its arguments,
 environment and open files to fork_server.py, forwards signals to the rank, and exits with the
-rank's exit code. If no fork server answers, it becomes the rank itself.
+rank's exit code. If no fork server answers, it runs MODULE and becomes the rank itself.
 """
 
 import json
@@ -22,7 +22,6 @@ ranks are forked from different servers, so that errors that depend on `hash` ca
 FREE = 64
 """Fork servers keep file descriptors below this number free for the files that ranks receive."""
 
-COLD = ("-P", "-m", "shardwise.tools.verify.script")
 PASSED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -31,9 +30,9 @@ def socket_path(folder: str, server: int) -> str:
     return os.path.join(folder, f"server-{server}")
 
 
-def main(folder: str, first: str, *arguments: str) -> int:
+def main(folder: str, first: str, module: str, *arguments: str) -> int:
     """Start the rank, wait until it exits, and return its exit code."""
-    rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK", "0"))
+    rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK") or os.environ.get("RANK") or "0")
     path = socket_path(folder, (int(first) + rank) % SERVERS)
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
     request = {
@@ -54,7 +53,7 @@ def main(folder: str, first: str, *arguments: str) -> int:
         except OSError:
             # No fork server is available. Replace this process with the rank, so that the
             # launcher's pid stays valid.
-            os.execv(sys.executable, (sys.executable, *COLD, *arguments))
+            os.execv(sys.executable, (sys.executable, "-P", "-m", module, *arguments))
         return _follow(connection)
 
 

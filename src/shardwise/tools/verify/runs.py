@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from shardwise.launch.resources import usable_cores
 from shardwise.net.python_command import python_words
 from shardwise.tools.report.output import last_words
 from shardwise.tools.verify import rank_client, records
+from shardwise.tools.verify.fork_server import PACKAGES
 from shardwise.tools.verify.placements import RunPlacement
 from shardwise.tools.verify.rank_client import SERVERS, socket_path
 from shardwise.tools.verify.records import RecordedTraining
@@ -172,25 +173,37 @@ def environment(max_size: int) -> dict[str, str]:
 class WarmRanks:
     """Context manager for the warm processes that fork ranks (see fork_server.py).
 
-    The processes import the LARGE_PACKAGES that `script` imports.
+    Args:
+        script: The script of the ranks. The processes import the LARGE_PACKAGES that it imports.
+        max_size: Largest number of ranks of any run.
+        module: Module whose `main` runs a rank.
+        packages: Modules to import. Default: PACKAGES, and the script's.
     """
 
-    def __init__(self, script: ScriptCommand, max_size: int) -> None:
+    def __init__(
+        self,
+        script: ScriptCommand,
+        max_size: int,
+        module: str = RANK_SCRIPT,
+        packages: Sequence[str] | None = None,
+    ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
-        modules = " ".join(large_imports(script))
+        self._module = module
+        if packages is None:
+            packages = (*PACKAGES, *large_imports(script))
         self._processes = [
-            self._start(server, modules, max_size)
+            self._start(server, " ".join(packages), max_size)
             for server in range(SERVERS if sys.platform == "linux" else 0)
         ]
 
-    def _start(self, server: int, modules: str, max_size: int) -> subprocess.Popen[bytes]:
+    def _start(self, server: int, packages: str, max_size: int) -> subprocess.Popen[bytes]:
         # Listen before the process exists, so that a rank that connects while torch is still being
         # imported waits in the backlog.
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(socket_path(str(self._folder), server))
             listener.listen(64)
             return subprocess.Popen(
-                [*python_words(SERVER), str(listener.fileno()), modules],
+                [*python_words(SERVER), str(listener.fileno()), self._module, packages],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -210,7 +223,7 @@ class WarmRanks:
 
     def words(self, server: int, arguments: Sequence[str]) -> list[str]:
         """Return the command line that starts a rank: the script, then `arguments`."""
-        return [str(CLIENT), str(self._folder), str(server), *arguments]
+        return [str(CLIENT), str(self._folder), str(server), self._module, *arguments]
 
     def __enter__(self) -> WarmRanks:
         return self
@@ -233,20 +246,28 @@ def large_imports(script: ScriptCommand) -> list[str]:
     folder contains a module with the same name, because the script would import that module.
     """
     name = next((word for word in script.words if program.is_script(word)), "")
-    # Modules and packages next to the script, or in the current folder.
-    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
-    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
-    large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
     packages: set[str] = set()
-    while texts:
-        text = texts.pop()
+    for text in own_sources(name):
         # The variables may affect any package, so import nothing in advance.
         if _SETS_VARIABLES.search(text):
             return []
-        imported = {each for each in large | beside.keys() if program.imports(text, each)}
-        for path in (beside[each] for each in imported & beside.keys() - read):
+        packages |= {each for each in LARGE_PACKAGES if program.imports(text, each)}
+    return sorted(packages - _modules_beside(name).keys())
+
+
+def own_sources(name: str) -> Iterator[str]:
+    """Yield the source of the script `name`, and of each module in its folder that it imports."""
+    beside, texts = _modules_beside(name), [program.text_of(name)]
+    while texts:
+        text = texts.pop()
+        yield text
+        for each in [each for each in beside if program.imports(text, each)]:
+            path = beside.pop(each)
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
             texts.append("\n".join(program.text_of(str(file)) for file in files))
-        read |= imported
-        packages |= imported & large
-    return sorted(packages - beside.keys())
+
+
+def _modules_beside(name: str) -> dict[str, Path]:
+    """Return the modules and packages in the folder of a script, and in the current folder."""
+    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
+    return {path.stem: path for path in paths if path.stem.isidentifier()}
