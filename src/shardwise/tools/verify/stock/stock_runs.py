@@ -77,6 +77,10 @@ ENDING = 40.0
 """Seconds in which a command must exit after all its ranks received SIGTERM. torchrun waits for
 them for 30 seconds."""
 
+STARTING = 120.0
+"""Minimum of the time limit before any rank has imported torch, which depends on the machine and
+not on the script."""
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python[\d.]+)[/\\]|^<")
 
@@ -334,7 +338,8 @@ class StockRuns:
                 return process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
                 pass
-            for pid in _claimed(folder):
+            claimed = list(_claimed(folder))
+            for pid in claimed:
                 # torchrun starts each rank in a separate process group.
                 group = _group(pid)
                 if group is not None and group not in groups and group != os.getpgid(0):
@@ -342,11 +347,13 @@ class StockRuns:
                     self._reaper.started(group)
             if (count := sum(1 for _ in folder.glob("rank-*/*.pt"))) != files:
                 files, since = count, time.monotonic()
-            limit = ENDING if is_stopped and _all_left(folder) else self._limit
+            limit = self._limit if claimed else max(self._limit, STARTING)
+            if is_stopped and _all_left(folder):
+                limit = ENDING
             if time.monotonic() - since > limit:
                 if is_stopped and _all_left(folder):
                     return 1  # a script that ignores SIGTERM, or its launcher
-                raise LaunchError(describe_stall(folder, words, self._limit))
+                raise LaunchError(describe_stall(folder, words, limit))
 
 
 def _all_left(folder: Path) -> bool:
