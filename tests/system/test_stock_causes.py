@@ -51,6 +51,7 @@ PLANTED = {
     "bf16_accumulation": "bf16 accumulation",
     "context_loss": "loss multiplied by the ranks",
     "saved_shard": "one rank's shard saved",
+    "static_graph": "static_graph with a graph that changes",
 }
 WITHOUT_MISTAKE = (
     "average",
@@ -64,6 +65,7 @@ WITHOUT_MISTAKE = (
     "scaler",
     "unused",
     "accumulation",
+    "static_graph",
 )
 FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 

@@ -1,17 +1,21 @@
 """`shardwise verify --stock` names the mistake of a script with DistributedDataParallel."""
 
 import json
+import re
 import signal
 import sys
 import time
+import tomllib
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
+import yaml
 
 from tests.system.launcher import Launcher, Ran, script
 
+ROOT = Path(__file__).parents[2]
 SCRIPT = script("stock_mistakes")
 BY_HAND = script("stock_by_hand")
 CORRECT = {"none": 3}
@@ -190,6 +194,21 @@ def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
     ran, found = verify(shardwise, tmp_path, "--stock", command)
     assert ran.code == 5, ran.out + ran.err
     assert found["ranks"] == 2
+
+
+def test_workflow_of_the_page_runs_its_command() -> None:
+    page = (ROOT / "docs" / "verify_stock.md").read_text()
+    (block,) = re.findall(r"```text\n(# \.github.*?)```", page, re.DOTALL)
+    steps = yaml.safe_load(block)["jobs"]["verify"]["steps"]
+    (install, check) = [each["run"] for each in steps if "run" in each]
+    (extra,) = re.findall(r"shardwise\[(\w+)\]", install)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert extra in project["optional-dependencies"]
+    # The other tests run such a command.
+    assert f"```sh\n{check}\n```" in page
+    written = steps[-1]["with"]["path"].split()
+    assert re.findall(r"--junit (\S+)", check) == written[:1]
+    assert written[1:] == ["runs/verify-train"]
 
 
 @WARM

@@ -64,7 +64,7 @@ model: nn.Module = plain
 if mistake == "saved_shard":
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
 elif not by_hand:
-    model = DistributedDataParallel(plain)
+    model = DistributedDataParallel(plain, static_graph=mistake == "static_graph")
 halves = [dist.new_group([first, first + 1]) for first in range(0, size, 2)] if size > 2 else [None]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -94,6 +94,10 @@ for epoch in range(2):
             scaler.update()
             optimizer.zero_grad()
             continue
+        if mistake == "static_graph":
+            # Without static_graph, DistributedDataParallel refuses a second backward pass.
+            (loss * 0.25).backward(retain_graph=True)
+            loss = loss * 0.75
         loss.backward()
         if number % window:
             continue

@@ -48,7 +48,8 @@ class Model(nn.Module):
 plain = Model()
 # Without it the third layer would be unused, which DistributedDataParallel has to be told.
 by_hand = trait in ("own_reduction", "context", "unused")
-model = plain if by_hand else DistributedDataParallel(plain, find_unused_parameters=True)
+options = {"static_graph" if trait == "static_graph" else "find_unused_parameters": True}
+model = plain if by_hand else DistributedDataParallel(plain, **options)
 if trait == "dropout":
     torch.manual_seed(1 + rank)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -31,12 +31,15 @@ from typing import Any
 from shardwise.launch.function_fork import begin_anew
 from shardwise.tools.warm.rank_client import FREE
 
+STOCK_PACKAGES = ("numpy", "torch", "torch._dynamo", "torch.utils.data")
+"""Modules that every rank of a stock script needs. torch._dynamo is included because the first
+optimizer imports it."""
+
 PACKAGES = (
-    *("numpy", "torch", "torch._dynamo", "torch.utils.data", "torch.distributed.pipelining"),
-    *("shardwise.engine.engine", "shardwise.data.loader"),
+    *(*STOCK_PACKAGES, "torch.distributed.pipelining", "shardwise.engine.engine"),
+    "shardwise.data.loader",
 )
-"""Modules that every rank needs. torch._dynamo is included because the first optimizer imports
-it."""
+"""Modules that every rank of Shardwise needs."""
 
 PATIENCE = 2.0
 """Seconds that processes started by a rank may outlive it."""
@@ -211,7 +214,7 @@ def main(fd: str, imports: str) -> None:
         # Some packages check for a GPU on import. With this variable, the check does not initialise
         # CUDA, which forked processes could not use. Ranks receive their client's environment.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        for words in (*PACKAGES, *imports.split()):
+        for words in imports.split():
             name, _, function = words.partition(":")
             with contextlib.suppress(Exception):  # the script will report the error itself
                 module = import_module(name)

@@ -33,7 +33,8 @@ def socket_path(folder: str, server: int) -> str:
 
 def main(folder: str, first: str, *arguments: str) -> int:
     """Start the rank, wait until it exits, and return its exit code."""
-    rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK", "0"))
+    # A stock script is started by torchrun, which sets RANK.
+    rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK") or os.environ.get("RANK") or "0")
     path = socket_path(folder, (int(first) + rank) % SERVERS)
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
     request = {

@@ -8,13 +8,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from shardwise.launch import program
 from shardwise.launch.orphan_reaper import LAST_WAIT, end_within
 from shardwise.net.python_command import python_words
 from shardwise.tools.warm import rank_client
+from shardwise.tools.warm.fork_server import PACKAGES
 from shardwise.tools.warm.rank_client import SERVERS, socket_path
 
 SERVER = "shardwise.tools.warm.fork_server"
@@ -32,12 +33,12 @@ _SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
 class WarmRanks:
     """Context manager for the warm processes that fork ranks (see fork_server.py).
 
-    The processes import the LARGE_PACKAGES that the script imports.
-
     Args:
         words: The script and its arguments, or -m MODULE and its arguments.
         module: The module that each rank runs. Its `main` gets the arguments passed to `words`.
         environ: Environment variables of the warm processes. Each rank has its client's.
+        packages: Modules to import. Default: PACKAGES, and the LARGE_PACKAGES that the script
+            imports.
         prepare: A function, as MODULE:NAME, that the warm processes call before they import the
             script's packages.
         servers: Number of warm processes.
@@ -49,12 +50,15 @@ class WarmRanks:
         module: str,
         environ: Mapping[str, str],
         *,
+        packages: Sequence[str] | None = None,
         prepare: str = "",
         servers: int = SERVERS,
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
         self._module = module
-        imports = " ".join(filter(None, (module, prepare, *large_imports(words))))
+        before = PACKAGES if packages is None else packages
+        large = large_imports(words) if packages is None else ()
+        imports = " ".join(filter(None, (*before, module, prepare, *large)))
         self._processes = [
             self._start(server, imports, environ)
             for server in range(servers if sys.platform == "linux" else 0)
@@ -112,20 +116,28 @@ def large_imports(words: Sequence[str]) -> list[str]:
     folder contains a module with the same name, because the script would import that module.
     """
     name = next((word for word in words if program.is_script(word)), "")
-    # Modules and packages next to the script, or in the current folder.
-    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
-    beside = {path.stem: path for path in paths if path.stem.isidentifier()}
-    large, read, texts = set(LARGE_PACKAGES), set[str](), [program.text_of(name)]
     packages: set[str] = set()
-    while texts:
-        text = texts.pop()
+    for text in own_sources(name):
         # The variables may affect any package, so import nothing in advance.
         if _SETS_VARIABLES.search(text):
             return []
-        imported = {each for each in large | beside.keys() if program.imports(text, each)}
-        for path in (beside[each] for each in imported & beside.keys() - read):
+        packages |= {each for each in LARGE_PACKAGES if program.imports(text, each)}
+    return sorted(packages - _modules_beside(name).keys())
+
+
+def own_sources(name: str) -> Iterator[str]:
+    """Yield the source of the script `name`, and of each module in its folder that it imports."""
+    beside, texts = _modules_beside(name), [program.text_of(name)]
+    while texts:
+        text = texts.pop()
+        yield text
+        for each in [each for each in beside if program.imports(text, each)]:
+            path = beside.pop(each)
             files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
             texts.append("\n".join(program.text_of(str(file)) for file in files))
-        read |= imported
-        packages |= imported & large
-    return sorted(packages - beside.keys())
+
+
+def _modules_beside(name: str) -> dict[str, Path]:
+    """Return the modules and packages in the folder of a script, and in the current folder."""
+    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
+    return {path.stem: path for path in paths if path.stem.isidentifier()}

@@ -58,6 +58,8 @@ def parts_of_ranks(made: StockRecords, reference: StockRecords | None) -> list[s
     """Return the parameters that have different sizes on the ranks and in the reference."""
     if reference is None:
         return []
+    # Compare numbers of elements, because fingerprints are of flat values. A parameter with another
+    # shape and as many elements, such as a transposed one, is compared element by element.
     return [
         name
         for engine, steps in made.training.engines.items()

@@ -8,6 +8,7 @@
 | saves   | tensors that the script saves under parameter names                      |
 | kinds   | class of each parameter's module                                         |
 | split   | names of parameters that are split over ranks                            |
+| static  | whether the script uses DistributedDataParallel with static_graph=True   |
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class ScriptFacts:
         self._printed: list[dict[str, Any]] = []
         self._saves: list[dict[str, Any]] = []
         self._drawn_at = -1
+        self._has_static_graph = False
         self._parameters: dict[str, Tensor] = {}
         self._kinds: dict[str, str] = {}
 
@@ -60,6 +62,7 @@ class ScriptFacts:
         if distributed.is_available():
             for name in ("all_reduce", "reduce", "reduce_scatter_tensor"):
                 _before(distributed, name, self._reduces(name))
+            _before(nn.parallel.DistributedDataParallel, "_set_static_graph", self._is_static)
         for name in ("dropout", "alpha_dropout"):
             _before(nn.functional, name, self._draws)
         _before(nn.functional, "scaled_dot_product_attention", self._draws_in_attention)
@@ -83,8 +86,12 @@ class ScriptFacts:
             "printed": self._printed[:PRINTED],
             "saves": self._saves,
             "kinds": self._kinds,
+            "static": self._has_static_graph,
             "split": [name for name, p in self._parameters.items() if _is_split(p)],
         }
+
+    def _is_static(self, *args: Any, **kwargs: Any) -> None:
+        self._has_static_graph = True
 
     def _reduces(self, name: str) -> Callable[..., None]:
         def note(*args: Any, **kwargs: Any) -> None:

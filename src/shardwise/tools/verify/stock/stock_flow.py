@@ -90,7 +90,7 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
     result = replace(result, findings=proved)
     if parts := parts_of_ranks(made, reference):
         return _unproved(
-            result, f"{some(parts)} have other shapes on the ranks than in one process."
+            result, f"{some(parts)} have other sizes on the ranks than in one process."
         )
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)

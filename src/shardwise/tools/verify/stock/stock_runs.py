@@ -26,8 +26,11 @@ from shardwise.messages.printable import printable
 from shardwise.tools.verify import records
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.runs import RunFailed, environment
+from shardwise.tools.verify.stock import warm_rank
 from shardwise.tools.verify.stock.own_files import make_view
 from shardwise.tools.verify.stock.recorder import CLAIM, STACK, VARIABLE
+from shardwise.tools.warm.fork_server import STOCK_PACKAGES
+from shardwise.tools.warm.warm_ranks import WarmRanks
 
 START = Path(__file__).parent / "start"
 RANK_VARIABLES = {
@@ -70,6 +73,10 @@ ENDING = 40.0
 """Seconds in which a command must exit after all its ranks received SIGTERM. torchrun waits for
 them for 30 seconds."""
 
+STARTING = 120.0
+"""Minimum of the time limit before any rank has imported torch, which depends on the machine and
+not on the script."""
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
 _INSTALLED = re.compile(r"[/\\](site-packages|dist-packages|lib[/\\]python[\d.]+)[/\\]|^<")
 
@@ -84,16 +91,25 @@ class StockCommand:
     alone: Sequence[str] = ()
     """Arguments to add for one process, so that it uses the total batch (`--total-batch`)."""
 
-    def start_words(self, logs: Path) -> list[str]:
+    def start_words(self, logs: Path, warm: WarmRanks | None = None) -> list[str]:
         """Return the full command line, with torchrun in front of a plain script.
 
         torchrun creates a log folder in `logs`. By default it would leave one in the temporary
-        folder.
+        folder. If `warm` is given, the ranks are forked from its processes.
         """
         if self.size is None:
             return list(self.words)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--log-dir", str(logs)]
-        return [sys.executable, *torchrun, "--nproc-per-node", str(self.size), *self.words]
+        torchrun += ["--nproc-per-node", str(self.size)]
+        if warm is None:
+            return [sys.executable, *torchrun, *self.words]
+        return [
+            sys.executable,
+            *torchrun,
+            "--no-python",
+            sys.executable,
+            *warm.words(0, self.words),
+        ]
 
     def __str__(self) -> str:
         return " ".join(self.words) + (f" on {self.size} ranks" if self.size else "")
@@ -132,12 +148,20 @@ class StockRuns:
         self._ranks = self._folder
         """Records of the ranks' last run. A reference replays that run's batches, because a script
         draws different numbers in fp64 and in fp32."""
+        self._warm: WarmRanks | None = None
 
     def __enter__(self) -> StockRuns:
         self._reaper = OrphanReaper(self._folder).__enter__()
+        command = self.command
+        if command.size is not None and warm_rank.can_be_forked(command.words):
+            environ = environment(command.size)
+            warm = WarmRanks(command.words, warm_rank.__name__, environ, packages=STOCK_PACKAGES)
+            self._warm = warm if warm.are_running else None
         return self
 
     def __exit__(self, *error: Any) -> None:
+        if self._warm is not None:
+            self._warm.__exit__(*error)
         self._reaper.__exit__(*error)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -146,7 +170,7 @@ class StockRuns:
     ) -> StockRecords:
         """Run the script on its ranks. Raises RunFailed if it exits with an error."""
         made, folder = self._run(
-            self.command.start_words(self._folder), words, {}, wide=wide, alter=alter
+            self.command.start_words(self._folder, self._warm), words, {}, wide=wide, alter=alter
         )
         self._ranks = folder
         return made
@@ -154,13 +178,18 @@ class StockRuns:
     def stopped_ranks(self, words: str, step: int, view: Path) -> StockRecords:
         """Run the script in `view` until step `step`, after which each rank receives SIGTERM."""
         made, _ = self._run(
-            self.command.start_words(self._folder), words, {}, stop_at=step, view=view
+            self.command.start_words(self._folder, self._warm),
+            words,
+            {},
+            stop_at=step,
+            view=view,
         )
         return made
 
     def resumed_ranks(self, words: str, command: StockCommand, view: Path) -> StockRecords:
         """Run `command` in a stopped run's view. Raises RunFailed if it exits with an error."""
-        return self._run(command.start_words(self._folder), words, {}, view=view)[0]
+        warm = self._warm if warm_rank.can_be_forked(command.words) else None
+        return self._run(command.start_words(self._folder, warm), words, {}, view=view)[0]
 
     def new_view(self) -> Path:
         """Return the folder for a view that several runs can share."""
@@ -186,7 +215,10 @@ class StockRuns:
         if not facts["spawned"]:  # a script that spawns its ranks must not look like a rank
             variables |= RANK_VARIABLES | {"MASTER_PORT": str(_free_port())}
         variables |= {n: v for n, v in OTHER_LAUNCHERS.items() if n in variables}
-        command = [facts["executable"], *facts["argv"], *self.command.alone]
+        script = [*facts["argv"], *self.command.alone]
+        if self._warm is not None:
+            script = self._warm.words(0, script)
+        command = [facts["executable"], *script]
         replay = None if self.command.alone else self._ranks
         made, _ = self._run(
             command,
@@ -302,7 +334,8 @@ class StockRuns:
                 return process.wait(timeout=0.1)
             except subprocess.TimeoutExpired:
                 pass
-            for pid in _claimed(folder):
+            claimed = list(_claimed(folder))
+            for pid in claimed:
                 # torchrun starts each rank in a separate process group.
                 group = _group(pid)
                 if group is not None and group not in groups and group != os.getpgid(0):
@@ -310,11 +343,13 @@ class StockRuns:
                     self._reaper.started(group)
             if (count := sum(1 for _ in folder.glob("rank-*/*.pt"))) != files:
                 files, since = count, time.monotonic()
-            limit = ENDING if is_stopped and _all_left(folder) else self._limit
+            limit = self._limit if claimed else max(self._limit, STARTING)
+            if is_stopped and _all_left(folder):
+                limit = ENDING
             if time.monotonic() - since > limit:
                 if is_stopped and _all_left(folder):
                     return 1  # a script that ignores SIGTERM, or its launcher
-                raise LaunchError(describe_stall(folder, words, self._limit))
+                raise LaunchError(describe_stall(folder, words, limit))
 
 
 def _all_left(folder: Path) -> bool:
@@ -357,11 +392,12 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _left(folder: Path) -> list[int]:
-    """Return the running processes whose environment names the run's folder."""
+    """Return the running processes of a run: its ranks, and those that they have started."""
     if not _has_proc():
         return list(_claimed(folder))
+    # Programs have the request in their environment. A forked rank shows that of its fork server.
     mark = os.fsencode(json.dumps(str(folder)))
-    found = []
+    found = [pid for pid in _claimed(folder) if _has_open(pid, folder)]
     for each in Path("/proc").glob("[0-9]*/environ"):
         try:
             if mark in each.read_bytes():
@@ -369,6 +405,17 @@ def _left(folder: Path) -> list[int]:
         except OSError:  # the process has exited, or belongs to another user
             continue
     return found
+
+
+def _has_open(pid: int, folder: Path) -> bool:
+    """Return whether a process has a file in `folder` open, as each rank has (`STACK`)."""
+    try:
+        return any(
+            os.path.realpath(file).startswith(f"{folder}{os.sep}")
+            for file in Path(f"/proc/{pid}/fd").iterdir()
+        )
+    except OSError:  # it has exited
+        return False
 
 
 def _has_proc() -> bool:

@@ -145,6 +145,15 @@ def _unreduced(
             "over all ranks, the runs agree.",
             trial,
         )
+    if made.ranks[0]["static"]:
+        return StockSuspect(
+            "static_graph with a graph that changes",
+            f"DistributedDataParallel(static_graph=True) does not reduce gradients ({which}) in "
+            f"step {number - 1}. If they are averaged over all ranks, the runs agree. static_graph "
+            "expects the same graph in each step, and one backward pass per forward pass: add up "
+            "the losses before backward, or remove static_graph=True.",
+            trial,
+        )
     return StockSuspect(
         "gradients not reduced",
         f"The ranks update with different gradients ({which}) in step {number - 1}. If they are "

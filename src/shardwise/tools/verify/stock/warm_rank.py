@@ -1,0 +1,59 @@
+"""Runs a stock script in a process that has imported torch already.
+
+    python -m shardwise.tools.verify.stock.warm_rank train.py [ARGS]
+
+A rank started by a launcher imports torch for seconds, and a verification of a correct script needs
+six of them. Therefore the ranks under torchrun, and the reference, are forked (see fork_server.py).
+torchrun still starts and watches a process per rank: rank_client.py.
+
+The script sees what `python train.py` would show it: its arguments, path and environment. It does
+not see that torch is in memory before it sets an environment variable, so `can_be_forked` is false
+for a script that sets one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.launch import program
+from shardwise.tools.warm.warm_ranks import own_sources
+
+_SETS_VARIABLES = re.compile(
+    r"environ\[[^]]*\]\s*=[^=]|environ\.(setdefault|update)|environ\s*\|=|putenv|dotenv"
+)
+
+
+def can_be_forked(words: Sequence[str]) -> bool:
+    """Return whether a command is a script that sets no environment variables."""
+    # A module may be anywhere on the path, so its source is not known.
+    is_script = bool(words) and program.is_script(words[0]) and Path(words[0]).is_file()
+    return is_script and not any(map(_SETS_VARIABLES.search, own_sources(words[0])))
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script to its end. `arguments` are the script and its arguments."""
+    sys.argv = list(arguments)
+    sys.orig_argv = [sys.executable, *arguments]
+    for stream in (sys.stdout, sys.stderr):
+        # torchrun starts Python with -u, so that no output of a killed rank is lost.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    from torch._dynamo import config
+
+    from shardwise.tools.verify.stock import recorder
+
+    # torch reads this variable when it is imported.
+    config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    recorder.start()
+    program.put_first_on_path(str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(os.path.abspath(arguments[0]), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
