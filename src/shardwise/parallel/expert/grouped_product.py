@@ -135,16 +135,17 @@ def are_groupable(experts: Sequence[nn.Module]) -> bool:
         def product(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         ) -> Tensor:
-            pairs = [
-                (weights_like(weights[0])[i], biases[0] is not None and weights_like(biases[0])[i])
-                for i in range(len(sizes))
-            ]
+            bias = biases[0]
+            drawn_weights = weights_like(weights[0])
+            drawn_biases: Sequence[Tensor | None] = [None for _ in sizes]
+            if bias is not None:
+                drawn_biases = weights_like(bias)
+            indices = range(len(sizes)) if index is None else [index]
             parts = torch.split(x, sizes) if index is None else (x,)
-            used = pairs if index is None else [pairs[index]]
             return torch.cat(
                 [
-                    F.linear(part, weight, None if bias is False else bias)
-                    for part, (weight, bias) in zip(parts, used, strict=True)
+                    F.linear(part, drawn_weights[i], drawn_biases[i])
+                    for i, part in zip(indices, parts, strict=True)
                 ]
             )
 
@@ -203,7 +204,9 @@ class _LinearOfAll(TorchFunctionMode):
             if id(weight) not in self._of_all or (own is not None and id(own) not in self._of_all):
                 raise _CannotGroup
             weights = self._of_all[id(weight)]
-            biases = [None] * len(weights) if own is None else self._of_all[id(own)]
+            biases: Sequence[Tensor | None] = [None for _ in weights]
+            if own is not None:
+                biases = self._of_all[id(own)]
             return self._product(x, weights, biases)
         if self._is_trial and func is F.dropout:
             return args[0]
@@ -228,7 +231,7 @@ class _GroupedLinear(torch.autograd.Function):
         return F.grouped_mm(rows.contiguous(), stacked.transpose(1, 2), offs=ends)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, ends, *weights = ctx.saved_tensors
         grad = grad.contiguous()  # (n, H)
