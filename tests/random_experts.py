@@ -14,14 +14,17 @@ from typing import Any
 
 from tests.distributed.experts import Problem, compare, plain, trained
 
-SIZES = ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4))
-"""Numbers of ranks, and over how many of them the experts are spread."""
+SIZES = (
+    *((1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (4, 4, 1)),
+    *((2, 2, 2), (4, 2, 2), (4, 4, 2), (4, 4, 4)),
+)
+"""Numbers of ranks, `--expert` and `--tensor`."""
 
 
-def program(seed: int) -> tuple[int, int, Problem]:
-    """Return the number of ranks, `--expert`, and the training of a seed."""
+def program(seed: int) -> tuple[tuple[int, int, int], Problem]:
+    """Return the number of ranks, `--expert`, `--tensor`, and the training of a seed."""
     draw = random.Random(seed)
-    size, expert = SIZES[seed % len(SIZES)]
+    size, expert, tensor = SIZES[seed % len(SIZES)]
     experts = draw.randint(max(expert, 2), 9)
     options: dict[str, Any] = {
         "experts": experts,
@@ -41,27 +44,24 @@ def program(seed: int) -> tuple[int, int, Problem]:
     settings: dict[str, Any] = {"zero": draw.randint(0, 3)}
     if draw.random() < 0.2:
         settings["activations"] = "recomputed"
-    return (
-        size,
-        expert,
-        Problem(
-            optimizer=draw.choice(["sgd", "adamw"]),
-            steps=3,
-            rows=rows,
-            options=options,
-            max_norm=draw.choice([None, 0.05]),
-            settings=settings,
-            few_labels=draw.random() < 0.2,
-            seed=seed,
-        ),
+    problem = Problem(
+        optimizer=draw.choice(["sgd", "adamw"]),
+        steps=3,
+        rows=rows,
+        options=options,
+        max_norm=draw.choice([None, 0.05]),
+        settings=settings,
+        few_labels=draw.random() < 0.2,
+        seed=seed,
     )
+    return (size, expert, tensor), problem
 
 
 def check(groups: Any, seed: int) -> None:
     """Train the program of `seed` in both ways, and compare. Raises AssertionError."""
-    size, expert, problem = program(seed)
+    (size, expert, tensor), problem = program(seed)
     expected = plain(problem)
-    for ours in groups(size, expert=expert)(trained, problem):
+    for ours in groups(size, expert=expert, tensor=tensor)(trained, problem):
         compare(ours, expected)
 
 

@@ -41,7 +41,7 @@ class Model(nn.Module):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
         self.words = nn.Embedding(WORDS, WIDTH)
-        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.dense = expert(WIDTH, 4)
         self.blocks = nn.ModuleList([Block(options) for _ in range(2)])
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 

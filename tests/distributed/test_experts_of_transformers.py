@@ -122,19 +122,22 @@ def trained(world: sw.World, kind: str, settings: dict[str, Any]) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("kind", "zero"),
+    ("kind", "zero", "tensor"),
     [
-        ("mixtral", 3),
-        ("deepseek_v3", 2),
-        pytest.param("mixtral", 0, marks=pytest.mark.full),
-        pytest.param("qwen2_moe", 1, marks=pytest.mark.full),
-        pytest.param("qwen3_moe", 0, marks=pytest.mark.full),
-        pytest.param("olmoe", 2, marks=pytest.mark.full),
+        ("mixtral", 3, 2),
+        ("deepseek_v3", 2, 1),
+        pytest.param("mixtral", 0, 1, marks=pytest.mark.full),
+        pytest.param("qwen2_moe", 1, 1, marks=pytest.mark.full),
+        pytest.param("qwen2_moe", 2, 2, marks=pytest.mark.full),
+        pytest.param("qwen3_moe", 0, 1, marks=pytest.mark.full),
+        pytest.param("olmoe", 2, 1, marks=pytest.mark.full),
+        pytest.param("deepseek_v3", 0, 2, marks=pytest.mark.full),
     ],
 )
-def test_equals_one_process(group, kind, zero):
+def test_equals_one_process(group, kind, zero, tensor):
     expected = plain(kind)
-    for ours in group(2, expert=2)(trained, kind, {"zero": zero}):
+    settings = {"zero": zero, "sequence_parallel": kind == "qwen2_moe" and tensor > 1}
+    for ours in group(2, expert=2, tensor=tensor)(trained, kind, settings):
         assert any(shape[0] == 2 for shape in ours["held"].values()), ours["held"]
         for key in ("losses", "norms", "values"):
             # These routers compute in fp32, also in an fp64 model.

@@ -23,11 +23,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.format import TensorSpec
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import StoredTensors
-
-Places = Mapping[bool, tuple[int, int]]
-"""This rank's position among the ranks that hold the same elements, and their number. The key True
-is for tensors that tensor parallelism has split, False for all others."""
+from shardwise.checkpoint.tensor_spans import Places, StoredTensors
 
 Sets = Mapping[str, TensorReader]
 """Readers of an opened checkpoint's tensor sets, by name."""

@@ -22,6 +22,7 @@ from shardwise.states.optimizer.ema import Averages
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters
+from shardwise.states.shard_groups import ShardGroups
 
 # The protocols use properties, because a plain attribute would have to be writable and of exactly
 # the same type in every implementation.
@@ -47,8 +48,9 @@ class SpecView(Protocol):
     @property
     def pipeline_rank(self) -> int: ...
     @property
-    def part_rank(self) -> int:
-        """Index of this rank's part among the parts of a split parameter."""
+    def tensor_rank(self) -> int: ...
+    @property
+    def expert_rank(self) -> int: ...
 
     @property
     def has_separate_steps(self) -> bool:
@@ -60,7 +62,7 @@ class SpecView(Protocol):
     @property
     def shard_group(self) -> Collectives: ...
     @property
-    def part_copies(self) -> Collectives: ...
+    def shard_groups(self) -> ShardGroups: ...
     @property
     def stage_group(self) -> Collectives: ...
     @property
@@ -72,6 +74,9 @@ class SpecView(Protocol):
 
     def located(self) -> list[NamedParameter]:
         """Return all parameters of the models and optimizers, with their names."""
+
+    def axis_of(self, parameter: Tensor) -> str:
+        """Return the mesh axis that the bucket of `parameter` is sharded along."""
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Return the part of the full tensor that `parameter` is, or None if it is not split."""

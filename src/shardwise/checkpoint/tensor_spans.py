@@ -40,6 +40,10 @@ ATTRIBUTES = "attributes"
 MASTER = "master"
 """Key of a parameter's fp32 master weights among the optimizer's tensors."""
 
+Places = Mapping[str | None, tuple[int, int]]
+"""This rank's position among the ranks that hold the same elements, and their number. The key is
+the axis that a split tensor's bucket is sharded along, or None for tensors that are not split."""
+
 
 @dataclass(frozen=True)
 class StoredTensors:
@@ -87,10 +91,9 @@ class TensorSpans:
     Args:
         group: Ranks that shard the states, if `scattered` is true.
         scattered: True if the optimizer state is sharded across `group`.
-        differs: True if the ranks of `group` hold different parameters (`--expert`).
-        among: This rank's position among the ranks that hold the same elements, and their number.
-            The key is True for tensors that tensor parallelism has split, False for all others.
-        among_own: Like `among`, but for optimizer state, which each group of ranks has separately.
+        reporters: Ranks that together hold all parameters, or None if every rank holds all.
+        among: This rank's places.
+        among_own: This rank's places for optimizer state, which each group of ranks has separately.
     """
 
     def __init__(
@@ -101,16 +104,16 @@ class TensorSpans:
         group: Collectives,
         *,
         scattered: bool,
-        differs: bool,
-        among: Mapping[bool, tuple[int, int]],
-        among_own: Mapping[bool, tuple[int, int]],
+        reporters: Collectives | None,
+        among: Places,
+        among_own: Places,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._averages = averages
         self._group = group
         self._scattered = scattered
-        self._differs = differs
+        self._reporters = reporters
         self._among = among
         self._among_own = among_own
         self._shards = {
@@ -123,8 +126,8 @@ class TensorSpans:
         """Gather all ranks' descriptions of their optimizer state. Collective."""
         own_report = self._own_states(), self._own_borders()
         # If the state is replicated, this rank has all entries, so no collective is needed.
-        several = self._scattered or self._differs
-        gathered = self._group.gather_objects(own_report) if several else [own_report]
+        group = self._reporters or (self._group if self._scattered else None)
+        gathered = [own_report] if group is None else group.gather_objects(own_report)
         states: dict[int, dict[str, Any]] = {}
         for interval, _ in gathered:
             states |= interval
@@ -228,10 +231,11 @@ class TensorSpans:
     def _span(
         self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]
     ) -> StoredTensors:
-        # Tensor parallelism has split either all tensors of a bucket or none, so check the first.
-        slots = self._optimizer.intervals[index].bucket.slots
+        # Either all tensors of a bucket are split or none, so check the first.
+        bucket = self._optimizer.intervals[index].bucket
         among = self._among_own if kind == OPTIMIZER else self._among
-        copy, copies = among[slots[0].parameter in self._shards]
+        is_split = bucket.slots[0].parameter in self._shards
+        copy, copies = among[bucket.axis if is_split else None]
         return StoredTensors(kind, storage, parts, copy, copies)
 
     # -- tensors whose memory order differs from their element order ------------------------
@@ -307,19 +311,15 @@ class TensorSpans:
         return gather_bucket(interval.bucket, interval.own, value, group)
 
 
-def of_sharded_bucket(
-    bucket: ShardedBucket, among: Mapping[bool, tuple[int, int]]
-) -> StoredTensors:
-    """Return this rank's span of a sharded bucket of frozen parameters.
-
-    Args:
-        among: As in `TensorSpans`.
-    """
+def of_sharded_bucket(bucket: ShardedBucket, among: Places) -> StoredTensors:
+    """Return this rank's span of a sharded bucket of frozen parameters."""
     slots = list(zip(bucket.layout.slots, bucket.named, strict=True))
     names = {slot.parameter: named.name for slot, named in slots}
     shards = {slot.parameter: t.shard for slot, t in slots if t.shard is not None}
     parts = extents(bucket.layout.pieces(*bucket.own), bucket.own[0], names, shards)
-    return StoredTensors(MODEL, bucket.storage, parts, *among[bool(shards)])
+    return StoredTensors(
+        MODEL, bucket.storage, parts, *among[bucket.layout.axis if shards else None]
+    )
 
 
 def of_tensor(

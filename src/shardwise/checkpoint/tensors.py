@@ -22,6 +22,7 @@ from shardwise.checkpoint.tensor_spans import (
     StoredTensors,
     TensorSpans,
 )
+from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
 from shardwise.layout.shards import Shard
 from shardwise.model.optimizer_access import held
 from shardwise.states.optimizer.existing_optimizer_state import Blank
@@ -261,28 +262,27 @@ class EngineTensors:
         self.attribute_specs, self._attribute_copies = self._share_attributes()
         # Gather the coordinates of every rank in one collective: which part of each tensor it has,
         # which layers, which shard, which of the groups with separate weights, and which island.
-        places_of = spec.shard_group, spec.apart, spec.peers
-        # For tensors that ranks hold in parts: the index of the part, and the place among the ranks
-        # that share it.
+        copies = spec.shard_groups.expert_copies
+        groups = spec.shard_group, spec.apart, spec.peers, copies or spec.shard_group
         coordinates = (
-            *(spec.part_rank, spec.pipeline_rank, *(group.rank for group in places_of)),
-            spec.part_copies.rank,
+            *(spec.tensor_rank, spec.expert_rank, spec.pipeline_rank),
+            *(group.rank for group in groups),
         )
-        parts, near, shared, home, peer, shared_part = (
+        lane, experts, near, shared, home, peer, shared_experts = (
             [other == own for other in column]
             for own, column in zip(
                 coordinates, zip(*run.gather_objects(coordinates), strict=True), strict=True
             )
         )
 
-        def places(*conditions: list[bool]) -> dict[bool, tuple[int, int]]:
+        def places(*conditions: list[bool]) -> dict[str | None, tuple[int, int]]:
+            # The ranks with the same experts share them, not all data-parallel ranks.
+            of_experts = [shared_experts if each is shared else each for each in conditions]
             return {
-                False: _position(run.rank, _all_hold(near, *conditions)),
-                True: _position(run.rank, _all_hold(near, parts, *map(in_part, conditions))),
+                None: _position(run.rank, _all_hold(near, *conditions)),
+                DATA: _position(run.rank, _all_hold(near, lane, *conditions)),
+                EXPERT_COPIES: _position(run.rank, _all_hold(near, experts, *of_experts)),
             }
-
-        def in_part(condition: list[bool]) -> list[bool]:
-            return shared_part if condition is shared else condition
 
         # Ranks that hold the same elements divide the writing among themselves. `_among` is for
         # sharded states, `_everywhere` for states that are not sharded. Parameters are identical in
@@ -297,7 +297,8 @@ class EngineTensors:
             states.averages,
             spec.shard_group,
             scattered=scattered,
-            differs=spec.part_copies is not spec.shard_group,
+            # No rank has all experts, and ranks of a replica may have different ones.
+            reporters=None if copies is None else spec.stage_group,
             among=self._among if scattered else self._everywhere,
             among_own=among_own if scattered else self._everywhere_own,
         )
@@ -408,12 +409,13 @@ class EngineTensors:
     ) -> StoredTensors:
         """Return the span of the unsharded tensor `value`: a parameter or part of its state."""
         shard = self.spec.shard_of(parameter)
-        return tensor_spans.of_tensor(name, value, *self._copies(kind, shard), kind, shard)
+        axis = None if shard is None else self.spec.axis_of(parameter)
+        return tensor_spans.of_tensor(name, value, *self._copies(kind, axis), kind, shard)
 
-    def _copies(self, kind: str, shard: Shard | None = None) -> tuple[int, int]:
+    def _copies(self, kind: str, axis: str | None = None) -> tuple[int, int]:
         """Return (index of this rank, number of ranks) among the holders of an unsharded tensor."""
         own = {tensor_spans.OPTIMIZER: self._everywhere_own, GROUP: self._everywhere_peers}
-        return own.get(kind, self._everywhere)[shard is not None]
+        return own.get(kind, self._everywhere)[axis]
 
     def out_of_order(self, reported: ReportedState) -> set[tuple[str, str]]:
         """Return (kind, name) of each tensor whose memory order differs from its element order."""

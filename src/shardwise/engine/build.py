@@ -18,6 +18,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
 from shardwise.errors import ModelError
 from shardwise.layout import bucket_layout
+from shardwise.layout.bucket_layout import EXPERT_COPIES
 from shardwise.layout.placement import STATES
 from shardwise.layout.shards import Shard
 from shardwise.model import sync_batch_norm
@@ -324,10 +325,8 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             # trial shows why.
             is_copied = not stays or spec.placement.is_sharded("optimizer")
             kind = kinds.of(optimizer, options, device, is_copied=is_copied)
-            shards = [s for p in options["params"] if (s := spec.shard_of(p)) is not None]
-            # Experts are split between tensors, so an optimizer of whole tensors still gets them.
-            parts = sum(shard.is_partial for shard in shards)
-            _check_kind(spec, type(optimizer).__name__, kind, parts, index)
+            shards = [p for p in options["params"] if spec.shard_of(p) is not None]
+            _check_kind(spec, type(optimizer).__name__, kind, shards, index)
             if spec.settings.quantises_state:
                 _check_quantised(optimizer, kind)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
@@ -369,12 +368,17 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
     )
 
 
-def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, group: int) -> None:
+def _check_kind(
+    spec: EngineSpec, name: str, kind: OptimizerKind, shards: Sequence[Tensor], group: int
+) -> None:
     """Raise ModelError if an optimizer of this `kind` cannot update parts of tensors.
 
-    `split` is the number of tensors in parameter group `group` that tensor or expert parallelism
-    splits.
+    `shards` are the tensors in parameter group `group` that tensor or expert parallelism splits.
     """
+    # Experts are split between tensors, so an optimizer of whole tensors still gets them.
+    partial = [p for p in shards if (shard := spec.shard_of(p)) is not None and shard.is_partial]
+    of_experts = sum(spec.axis_of(p) == EXPERT_COPIES for p in partial)
+    of_layers = len(partial) - of_experts
     if not kind.separable and spec.placement.is_sharded("optimizer"):
         raise ModelError(
             f"{name} combines values of several tensors in its update, so its state cannot be "
@@ -387,10 +391,10 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
             "worker has all tensors. Use an optimizer that updates each tensor independently, or "
             "start without --pipeline."
         )
-    if not kind.elementwise and split and spec.experts is not None:
+    if not kind.elementwise and of_experts:
         raise ModelError(
-            f"{name} needs whole tensors, but --expert {spec.settings.expert} splits {split} of "
-            f"group {group}, which hold several experts. Use an element-wise optimizer such as "
+            f"{name} needs whole tensors, but --expert {spec.settings.expert} splits {of_experts} "
+            f"of group {group}, which hold several experts. Use an element-wise optimizer such as "
             "AdamW for them, or start without --expert."
         )
     if not kind.separable and spec.experts is not None:
@@ -398,10 +402,10 @@ def _check_kind(spec: EngineSpec, name: str, kind: OptimizerKind, split: int, gr
             f"{name} looks across tensors, but with --expert no worker has all of them. Use an "
             "optimizer that updates each tensor independently, or start without --expert."
         )
-    if not kind.elementwise and split:
+    if not kind.elementwise and of_layers:
         raise ModelError(
-            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {split} of "
-            f"group {group}. Use an element-wise optimizer such as AdamW, or start without "
+            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {of_layers} "
+            f"of group {group}. Use an element-wise optimizer such as AdamW, or start without "
             "--tensor."
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
@@ -488,6 +492,7 @@ def _spec(
 ) -> bucket_layout.Spec:
     """Describe a parameter to the bucket layout. It is frozen if `owner` is None."""
     number = -1 if owner is None else spec.optimizers.index(owner.optimizer)
+    axis = spec.axis_of(named.parameter)
     return bucket_layout.Spec(
         name=named.name,
         numel=named.parameter.numel(),
@@ -499,16 +504,15 @@ def _spec(
         ),
         # Never divide such a tensor between ranks, because its optimizer needs all of its elements.
         whole=owner is not None and owner.whole,
-        room=None if named.shard is None else _room(spec, named.shard),
-        axis=spec.axis_of(named.parameter),
+        room=None if named.shard is None else _room(named.shard, axis),
+        axis=axis,
     )
 
 
-def _room(spec: EngineSpec, shard: Shard) -> int:
+def _room(shard: Shard, axis: str) -> int:
     """Return the number of elements that a split parameter counts towards its bucket's capacity."""
     # Of several experts' parameters in a bucket, a rank holds only a part.
-    holders = 1 if spec.experts is None else spec.experts.group.size
-    return -(-shard.most // holders)
+    return -(-shard.most // (len(shard.ranges) if axis == EXPERT_COPIES else 1))
 
 
 def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[bucket_layout.Bucket]:

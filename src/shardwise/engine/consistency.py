@@ -78,7 +78,7 @@ def _gathered_values(
     differ; `part` is 0 for other parameters.
     """
     mine = {
-        (0 if each.shard is None else spec.part_rank, each.name): fingerprints.sums_of(
+        (0 if each.shard is None else each.shard.rank, each.name): fingerprints.sums_of(
             each.parameter
         )
         for each in named

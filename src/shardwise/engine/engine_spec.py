@@ -133,24 +133,24 @@ class EngineSpec:
         return 0 if self.tensor is None else self.tensor.group.rank
 
     @property
+    def tensor_size(self) -> int:
+        """Number of ranks across which each layer is split."""
+        return 1 if self.tensor is None else self.tensor.group.size
+
+    @property
     def shares_whole_tensors(self) -> bool:
         """True if layers or experts are split, which needs their full tensors in memory first."""
         return self.tensor is not None or self.experts is not None
 
     @property
-    def part_rank(self) -> int:
-        """This rank's index among the ranks that split layers, or that split experts."""
-        return self.tensor_rank if self.experts is None else self.experts.group.rank
-
-    @property
-    def part_copies(self) -> Collectives:
-        """The ranks across which the states of this rank's parts are sharded."""
-        return self.shard_group if self.experts is None else self.experts.copies
+    def expert_rank(self) -> int:
+        """This rank's index among the ranks that together hold every expert once."""
+        return 0 if self.experts is None else self.experts.group.rank
 
     @cached_property
     def shard_groups(self) -> ShardGroups:
         """The ranks that share buckets: one group for each axis that buckets are sharded along."""
-        return ShardGroups(self.shard_group, None if self.experts is None else self.part_copies)
+        return ShardGroups(self.shard_group, None if self.experts is None else self.experts.copies)
 
     @cached_property
     def gather_groups(self) -> ShardGroups:
@@ -199,10 +199,9 @@ class EngineSpec:
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Return which part of a full tensor `parameter` is, or None if it is not split."""
         # A parameter is split over layers' parts or over experts, never both.
-        split = self.experts if self.tensor is None else self.tensor
-        if split is None or not isinstance(parameter, nn.Parameter):
-            return None
-        return split.shards.get(parameter)
+        splits = (split for split in (self.tensor, self.experts) if split is not None)
+        shards = (s.shards.get(parameter) for s in splits if isinstance(parameter, nn.Parameter))
+        return next((shard for shard in shards if shard is not None), None)
 
     @cached_property
     def summation(self) -> Summation:

@@ -191,6 +191,7 @@ def spec_of(
     optimizer_tuple = _as_tuple(optimizers, optim.Optimizer)
     for optimizer in optimizer_tuple:
         usage_checks.check_optimizer(optimizer)
+    tensor = tensor_parallel.begin(world, settings, tensor_plan)
     return EngineSpec(
         model_tuple,
         optimizer_tuple,
@@ -201,12 +202,12 @@ def spec_of(
         world.device,
         world.gather_order,
         shards,
-        tensor_parallel.begin(world, settings, tensor_plan),
+        tensor,
         pipeline_parallel.begin(world, settings, model_tuple),
         world.stage,
         world.step_group,
         world.peers,
-        *expert_parallel.begin(world, settings, model_tuple, expert_plan),
+        *expert_parallel.begin(world, settings, model_tuple, expert_plan, tensor),
         context_parallel.begin(world, settings, model_tuple),
         tuple(chunked_loss.find(model_tuple)) if settings.chunked_loss else (),
     )

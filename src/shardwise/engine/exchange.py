@@ -46,7 +46,7 @@ def exchange(
     written   True if user code has written to parameters
     counts    True on exactly one rank per replica, because all ranks of a replica see the same
               batches
-    experts   this rank's number of token copies per expert
+    experts   number of token copies per expert that this rank reports
 
     Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
     """
@@ -74,7 +74,7 @@ def exchange(
         written=written,
         divisor=accumulation.divisor if accumulation.is_said else -1.0,
         alone=accumulation.needs_sole_loss,
-        experts=[float(count) if counts else 0.0 for count in experts],
+        experts=[float(count) for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
     # Append the buffers to the report: one collective instead of two.

@@ -23,12 +23,17 @@ from shardwise.parallel.expert.split_experts import (
     named_modules,
     unsplit_reasons,
 )
+from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
 
 
 def begin(
-    world: World, settings: Settings, models: Sequence[nn.Module], plan: ExpertPlan | None
+    world: World,
+    settings: Settings,
+    models: Sequence[nn.Module],
+    plan: ExpertPlan | None,
+    tensor: TensorParallelModels | None,
 ) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
     """Find the models' mixture-of-experts layers.
 
@@ -60,6 +65,13 @@ def begin(
     counts = split is not None or any(layer.has_losses for _, layer in layers)
     everyone = world.routing_channel if counts else world.data
     run = RoutingRun(world.expert, everyone, world.current_batch)
+    if split is None:
+        # All ranks of a replica route the same tokens.
+        run.reports = world.tensor_rank == 0
+    elif tensor is not None:
+        run.lanes = tensor.group
+        # Ranks run different rows, so dropout in experts must not advance common generators.
+        run.own_randomness = tensor.replica.randomness.region
     run.layers = dict(layers) | dict(() if split is None else split.fused)
     return run, split
 
@@ -107,6 +119,11 @@ def _find_experts(
             )
     split.fused = [(n, FusedExperts(m)) for n, m in fused.items() if reasons.get(n) is None]
     split.reasons_unsplit = {name: why for name, why in reasons.items() if why is not None}
+    for _, layer in layers:
+        # A shared expert processes all tokens on every rank, so tensor parallelism may split it.
+        split.modules |= {layer, *layer.router.modules(), *layer.experts.modules()}
+    split.modules |= {m for block in planned for m in block.module.modules()}
+    split.modules |= {fused.module for _, fused in split.fused}
     if not layers and not split.fused and not planned:
         left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
         raise ModelError(
@@ -238,7 +255,8 @@ def begin_backward(
     ).reshape(1)
     weights = run.everyone.read(run.everyone.gather_rows(row)).reshape(-1)
     # Losses that are sums count once on each rank, but the router losses count once in total.
-    total = run.divisor or float(weights.sum())
+    # The ranks of a replica have the same loss.
+    total = run.divisor or float(weights[:: run.lanes.size].sum())
     run.loss_seed = weighting.seed_of(total, share, is_sole=is_sole)
     mine = float(weights[run.everyone.rank])
     # Gradients of the router losses of later layers arrive from above, and must not be dropped.

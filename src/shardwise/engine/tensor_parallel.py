@@ -8,6 +8,7 @@ from itertools import zip_longest
 from shardwise.config import Settings
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
+from shardwise.parallel.expert.split_experts import ExpertParallelModels
 from shardwise.parallel.tensor import known_modules
 from shardwise.parallel.tensor import plan as plans
 from shardwise.parallel.tensor.plan import TensorPlan
@@ -96,11 +97,24 @@ def _find_splits(
         claimed = plans.modules_in_plan(planned) | {
             cut.module for group in groups for cut in group.splits
         }
+        if spec.experts is not None:
+            _check_experts(spec.experts, groups)
+            claimed |= spec.experts.modules
         groups += known_modules.find(spec.models, spec.prefixes, parts, claimed, trials)
         known_modules.disable_fused_inference(spec.models, spec.prefixes, parts, groups)
         return groups
     except ModelError as error:
         return error
+
+
+def _check_experts(experts: ExpertParallelModels, groups: Iterable[SplitGroup]) -> None:
+    """Raise ModelError if the user's plan splits a layer that `--expert` gives to one rank."""
+    for cut in (cut for group in groups for cut in group.splits):
+        if cut.module in experts.modules:
+            raise ModelError(
+                f"tensor_plan names {cut.name}, which --expert {experts.group.size} splits by "
+                "experts. Remove it from the plan, or start without --expert."
+            )
 
 
 def _details(groups: list[SplitGroup]) -> list[str]:

@@ -28,6 +28,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
+from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
 from shardwise.model import precision, sync_batch_norm, units
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
@@ -296,8 +297,9 @@ class UserObjects:
         initial_values.make_alike(
             [p for p in new if self.spec.shard_of(p) is None], self.spec.world_group
         )
-        copies = self.spec.data_group if self.spec.experts is None else self.spec.part_copies
-        initial_values.make_alike(split, copies)
+        groups = {DATA: self.spec.data_group, EXPERT_COPIES: self._world.expert_copies}
+        for axis, copies in groups.items():
+            initial_values.make_alike([p for p in split if self.spec.axis_of(p) == axis], copies)
         initial_values.make_alike(split, self.spec.peers)
         self._prepare_modules()
         self.buffers.meet(self._synchronised)

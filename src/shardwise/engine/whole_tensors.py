@@ -148,16 +148,21 @@ def _check_unwritten(spec: EngineSpec, states: States) -> None:
 
     Collective.
     """
-    split = spec.experts if spec.tensor is None else spec.tensor
-    if split is None:
+    splits = [split for split in (spec.tensor, spec.experts) if split is not None]
+    if not splits:
         return
-    written = set(split.written())
-    mine = [named.name for named in spec.located() if named.parameter in written]
-    for name in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
+    mine = [
+        (named.name, split.group.size)
+        for split in splits
+        if (written := set(split.written()))
+        for named in spec.located()
+        if named.parameter in written
+    ]
+    for name, size in itertools.chain.from_iterable(spec.step_group.gather_objects(mine)):
         if states.shown is not None:
             states.parameters.remember()  # do not report the same write again
         raise BrokenView(
-            f"{name} is split over {split.group.size} ranks, and was written to in a "
+            f"{name} is split over {size} ranks, and was written to in a "
             "read-only block, so the write is lost. To write parameters: with "
             "engine.full_parameters(write=True)."
         )
@@ -192,8 +197,8 @@ def _on_the_first(
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")
         model = spec.models[0]
     # Other replicas participate in the gathers, but don't need to hold the full model.
-    # The first replica, or the first ranks that hold every expert.
-    holders = 1 if spec.experts is None else spec.experts.group.size
+    # The first replica, or the first replicas that together hold every expert.
+    holders = 1 if spec.experts is None else spec.experts.group.size // spec.tensor_size
     shown, here = states.shown, spec.data_group.rank < holders
     if spec.is_whole:
         whole: Any = nullcontext()

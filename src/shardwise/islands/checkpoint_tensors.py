@@ -98,9 +98,9 @@ class BucketTensors(ExtraTensors):
             first, end = self._source.parts[index]
             bucket = self._bucket(index)
             ranges = extents(bucket.pieces(first, end), first, self._names(index, key), shards)
-            # Tensor parallelism splits either all parameters of a bucket or none.
-            is_split = bucket.slots[0].parameter in shards
-            yield StoredTensors(kind, storage, ranges, *self._places[kind][is_split])
+            # Either all parameters of a bucket are split or none.
+            axis = bucket.axis if bucket.slots[0].parameter in shards else None
+            yield StoredTensors(kind, storage, ranges, *self._places[kind][axis])
 
     def out_of_order(self) -> set[tuple[str, str]]:
         """Return (kind, name) of tensors whose memory order differs from their element order."""

@@ -257,13 +257,18 @@ def _check_context(settings: Settings, islands: int) -> None:
 
 def _check_expert(settings: Settings, islands: int) -> None:
     """Raise ConfigError if other axes of `settings` cannot be combined with `--expert`."""
-    others = {"tensor": settings.tensor, "pipeline": settings.pipeline, "islands": islands}
-    for name, number in others.items():
+    for name, number in {"pipeline": settings.pipeline, "islands": islands}.items():
         if number > 1:
             raise ConfigError(
                 f"--expert {settings.expert} cannot be combined with --{name} {number} yet. Remove "
                 "one of the two."
             )
+    if settings.expert % settings.tensor:
+        raise ConfigError(
+            f"--expert {settings.expert} is not a multiple of --tensor {settings.tensor}: the "
+            "workers of a replica share its tokens out, so they hold different experts. Write "
+            f"--expert {settings.tensor}, or a multiple of it."
+        )
     if settings.exact is not None:
         raise ConfigError(
             f"--exact {settings.exact} cannot be combined with --expert {settings.expert}: an "

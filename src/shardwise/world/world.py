@@ -173,11 +173,14 @@ class World(BatchRows, HintsAtAttributes):
 
     @cached_property
     def routing_channel(self) -> Collectives:
-        """The ranks of `data`, with separate channels for mixture-of-experts token counts.
+        """The ranks that route a batch, with separate channels for mixture-of-experts token counts.
 
-        Creating the group, at its first use, is collective.
+        These are the ranks of `data`. If experts are split, the ranks of a replica route different
+        tokens, so they are the ranks of `stage`. Creating the group, at its first use, is
+        collective.
         """
-        return self.data.second_group() if self.data.size > 1 else self.data
+        group = self.data if self.mesh.expert == 1 else self.stage
+        return group.second_group() if group.size > 1 else group
 
     def _update_main(self) -> None:
         # With elastic islands rank 0 may leave; the first remaining rank then prints instead.

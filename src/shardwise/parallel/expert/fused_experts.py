@@ -29,6 +29,7 @@ from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of,
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.parallel.expert.token_share import TokenShare
 from shardwise.tiers.copy_stream import to_device
 
 ARGUMENTS = (
@@ -190,25 +191,29 @@ class FusedExperts:
         if once(run.is_stand_in):
             # An index above the last expert's sends a row nowhere.
             chosen = torch.full_like(chosen, self.number)
-        top_k, flat = chosen.shape[1], chosen.reshape(-1)
+        # With --tensor, this rank dispatches only its share: t of the T tokens.
+        share = TokenShare(run.lanes, len(hidden_states))
+        top_k, flat = chosen.shape[1], share.view_of(chosen).reshape(-1)  # (t k,)
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
         counts = count_rows(flat, self.number)
         table = once(partial(run.gather_counts, counts, of_all=False)).tolist()
         own = table[run.group.rank]
         ours = sum(own)
-        copies = hidden_states.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
+        copies = share.of(hidden_states).unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
         exchange = Exchange(table, self._spans, run.group)
         received = exchange.to_experts(permuted(copies, order, inverse)[:ours], None)
-        rows = exchange.back(self._local(exchange.by_expert(received), exchange.sizes))
+        with run.own_randomness():
+            outputs = self._local(exchange.by_expert(received), exchange.sizes)
+        rows = exchange.back(outputs)
         if ours < flat.numel():
             rows = torch.cat([rows, rows.new_zeros(flat.numel() - ours, rows.shape[1])])
         by_token = permuted(rows, inverse, order).view(-1, top_k, rows.shape[1])
-        weighted = by_token * gates.reshape(-1, top_k, 1)
+        weighted = by_token * share.of(gates.reshape(-1, top_k)).unsqueeze(-1)
         total = weighted[:, 0]
         for slot in range(1, top_k):  # in one order, which `sum` may choose by shape
             total = total + weighted[:, slot]
-        total = total.to(hidden_states.dtype)
+        total = share.joined(total.to(hidden_states.dtype))
         if not torch.is_grad_enabled():
             return total
         # Without a loss: the backward pass counts, and drops gradients of weight 0.

@@ -17,9 +17,11 @@ from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
 from shardwise.parallel.expert.expert_counts import StepCounts
+from shardwise.parallel.expert.grouped_product import GroupedExperts
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
+from shardwise.parallel.expert.token_share import ALONE, TokenShare
 from shardwise.tiers.copy_stream import to_device
 
 
@@ -122,6 +124,7 @@ class MoE(nn.Module):
         self._run: RoutingRun | None = None
         self._spans: list[Span] = [(0, len(experts))]
         """For each rank of the run's group, the experts [first, end) that it holds."""
+        self._grouped = GroupedExperts()
         self.holds_all = True
         """True if this rank holds all experts now, and needs no other rank for a forward pass."""
 
@@ -160,14 +163,20 @@ class MoE(nn.Module):
         chosen = routing.experts
         if valid is not None:  # a number above the experts', so that padding is sorted last
             chosen = chosen.masked_fill(~valid.unsqueeze(-1), len(self.experts))
-        flat = chosen.reshape(-1)  # (T k,)
+        # With --tensor, this rank dispatches only its share: t of the T tokens. Otherwise t is T.
+        share = self._share_of(tokens.shape[0])
+        flat = share.view_of(chosen).reshape(-1)  # (t k,)
         # Stable, so that the rows of an expert stay in the order of the batch.
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
         # `new_full` and not `tensor`, whose copy to an accelerator would make the host wait.
-        counted = flat.new_full((1,), tokens.shape[0]) if valid is None else valid.sum().reshape(1)
+        counted = (
+            flat.new_full((1,), flat.numel() // self.top_k)
+            if valid is None
+            else share.view_of(valid.unsqueeze(-1)).sum().reshape(1)
+        )
         table, everyone = self._tally(flat, counted)
-        copies = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (T k, D)
+        copies = share.of(tokens).unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (t k, D)
         own = table[0 if self._ranks is None else self._ranks.group.rank]
         ours = sum(own)
         rows = permuted(copies, order, inverse)[:ours]  # by expert, without padding
@@ -175,11 +184,15 @@ class MoE(nn.Module):
         if ours < flat.numel():
             outputs = torch.cat([outputs, outputs.new_zeros(flat.numel() - ours, outputs.shape[1])])
         by_token = permuted(outputs, inverse, order).view(-1, self.top_k, outputs.shape[1])
-        result = self._combine(by_token, routing.gates)
+        result = share.joined(self._combine(by_token, share.of(routing.gates)))
         result = self._with_losses(result, routing, everyone, valid, own)
         if shared is not None:
             result = result + shared
         return result.view(*x.shape[:-1], result.shape[-1])
+
+    def _share_of(self, tokens: int) -> TokenShare:
+        """Return which of the `tokens` this rank dispatches."""
+        return TokenShare(ALONE if self._ranks is None else self._ranks.lanes, tokens)
 
     def _valid(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if mask is not None and mask.shape != x.shape[:-1]:
@@ -262,14 +275,18 @@ class MoE(nn.Module):
         for handle in pending:
             handle.wait()
         first, _ = self._spans[run.group.rank]
-        outputs = self._run_experts(exchange.by_expert(received), first, exchange.sizes)
+        with run.own_randomness():
+            outputs = self._run_experts(exchange.by_expert(received), first, exchange.sizes)
         return exchange.back(outputs), shared
 
     def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
         """Run experts on `rows` (n, D), sorted by expert: `sizes[i]` rows on expert `first + i`."""
+        experts = list(self.experts)[first : first + len(sizes)]
+        if (outputs := self._grouped(experts, rows, sizes)) is not None:
+            return outputs
         parts = torch.split(rows, sizes)
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
-        return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
+        return torch.cat([run(part) for run, part in zip(experts, parts, strict=True)])
 
     def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Return the sum of `outputs` (T, k, D_out), weighted by `gates`, as (T, D_out)."""

@@ -10,7 +10,8 @@ whether the current batch is a stand-in. The engine sets two values before each 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.parallel.expert.expert_counts import ExpertCounts, StepCounts
+from shardwise.parallel.expert.token_share import ALONE
 from shardwise.world.current_batch import CurrentBatch
 
 
@@ -44,13 +46,21 @@ class RoutingRun:
 
     Args:
         group: The ranks that together hold every expert once.
-        everyone: All ranks that compute parts of the same batch, on separate channels.
+        everyone: All ranks that dispatch tokens of the same batch, on separate channels.
         feed: The current batch.
+        lanes: The ranks of this replica that have the same tokens, and dispatch a share of them
+            each. Only this rank without `--tensor`, or if experts are not split.
+        own_randomness: Returns a context manager in which this rank draws other random numbers than
+            the rest of its replica.
+        reports: False if another rank of the replica has counted the same tokens.
     """
 
     group: Collectives
     everyone: Collectives
     feed: CurrentBatch
+    lanes: Collectives = ALONE
+    own_randomness: Callable[[], AbstractContextManager[None]] = nullcontext
+    reports: bool = True
     loss_seed: float | Tensor = 0.0
     drops: bool | Tensor = False
     has_tokens: bool = False
@@ -75,8 +85,12 @@ class RoutingRun:
 
     @property
     def step_counts(self) -> list[int]:
-        """This rank's token copies per expert in the step, concatenated over the layers."""
-        return [count for layer in self.layers.values() for count in layer.step_counts.values]
+        """This rank's token copies per expert in the step, concatenated over the layers.
+
+        All 0 if another rank of the replica reports them.
+        """
+        counts = [count for layer in self.layers.values() for count in layer.step_counts.values]
+        return counts if self.reports else [0] * len(counts)
 
     def stepped(self, counts: Sequence[int], *, skipped: bool) -> dict[str, ExpertCounts]:
         """Finish a step: update the selection biases unless the step was skipped.

@@ -82,6 +82,8 @@ class ExpertParallelModels:
         """Modules with fused experts that passed a trial, before they are cut."""
         self.planned: list[PlannedBlock] = []
         """Blocks that the user's plan names."""
+        self.modules: set[nn.Module] = set()
+        """The modules that are split by experts, or route tokens to them."""
         self.reasons_unsplit: dict[str, str] = {}
         """Modules that look like experts but are not split, with the reason."""
         self.is_whole = False

@@ -94,10 +94,10 @@ class SplitTrials:
                 names = list(module._modules)
                 run = names[names.index(children[0]) : names.index(children[-1]) + 1]
                 tested = nn.Sequential(*(module.get_submodule(name) for name in run))
-            signature = (_signature(tested), children)
-            if signature not in self._by_signature:
-                self._by_signature[signature] = try_split(tested, group, parts)
-            reported = self._by_signature[signature]
+            key = (signature(tested), children)
+            if key not in self._by_signature:
+                self._by_signature[key] = try_split(tested, group, parts)
+            reported = self._by_signature[key]
             if group.kind == "attention" and not reported and reported.why is None:
                 reported = replace(reported, why=NOT_BY_HEADS)
             self.results[name, children] = reported
@@ -219,7 +219,7 @@ def _are_linear(module: nn.Module, children: Sequence[str]) -> bool:
     return all(each is not None and split_rules.is_linear(each) for each in maps)
 
 
-def _signature(module: nn.Module) -> object:
+def signature(module: nn.Module) -> object:
     """Return a value that is equal for modules that perform the same computation.
 
     It contains the classes, shapes and attributes of all submodules. Attributes that cannot be

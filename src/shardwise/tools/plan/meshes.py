@@ -59,7 +59,7 @@ def meshes(
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
                 yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
-            # The engine spreads experts only if each replica is one rank.
+            # Not searched together with --tensor, which the engine also supports.
             for expert in _powers(min(data, experts))[1:] if parts == stages == 1 else ():
                 if data % expert == 0:
                     yield AxisSizes(data=data, expert=expert)
