@@ -21,7 +21,8 @@ class Block(nn.Module):
         self.heads, self.groups, features = heads, groups, WIDTH // heads
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, heads * features)
-        self.kv = nn.Linear(WIDTH, 2 * groups * features)
+        self.k = nn.Linear(WIDTH, groups * features)
+        self.v = nn.Linear(WIDTH, groups * features)
         self.out = nn.Linear(heads * features, WIDTH)
         if experts is None:
             self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
@@ -33,7 +34,8 @@ class Block(nn.Module):
         rows, tokens, _ = x.shape
         h = self.norm(x)
         q = self.q(h).view(rows, tokens, self.heads, -1).transpose(1, 2)
-        k, v = self.kv(h).view(rows, tokens, 2 * self.groups, -1).transpose(1, 2).chunk(2, 1)
+        k = self.k(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
+        v = self.v(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             q,
             k,
@@ -45,6 +47,10 @@ class Block(nn.Module):
         x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, -1))
         h = self.norm2(x)
         return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
+
+
+PLAN = {"blocks.*": sw.Attention(qkv=("q", "k", "v"), out="out", heads="heads", kv_heads="groups")}
+"""The plan for `--tensor`. The two-layer networks are found without it."""
 
 
 class Model(nn.Module):
@@ -184,7 +190,7 @@ def trained(world: sw.World, problem: Problem) -> dict[str, Any]:
     """Train with an engine on this rank. Return what to compare."""
     model = problem.model()
     optimizer = problem.optimizer_of(model)
-    engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+    engine = sw.Engine(model, optimizer, tensor_plan=PLAN, quiet=True, **problem.settings)
     losses, norms = [], []
     for step in range(problem.steps):
         batches = problem.batches(step)

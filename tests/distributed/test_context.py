@@ -18,7 +18,7 @@ ROUTED = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02}
 """Router losses and a selection bias."""
 
 CASES = {
-    # ranks, parts per sequence, training, and ranks over which experts are spread
+    # ranks, parts per sequence, training, and other axes of the mesh
     "zero 0": (2, 2, Problem(settings={"zero": 0})),
     "zero 1": (2, 2, Problem("adamw", settings={"zero": 1})),
     "zero 2": (2, 2, Problem("adamw", rows=(2, 3), settings={"zero": 2})),
@@ -37,7 +37,7 @@ CASES = {
     "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
     # Parts of sequences are tokens like others, also for router losses of the whole batch.
     "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, own_mean=True, settings={"zero": 2})),
-    "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), 2),
+    "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), {"expert": 2}),
     "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
 }
 
@@ -47,7 +47,7 @@ SPREAD = {
         4,
         context,
         Problem(optimizer, rows=(2, 3), experts=ROUTED, settings={"zero": zero}),
-        expert,
+        {"expert": expert},
     )
     for optimizer in ("sgd", "adamw")
     for zero in range(4)
@@ -55,9 +55,41 @@ SPREAD = {
 }
 
 
+SPLIT = {"rows": (2, 3), "length": 11}
+TENSOR = {
+    # training with --tensor 2 --context 2
+    "zero 0": Problem(**SPLIT, settings={"zero": 0}),
+    "zero 1, padding": Problem(mask="padding", settings={"zero": 1}),
+    "zero 2, AdamW": Problem("adamw", **SPLIT, settings={"zero": 2}),
+    "zero 3, AdamW, grouped heads": Problem("adamw", **SPLIT, groups=2, settings={"zero": 3}),
+    "recomputed": Problem(**SPLIT, settings={"zero": 3, "activations": "recomputed"}),
+    "sequence parallel": Problem(
+        **SPLIT, settings={"zero": 2, "sequence_parallel": True, "activations": "recomputed"}
+    ),
+    "gathered": Problem(mask="documents", method="gathered", unlabelled=6, own_mean=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n == "sequence parallel" else pytest.mark.full) for n in TENSOR
+    ],
+)
+def test_equals_one_process_with_split_layers(group, name):
+    check(group, 4, 2, TENSOR[name], tensor=2)
+
+
+@pytest.mark.full
+def test_equals_one_process_on_three_axes(group):
+    problem = Problem("adamw", rows=(3,), settings={"zero": 3})
+    check(group, 8, 2, problem, tensor=2)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(group, name):
-    check(group, *CASES[name])
+    size, context, problem, *axes = CASES[name]
+    check(group, size, context, problem, **(axes[0] if axes else {}))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +100,8 @@ def test_equals_one_process(group, name):
     ],
 )
 def test_spreads_experts_over_parts_of_sequences(group, name):
-    check(group, *SPREAD[name])
+    size, context, problem, axes = SPREAD[name]
+    check(group, size, context, problem, **axes)
 
 
 def random_case(seed: int) -> tuple[int, int, Problem]:
@@ -109,11 +142,12 @@ def test_random_program_equals_one_process(group, seed):
     check(group, *random_case(seed))
 
 
-def check(group: Groups, size: int, context: int, problem: Problem, expert: int = 1) -> None:
+def check(group: Groups, size: int, context: int, problem: Problem, **axes: int) -> None:
     """Compare a training on `size` ranks with one in this process."""
     expected = plain(problem)
     method = {} if context == 1 else {"context_method": problem.method}
-    everyone = group(size, context=context, expert=expert, **method)(trained, problem)
+    everyone = group(size, context=context, **axes, **method)(trained, problem)
+    replica = axes.get("tensor", 1)
     for rank, ours in enumerate(everyone):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)
@@ -122,8 +156,8 @@ def check(group: Groups, size: int, context: int, problem: Problem, expert: int 
         # Evaluation is cut as well: the first rows of the last batch, and a part of each.
         whole = expected["logits"]
         for dim, number, index in (
-            (0, size // context, rank // context),
-            (1, context, rank % context),
+            (0, size // replica // context, rank // replica // context),
+            (1, context, rank // replica % context),
         ):
             cuts = even_cuts(whole.size(dim), number)
             whole = whole.narrow(dim, cuts[index], cuts[index + 1] - cuts[index])

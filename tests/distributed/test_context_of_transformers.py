@@ -157,6 +157,14 @@ def trained_on_labels(world: sw.World | None, name: str) -> dict[str, Any]:
     return {"losses": losses, "values": values}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["labels", "padding"])
+def test_split_layers_equal_one_process(group, name):
+    expected = trained_on_labels(None, name)
+    for ours in group(4, context=2, tensor=2)(trained_on_labels, name):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+
+
 @pytest.mark.parametrize(
     "name",
     ["labels", *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n != "labels")],

@@ -99,7 +99,7 @@ class ContextParallel:
         if self.run.method == "gathered" and self._method == "auto":
             self._world.say_once(
                 f"context parallel: attention gathers keys and values, because {self.size} does "
-                "not divide its number of heads"
+                "not divide the number of heads on each worker"
             )
         if not torch.is_grad_enabled():
             return None

@@ -171,9 +171,16 @@ class Mesh:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Consecutive ranks that share the same sequences, in the order of their parts."""
-        each = self.context
-        return [list(range(first, first + each)) for first in range(0, self.size, each)]
+        """Ranks with the same part of the model and the same sequences, in the order of parts.
+
+        One list for each context group of replicas and each part of the model.
+        """
+        each = self.replica
+        return [
+            list(range(first + part, first + each * self.context, each))
+            for first in range(0, self.size, each * self.context)
+            for part in range(each)
+        ]
 
     def context_of(self, rank: int) -> int:
         """Return which part of each sequence `rank` computes."""
@@ -235,11 +242,7 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
 
 def _check_context(settings: Settings, islands: int) -> None:
     """Raise ConfigError if other settings cannot be combined with `--context`."""
-    others = {
-        "tensor": settings.tensor,
-        "pipeline": settings.pipeline,
-        "islands": islands,
-    }
+    others = {"pipeline": settings.pipeline, "islands": islands}
     found = {name: number for name, number in others.items() if number > 1}
     if settings.exact is not None:
         found["exact"] = settings.exact
