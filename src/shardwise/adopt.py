@@ -56,7 +56,7 @@ def _run(path: str) -> None:
 
 
 CLASSES = {"accelerate": ("Accelerator",), "transformers": ("Trainer", "Seq2SeqTrainer")}
-"""Maps each library to its classes that Shardwise's classes of the same name replace."""
+"""Maps each library to the names of the classes that Shardwise replaces with its own."""
 
 MODULES = {"deepspeed": "shardwise.deepspeed.modules", "lightning": "shardwise.lightning.adoption"}
 """Maps each library that is replaced entirely to the module that replaces it."""

@@ -117,7 +117,7 @@ numbers."""
 
 
 NOTHING: tuple[list[float], list[float]] = ([0.0], [0.0])
-"""Weighted sum and weight of a rank that has measured nothing."""
+"""Weighted sum and weight for a rank that has measured nothing."""
 
 
 class _Sum:

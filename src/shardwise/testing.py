@@ -201,7 +201,7 @@ def _train(make: Callable[[], Training], steps: int) -> None:
 
 
 def _train_plain(make: Callable[[], Training], steps: int) -> None:
-    """Train in plain PyTorch, with the same loop."""
+    """Run the training loop in plain PyTorch."""
     # Seed like `sw.init(seed=0)` in `_train`, so that `make` builds the same model and batches.
     seed_everything(0)
     model, optimizer, batches, loss_of = make()

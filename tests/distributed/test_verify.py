@@ -16,6 +16,7 @@ TWO = RunPlacement(size=2, settings={"zero": "2"})
 MISTAKES = {
     "sampler": ("sampler", "DistributedSampler at sampler.py:"),
     "own_batch": ("draws", "a batch, or a part of it, is drawn by each worker separately"),
+    "noise": ("noise", "at noise.py:12, noise.py:13, noise.py:14: after training has begun"),
     "split": ("split", "random_split at split.py:"),
     "divided": ("loss", "divided by 2 (the number of workers)"),
     "batch_norm": ("batch_norm", "--sync-batch-norm"),
@@ -32,7 +33,7 @@ MISTAKES = {
     "rank": ("rank", "code that depends on the rank at rank.py:"),
     "batch_size": ("size", "code that depends on the number of workers at batch_size.py:"),
 }
-CHEAP = ("own_batch", "weight")  # a cause in the data, and one in the loss
+CHEAP = ("own_batch", "noise", "weight")  # causes in the data, and one in the loss
 
 
 @pytest.mark.parametrize(

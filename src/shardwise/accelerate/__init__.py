@@ -2,12 +2,12 @@
 
 accelerator.py       the Accelerator, whose prepared models are trained by engines
 clipping.py          clip_grad_norm_ and clip_grad_value_
-repeated_samples.py  the repeated samples in a batch, for exact_mean=True
+repeated_samples.py  drops the samples that Accelerate repeats, for exact_mean=True
 optimizer.py         a prepared optimizer, which steps its engine
 pretrained.py        save_pretrained of sharded models; resize_token_embeddings
 checkpoints.py       save_state and load_state: any placement and number of workers
 deepspeed_plugin.py  settings, optimizer and schedule of a DeepSpeed config
-refusals.py          errors for options that this engine lacks
+refusals.py          errors for options that Shardwise does not support
 """
 
 from shardwise.accelerate.accelerator import Accelerator

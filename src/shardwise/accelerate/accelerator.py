@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator with models and optimizers that are trained by engines."""
+"""Accelerate's Accelerator, with engines that train its models and optimizers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Accelerator(Clipping, Stock):
         """True while the engines save the weights, so that no state_dict needs to contain them."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for another process, without the prepared objects."""
+        """Return the attributes to pickle, without the prepared objects."""
         prepared = dict.fromkeys(_PREPARED_LISTS, ())
         is_exact = self._batches is not None
         return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
@@ -151,7 +151,7 @@ class Accelerator(Clipping, Stock):
         return [each.engine for each in self._trained]
 
     def is_trained(self, model: nn.Module) -> bool:
-        """Return whether an engine of this Accelerator or another one trains `model`."""
+        """Return whether an engine of this or another Accelerator trains `model`."""
         return self._trained.of_model(model) is not None
 
     # -- preparation --------------------------------------------------------------------------
@@ -187,7 +187,10 @@ class Accelerator(Clipping, Stock):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Move `model` to the device. `prepare` creates its engine, which sets the precision."""
+        """Move `model` to the device.
+
+        `prepare` later creates its engine, which sets the precision.
+        """
         del evaluation_mode  # a model is not wrapped in either mode
         if self.is_trained(model):
             device_placement = False  # its engine has already placed it, perhaps sharded
@@ -203,7 +206,7 @@ class Accelerator(Clipping, Stock):
     def prepare_optimizer(
         self, optimizer: optim.Optimizer, device_placement: bool | None = None
     ) -> optim.Optimizer:
-        """Wrap `optimizer` for the script. `prepare` creates its engine."""
+        """Wrap `optimizer` for the script. `prepare` later creates its engine."""
         del device_placement  # the engine places its state
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             optimizer = ShardedOptimizer(optimizer, self._trained)
@@ -219,7 +222,7 @@ class Accelerator(Clipping, Stock):
         return loader if self._batches is None else self._batches.watch(loader)
 
     def _is_training(self) -> bool:
-        """Return whether the next batch is for training."""
+        """Return whether the next batch is a training batch, not an evaluation batch."""
         models = (model for each in self._trained for model in each.models)
         return torch.is_grad_enabled() and any(model.training for model in models)
 
@@ -280,15 +283,18 @@ class Accelerator(Clipping, Stock):
         self._trained.backward(loss, last=last, retain_graph=retain_graph, weight=weight)
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
-        """Pop `weight` and `same_items`, and return the items of a loss, or None unless exact."""
+        """Pop `weight` and `same_items` from `kwargs`, and return the items of the loss.
+
+        Returns None without `exact_mean`.
+        """
         setting = "Accelerator(exact_mean=True)"
         return items_of_loss(self._batches, kwargs, "accelerator.backward", setting)
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Declare that this step has more backward passes after the block.
+        """Declare that more backward passes of this step follow after the block.
 
-        Only the last one communicates.
+        Only the step's last backward pass communicates.
         """
         del model
         self._more_to_come += 1
@@ -327,8 +333,8 @@ class Accelerator(Clipping, Stock):
     def uneven(self, model: nn.Module | None = None) -> Iterator[None]:
         """Allow ranks to run different numbers of forward passes inside the block. Collective.
 
-        Use it for `generate`, or to evaluate on rank 0 only. All ranks must enter and exit the
-        block. It applies to all models of this Accelerator, and to `model`.
+        Use it for `generate`, or to evaluate only on rank 0. All ranks must enter and exit the
+        block. It applies to all models of this Accelerator and to `model`.
         """
         engines = self.engines
         if model is not None and (trained := self._trained.of_model(model)) is not None:
@@ -365,8 +371,8 @@ class Accelerator(Clipping, Stock):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values from all ranks without repeated samples, as Accelerate does. Collective.
 
-        With `exact_mean` it also gathers training batches. The last batch may have a different
-        number of rows on each rank.
+        With `exact_mean`, it also accepts values from training batches. Ranks may have different
+        numbers of rows in the last batch.
         """
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
@@ -437,7 +443,7 @@ class Accelerator(Clipping, Stock):
 
     @contextmanager
     def _hooks_see_whole(self, hooks: Any, last: Any, write: bool = False) -> Iterator[None]:
-        """Gather full weights for the user's `hooks` inside the block, and add the hook `last`."""
+        """Gather full weights inside the block if there are `hooks`, and append the hook `last`."""
         # Hide the optimizers. Otherwise Accelerate would save them too, although the engines save
         # them.
         optimizers, self._optimizers = self._optimizers, []
@@ -470,7 +476,7 @@ class Accelerator(Clipping, Stock):
         return loader
 
     def free_memory(self, *objects: Any) -> Any:
-        """Restore the plain models and optimizers and drop all references to them. Collective."""
+        """Restore the plain models and optimizers, and drop all references to them. Collective."""
         self._trained.close()
         return super().free_memory(*objects)
 
@@ -481,7 +487,7 @@ class Accelerator(Clipping, Stock):
 
 
 def _bind_arguments(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of Accelerate's constructor by name. Raises TypeError as it would."""
+    """Bind the arguments as Accelerate's constructor does, and return them by name."""
     signature = inspect.signature(Stock.__init__)
     for name in keywords.keys() - signature.parameters.keys():
         if sentence := hint(name):

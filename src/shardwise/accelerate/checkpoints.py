@@ -50,7 +50,7 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `folder` contains a complete save by `save`."""
+    """Return whether `folder` contains a complete checkpoint that `save` has written."""
     return (folder / MARK).is_file()
 
 
@@ -98,7 +98,7 @@ def _load_stock(trained: Sequence[TrainedEngine], folder: Path, world: sw.World)
 
 
 def _first(folder: Path, safe: str, plain: str, number: int) -> Path:
-    """Return the file of model or optimizer `number`. Raises BrokenCheckpoint if it is missing."""
+    """Return the file of model or optimizer `number`. Raises BrokenCheckpoint if there is none."""
     ending = f"_{number}" if number else ""
     for path in (folder / f"{safe}{ending}.safetensors", folder / f"{plain}{ending}.bin"):
         if path.is_file():

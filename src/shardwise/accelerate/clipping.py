@@ -1,4 +1,4 @@
-"""Clips gradients by norm or value with Accelerate's methods, on engines."""
+"""Implements Accelerate's methods that clip gradients by norm or value, on engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 
 
 class Clipping:
-    """The methods of an Accelerator that need gradients between backward and step."""
+    """Mixin with the Accelerator methods that need gradients between backward and step."""
 
     _trained: TrainedModels
     _json: Any
@@ -22,11 +22,11 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """True if the script updates parameters itself, because it has prepared no optimizer."""
+        """True if the script has prepared no optimizer, so it updates parameters itself."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """No-op: the engine divides gradients by the loss scale."""
+        """No-op, because the engine divides gradients by the loss scale."""
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2

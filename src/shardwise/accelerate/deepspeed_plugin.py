@@ -1,7 +1,7 @@
 """Applies an Accelerator's DeepSpeed config: engine settings, optimizer and schedule.
 
     Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config="ds.json"))     # in the script
-    accelerate launch --use_deepspeed --zero_stage 2 script.py                # by its variables
+    accelerate launch --use_deepspeed --zero_stage 2 script.py                # as variables
 
 DeepSpeed need not be installed, because the plugin is a class of Accelerate that stores the config.
 """
@@ -41,10 +41,10 @@ for _kind in (DummyOptim, DummyScheduler):
 
 
 def pop_json(given: MutableMapping[str, Any]) -> PluginJson | None:
-    """Return the DeepSpeed config in the Accelerator arguments `given`, or None.
+    """Return the DeepSpeed config from the Accelerator arguments `given`, or None.
 
     The config may also be in the variables that `accelerate launch --use_deepspeed` sets. In
-    `given`, the plugin is replaced by the arguments of Accelerate that have the same effect.
+    `given`, the plugin is replaced with Accelerate arguments that have the same effect.
     """
     plugin = _plugin_of(given)
     if plugin is None:
@@ -73,9 +73,10 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 
 
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
-    """Return the plugin of an earlier Accelerator, or the one that the environment describes.
+    """Return the plugin of an earlier Accelerator, or else the one that the environment requests.
 
-    The former also sets the precision in `given`.
+    Returns None if there is neither. An earlier plugin's precision becomes the default for
+    `mixed_precision` in `given`.
     """
     kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
     if kept is None:
@@ -91,7 +92,7 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_deepspeed_variable() -> Iterator[bool]:
-    """Unset the variable that requests DeepSpeed inside the block. Yields whether it was set."""
+    """Inside the block, unset the variable that requests DeepSpeed. Yields whether it was set."""
     # If it were set, Accelerate would import deepspeed.
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
@@ -102,9 +103,9 @@ def without_deepspeed_variable() -> Iterator[bool]:
 
 
 class PluginJson:
-    """The DeepSpeed config of `plugin` for an Accelerator with the arguments `given`.
+    """The DeepSpeed config of `plugin`, for an Accelerator with the arguments `given`.
 
-    Raises ConfigError if `config.deepspeed.parse` would, or if an argument contradicts a key.
+    Raises ConfigError if the config is invalid, or if an argument contradicts one of its keys.
     """
 
     def __init__(self, plugin: DeepSpeedPlugin, given: Mapping[str, Any]) -> None:
@@ -143,7 +144,7 @@ class PluginJson:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of Accelerate that the config sets."""
+        """The Accelerate arguments that the config determines."""
         arguments: dict[str, Any] = {"mixed_precision": self.mixed_precision}
         steps = self.job.document.get("gradient_accumulation_steps")
         if steps is None:
@@ -167,9 +168,10 @@ class PluginJson:
     # -- optimizers and schedules of the config ----------------------------------------------
 
     def replace_dummies(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
-        """Return `objects` with dummies replaced by the config's optimizer and schedule.
+        """Return `objects`, with dummies replaced by the config's optimizer and schedule.
 
-        Raises ConfigError for an optimizer or schedule that the config has too.
+        Raises ConfigError if the script passes a real optimizer or schedule and the config defines
+        one too.
         """
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
@@ -196,7 +198,7 @@ class PluginJson:
                 raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer that replaces a dummy. Any other object is returned unchanged."""
+        """Return the optimizer that replaces the dummy `given`. Returns other objects unchanged."""
         return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
@@ -233,8 +235,7 @@ class PluginJson:
 class SteppedSchedule:
     """A config's schedule in an Accelerate loop.
 
-    As in DeepSpeed's engine, it steps with each update of its optimizer, and not when the loop
-    calls `step`.
+    As in DeepSpeed, it steps whenever its optimizer updates, not when the loop calls `step`.
     """
 
     def __init__(self, schedule: Any, optimizer: Any, accelerator: Any) -> None:
@@ -255,18 +256,16 @@ class SteppedSchedule:
         """No-op: the optimizer's step has already stepped the schedule."""
 
     def state_dict(self) -> Any:
-        """Return the schedule's state."""
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Load the schedule's `state`."""
         self.scheduler.load_state_dict(state)
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """Add the loss scale of the config's fp16 section to `kwargs_handlers`, unless they define one.
+    """Return `given` (`kwargs_handlers`), with the loss scale of the config's fp16 section added.
 
-    Raises ConfigError for a static scale.
+    A loss scale in `given` takes precedence. Raises ConfigError for a static scale.
     """
     several = list(given or [])
     known = any(isinstance(each, GradScalerKwargs) for each in several)
@@ -282,14 +281,14 @@ def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None
 
 
 def _steps_of(given: Mapping[str, Any]) -> int:
-    """Return the number of micro-batches per step from an Accelerator's arguments."""
+    """Return the number of micro-batches per step for the Accelerator arguments `given`."""
     plugin = given.get("gradient_accumulation_plugin")
     steps = given.get("gradient_accumulation_steps") if plugin is None else plugin.num_steps
     return steps or 1
 
 
 def _auto_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of "auto" for an Accelerator with these arguments."""
+    """Return the values that replace "auto", for an Accelerator with the arguments `given`."""
     precision = given.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "gradient_accumulation_steps": _steps_of(given),

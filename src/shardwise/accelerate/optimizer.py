@@ -14,7 +14,7 @@ from shardwise.errors import UsageError
 
 
 class ShardedOptimizer(AcceleratedOptimizer):
-    """The optimizer that `prepare` returns, in place of Accelerate's own class.
+    """The optimizer that `prepare` returns instead of Accelerate's own class.
 
     `step` and `zero_grad` have an effect only in the last micro-batch of a step. They act on the
     engine or, before the engine exists, on the plain optimizer. With an engine, `state_dict` and
@@ -44,7 +44,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients since the last step, if this is the last micro-batch of a step.
 
-        The step itself has already cleared the gradients that it used.
+        The step itself clears the gradients that it uses.
         """
         if self.gradient_state.sync_gradients:
             if (trained := self._trained.of(self.optimizer)) is not None:
@@ -67,9 +67,9 @@ class ShardedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """True if the last step updated nothing.
+        """True if the last step did not update any parameter.
 
-        Raises UsageError if other optimizers of the model have not been stepped yet.
+        Raises UsageError if other optimizers of the model have not stepped yet.
         """
         trained = self._trained.of(self.optimizer)
         if trained is None:

@@ -1,4 +1,4 @@
-"""Rejects Accelerate options that this engine lacks, with errors that name an alternative."""
+"""Rejects Accelerate options that Shardwise does not support. Errors name an alternative."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _INSTEAD = (
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Raise UsageError if another engine is requested.
+    """Raise UsageError if the Accelerator arguments `given` request another engine.
 
-    The request may be an argument of an Accelerator, or a variable set by `accelerate launch`.
+    Variables that `accelerate launch` sets may request one too.
     """
     for name, what in _PLUGINS.items():
         if given.get(name) is not None:
@@ -53,7 +53,7 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 def settings_of(handlers: list[Any] | None) -> dict[str, Any]:
     """Return the engine's settings for `kwargs_handlers`.
 
-    Raises UsageError for options that an engine lacks.
+    Raises UsageError for options that Shardwise does not support.
     """
     settings: dict[str, Any] = {}
     for handler in handlers or []:
@@ -88,7 +88,7 @@ def check_compiler(plugin: Any) -> None:
 
 
 def refuse_local_steps(kind: type[Any]) -> None:
-    """Make Accelerate's LocalSGD raise UsageError for an accelerator of class `kind`."""
+    """Make Accelerate's LocalSGD raise UsageError if its accelerator is of class `kind`."""
     # Otherwise LocalSGD would fail on a method that only DistributedDataParallel's wrapper has.
     stock: Any = LocalSGD.__init__
     if hasattr(stock, "__wrapped__"):

@@ -22,8 +22,8 @@ from shardwise.errors import UsageError
 class PreparedBatches(CountedBatches):
     """Drops repeated rows from the batches of prepared loaders.
 
-    `is_training` returns whether the next batch is for training. Evaluation batches keep repeated
-    rows, because gather_for_metrics expects and drops them.
+    `is_training` returns whether the next batch is a training batch. Evaluation batches keep
+    repeated rows, because gather_for_metrics expects them and drops them.
     """
 
     def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
@@ -32,7 +32,7 @@ class PreparedBatches(CountedBatches):
         self._is_training = is_training
 
     def watch(self, loader: Any) -> Any:
-        """Make the prepared `loader` truncate and count its batches. Returns it."""
+        """Make the prepared `loader` count its batches and drop repeated rows. Returns `loader`."""
         kind: type[Any] = type(loader)
         if not issubclass(kind, _CountingLoader) and hasattr(kind, "end_of_dataloader"):
             counting = type(kind.__name__, (_CountingLoader, kind), {})
@@ -43,15 +43,15 @@ class PreparedBatches(CountedBatches):
         return loader
 
     def count(self, loader: Any, batch: Any) -> tuple[Any, CountedBatch]:
-        """Count the rows of the latest batch of `loader`.
+        """Return the latest batch of `loader` and its counts.
 
-        If it is for training, drop repeated rows.
+        In a training batch, repeated rows are dropped.
         """
         return last_batch(loader, batch, self._world, cuts=self._is_training())
 
 
 class _CountingLoader:
-    """Mixin that precedes the class of a prepared loader."""
+    """Mixin that is placed before a prepared loader's own class, and counts its batches."""
 
     _batches_of_shardwise: PreparedBatches
 
@@ -61,7 +61,7 @@ class _CountingLoader:
 
 
 def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple[Any, CountedBatch]:
-    """Return `batch`, the last one of `loader`, and its counts. With `cuts`, drop repeated rows."""
+    """Return `batch`, the last one of `loader`, with its counts. Drops repeated rows if `cuts`."""
     rows = find_batch_size(batch)
     samples = own_samples(loader, rows, world) if loader.end_of_dataloader else rows
     if samples == rows or not cuts:
@@ -71,9 +71,9 @@ def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple
 
 
 def own_samples(loader: Any, rows: int, world: sw.World) -> int:
-    """Return how many of the `rows` in this rank's last batch of `loader` are not repeated.
+    """Return how many of the `rows` in this rank's last batch from `loader` are not repeated.
 
-    Accelerate repeats samples in the last rows of the last ranks. If each worker reads an
+    Accelerate's repeated samples are in the last rows of the last ranks. If each worker reads an
     IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognised. All
     rows then count, and a message says so.
     """
@@ -114,7 +114,7 @@ def _share_of_rank(total: int, each: int, rank: int) -> int:
 
 
 def _first_rows(data: Any, rows: int, first: int) -> Any:
-    """Return the first `first` of the `rows` rows in a nested structure of tensors and columns."""
+    """Return `data`, with every tensor and column that has `rows` rows cut to its first `first`."""
     if isinstance(data, Tensor):
         return data[:first] if data.ndim and len(data) == rows else data
     if isinstance(data, Mapping):

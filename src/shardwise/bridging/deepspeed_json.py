@@ -49,13 +49,13 @@ def settings_of(job: DeepSpeedJob) -> dict[str, Any]:
 
 
 def say_lines(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print, once, a config's ignored keys and the values that replaced "auto"."""
+    """Print a config's ignored keys and the values that replaced "auto", at most once."""
     for line in short_lines(job, of_loop=False):
         world.say_once(f"{job.document.name}: {line}")
 
 
 def say_settings(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print, once, a config's settings, its ignored keys and the values that replaced "auto"."""
+    """Print a config's settings and ignored keys, and the values of "auto", at most once."""
     settings = " ".join(f"{name}={value}" for name, value in settings_of(job).items())
     world.say_once(f"{job.document.name} is taken as {settings or 'no settings'}")
     say_lines(world, job)

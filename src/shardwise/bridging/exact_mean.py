@@ -25,7 +25,7 @@ from shardwise.bridging.trained_engine import LossItems
 from shardwise.errors import UsageError
 
 ItemsOf = Callable[[Any], Any]
-"""Returns the number of items in a batch over which its loss is averaged."""
+"""Returns the number of items in a batch that its loss averages over."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class CountedBatch:
 
     samples: int
     is_cut: bool
-    """True if repeated rows were dropped, or if no row counts."""
+    """True if repeated rows were dropped, or if all rows are repeated."""
     has_repeated: bool = False
     """True if the batch still contains rows of samples that were counted before."""
 
@@ -48,8 +48,8 @@ class CountedBatches:
     The next loss is assumed to be computed from one of these batches.
 
     Args:
-        loaders: What messages call the loaders ("prepared loader").
-        call: What messages call the backward call ("accelerator.backward").
+        loaders: Name of the loaders in messages ("prepared loader").
+        call: Name of the backward call in messages ("accelerator.backward").
         items_of: Counts the items of a batch, if a loss is not a mean over samples.
     """
 
@@ -135,7 +135,7 @@ def items_of_loss(
 ) -> LossItems | None:
     """Pop `weight` and `same_items` from the keywords of a backward call. Return the loss's items.
 
-    Returns None without `exact_mean=True`, and then raises UsageError if a weight was passed.
+    Without `exact_mean=True`, returns None, or raises UsageError if a weight was passed.
     """
     number, same = keywords.pop("weight", None), keywords.pop("same_items", None)
     if batches is not None:

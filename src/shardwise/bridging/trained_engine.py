@@ -52,11 +52,11 @@ class TrainedEngine:
     skipped: bool = False
     """True if its last step updated nothing."""
     norm: float = 0.0
-    """The norm of the current gradient, if the script has clipped by it."""
+    """Norm of the current gradient, if the script has clipped by it."""
     max_norm: float | None = None
-    """The norm to which the next step clips."""
+    """Maximum gradient norm in the next step."""
     always_clips: float | None = None
-    """The norm to which every step clips, overriding the script's. None: use the script's."""
+    """Maximum gradient norm in every step, overriding the script's. None: use the script's."""
     cleared: bool = True
     """True if the script has cleared the gradients since the last step."""
     _number: float | Tensor = 0.0

@@ -45,7 +45,7 @@ class TrainedModels:
         self._was_taken = False
         """True if another owner took over the models that were trained here."""
         self.followers: list[Callable[[TrainedEngine], None]] = []
-        """Functions to call with an engine after its update, such as the step of its schedule."""
+        """Functions to call with an engine after its update, such as its schedule's step."""
 
     @property
     def has_optimizers(self) -> bool:
@@ -62,8 +62,8 @@ class TrainedModels:
         """Create the engines for all prepared `models` and `optimizers`. Collective.
 
         An optimizer waits until the models with all its parameters are prepared. If an optimizer is
-        added for a model that has an engine, a new engine replaces it. If another owner trains a
-        model, that owner releases it.
+        added for a model that has an engine, a new engine replaces the old one. If another owner
+        trains a model, that owner releases it.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):
@@ -97,7 +97,7 @@ class TrainedModels:
         return engine_of_model(model)
 
     def close(self) -> None:
-        """Close all engines, which makes models and optimizers plain again. Collective."""
+        """Close all engines. Models and optimizers become plain again. Collective."""
         while self._trained:
             self._end(self._trained[-1])
         self.followers.clear()
@@ -124,7 +124,7 @@ class TrainedModels:
 
     @property
     def taken_over(self) -> str:
-        """Why there is no engine: text for messages if another owner took the models, else ""."""
+        """Text for messages that another owner took the models, or "" if none did."""
         if not self._was_taken:
             return ""
         return (

@@ -97,7 +97,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
         needs: The conditions to test.
 
     Raises:
-        ConfigError: A setting without effect was given as a flag.
+        ConfigError: A setting without effect was passed as a flag.
     """
     # Only a flag is an error, because it was typed for this run. Environment variables and files
     # may be shared by several runs, so an idle setting there only causes a warning. A script's

@@ -108,7 +108,7 @@ class Outer:
 
 @dataclass(frozen=True, kw_only=True)
 class IslandRule:
-    """When and how islands synchronise parameters.
+    """The rule by which islands synchronise parameters.
 
     Args:
         every: The number of steps between two synchronisations of the same bucket.
@@ -141,7 +141,7 @@ class IslandRule:
         return bucket * self.every // max(buckets, 1) if self.late else 0
 
     def sends(self, step: int, bucket: int, buckets: int) -> bool:
-        """Return whether `bucket` is sent after `step` completed steps."""
+        """Return whether the bucket with index `bucket` is sent after `step` completed steps."""
         return step > 0 and step % self.every == self.offset(bucket, buckets)
 
     def is_due(self, step: int, bucket: int, buckets: int) -> bool:
@@ -157,7 +157,7 @@ class IslandRule:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """How islands synchronise gradients at every step.
+    """The rule by which islands synchronise gradients at every step.
 
     The update in step n uses the gradients from step n - `behind`. Gradients are sent in the format
     `wire`.

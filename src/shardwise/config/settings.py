@@ -58,7 +58,6 @@ def _choice(
 
 
 def _tier(group: str, help: str, *, default: Tier | None = None, rare: bool = False) -> Any:
-    """Define a setting whose value is a state's tier."""
     return _setting(group, help, values.tier, "cpu|nvme:DIR", default=default, rare=rare)
 
 
@@ -432,7 +431,7 @@ class Settings:
 
     @property
     def equal_in_words(self) -> str:
-        """Text for messages about what islands synchronise, and when."""
+        """Text that describes what islands synchronise, and when."""
         return (self.staleness_rule or self.averaging_rule).in_words()
 
 
@@ -458,7 +457,8 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
         "with islands, results depend on their number",
     ),
 }
-"""Maps each setting to a test whether it is on, and the reason why --behind excludes it."""
+"""Maps each setting to a function that returns whether it is on, and to the reason why --behind
+excludes it."""
 
 
 _GROUPS = "it makes groups of workers, and these groups are not made again after a loss"
@@ -513,7 +513,8 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         "a repeated step would be recorded twice",
     ),
 }
-"""Maps each setting to a test whether it is on, and the reason why --survive excludes it."""
+"""Maps each setting to a function that returns whether it is on, and to the reason why --survive
+excludes it."""
 
 
 def check_survival(settings: Settings) -> None:

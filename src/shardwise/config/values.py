@@ -32,7 +32,7 @@ LARGEST_SEED = 2**64 - 1
 """The largest seed that torch accepts."""
 
 LONGEST = 2_000_000.0
-"""The longest timeout in seconds. In milliseconds it fits into the 31 bits of system calls."""
+"""The longest timeout in seconds. In milliseconds, it fits into the 31 bits of system calls."""
 
 _WHOLE = re.compile(r"[+-]?[0-9]+(_[0-9]+)*")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
@@ -168,14 +168,12 @@ def states(text: str) -> tuple[str, ...]:
 
 
 def file(text: str) -> Path:
-    """Parse a file name."""
     if not text.strip() or text.endswith(os.sep) or Path(text).name in ("", ".."):
         raise ValueError("the name of a file")
     return Path(_named(text, "a file"))
 
 
 def folder(text: str) -> str:
-    """Parse a folder name."""
     if not text.strip():
         raise ValueError("the name of a folder")
     return _named(text, "a folder")

@@ -41,7 +41,6 @@ class JoinedParts(WrappedStream):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch that the parts will read."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:

@@ -85,14 +85,15 @@ class Loader(HintsAtAttributes):
             are computed again if the dataset or the function has changed. Only the first rank reads
             and writes the file.
         micro_batch_tokens: With tokens: maximum number of tokens in a micro-batch, counted after
-            padding all its rows to the longest. Overridden by the run's setting. If it is set, loop
-            over `loader.steps()`.
+            padding all its rows to the longest. A flag, variable or config file overrides it. If it
+            is set, loop over `loader.steps()`.
         cost: With tokens: a function that returns the work for a sample of L tokens, used to
             balance ranks. Default: L. For layers of width d with attention, the work is about
             `L + L * L / (6 * d)`.
         pack: With tokens: a `Packing`, to put documents end to end into rows of a fixed length
             instead of padding them. tokens must be a multiple of that length.
-        micro_batch_size: Number of rows per micro-batch. Overrides the run's setting.
+        micro_batch_size: Number of rows per micro-batch. Overrides the keyword of `sw.init`. A
+            flag, variable or config file overrides it.
         num_workers: See `torch.utils.data.DataLoader`, which reads the data.
         collate_fn: See `torch.utils.data.DataLoader`.
         pin_memory: See `torch.utils.data.DataLoader`.
@@ -328,13 +329,13 @@ class Loader(HintsAtAttributes):
         Returns:
             A dict of ints and, for a stream, its state:
 
-            - "samples": number of samples consumed since training started. - "epoch": the epoch of
-            the next step, or the current epoch if its steps are complete but
-              its loop body is not.
+            - "samples": number of samples consumed since training started.
+            - "epoch": the epoch of the next step, or the current epoch if its steps are complete
+                but its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
-              samples and steps consumed in this epoch.
+                samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
-              every rank reads the full stream.
+                every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if each rank now reads all parts, else 0.
             - "stream": the result of the dataset's `state_dict`, if the Loader can use it.

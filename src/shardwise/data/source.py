@@ -56,7 +56,7 @@ class MicroBatch:
     """Rows [first, end) of the global batch, or None for a rank's own part of a stream.
     """
     indices: tuple[Any, ...] = ()
-    """Items of a map-style dataset to read. A stand-in has some too."""
+    """Indices to read in a map-style dataset, also for a stand-in."""
     all_have: bool = True
     """True if every rank has rows in the micro-batch."""
     packed: tuple[tuple[int, ...], ...] = ()
@@ -70,7 +70,6 @@ class MicroBatch:
 
     @property
     def last(self) -> bool:
-        """True if this is the last micro-batch of the step."""
         return self.part == self.parts - 1
 
 

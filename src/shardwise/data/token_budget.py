@@ -54,11 +54,11 @@ class TokenBudget:
     length: Callable[[Any], int] | Sequence[int]
     micro_batch_tokens: int | None = None
     cost: Callable[[int], float] | None = None
-    """Returns the work of a sample of a given length. Default: the length itself."""
+    """Returns the work for a sample of a given length. Default: the length itself."""
     packing: Packing | None = None
     """How documents share rows, or None if samples are padded."""
     cache: str | Path | None = None
-    """File that keeps the lengths for later runs."""
+    """File that stores the lengths for later runs."""
     lengths: list[int] | None = field(default=None, repr=False)
 
     @property
@@ -216,15 +216,14 @@ class TokenBudget:
                 )
 
     def work(self, length: int) -> float:
-        """Return the work for a sample of `length` tokens."""
         return float(length) if self.cost is None else self.cost(length)
 
 
 class ByTokens(BatchSchedule):
     """A schedule whose steps end before their samples exceed a token budget.
 
-    `epoch_length` is always None, so that positions store the number of steps too. It cannot be
-    computed from the number of samples.
+    `epoch_length` is always None, so that positions store the number of steps too. This number
+    cannot be computed from the number of samples.
     """
 
     def __init__(self, dataset: Any, budget: TokenBudget, *, world: World, shuffle: bool) -> None:

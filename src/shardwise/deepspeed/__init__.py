@@ -7,7 +7,7 @@ optimizers.py       optimizers and schedules by their names in the config
 ops/                optimizers by the names of DeepSpeed's kernels
 schedules.py        the five learning-rate schedules
 loader.py           the loader of training_data
-monitor.py          values for TensorBoard and CSV files
+monitor.py          writes metrics to TensorBoard and CSV files
 checkpoints.py      save_checkpoint and load_checkpoint
 comm.py             collectives between the ranks
 zero.py             unallocated models, gathered parameters
@@ -16,8 +16,8 @@ manual_backward.py  loss.backward() and engine.scale(loss).backward()
 utils.py            full parameters, gradients and optimizer state; logging; seeds
 accelerator.py      the device of this process
 checkpointing.py    activation checkpointing
-pipe/               PipelineModule and its layers, on the stages of Shardwise's pipeline
-moe.py              names of mixtures of experts, which are not supported
+pipe/               PipelineModule and its layers, on Shardwise's pipeline stages
+moe.py              names from DeepSpeed's mixture of experts, which is not supported
 modules.py          the modules that `import deepspeed` imports with --adopt
 """
 

@@ -1,4 +1,4 @@
-"""Implements deepspeed.accelerator: the device of this process, under DeepSpeed's names."""
+"""Implements deepspeed.accelerator, which describes the device of this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ON_CPU = {
 class DeepSpeedAccelerator:
     """The device of this rank.
 
-    After the process has joined its run, it is the run's device. Before, it is a GPU if one is
+    Once the process has joined its run, this is the run's device. Before, it is a GPU if one is
     available. Other attributes are looked up in torch.cuda or torch.cpu.
     """
 
@@ -48,13 +48,13 @@ class DeepSpeedAccelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """Return a context manager that selects a GPU, or the device on a CPU."""
+        """Return a context manager that selects a GPU or, on a CPU, the device itself."""
         if self._is_cuda:
             return torch.cuda.device(device_index)
         return torch.device("cpu")
 
     def set_device(self, device_index: int) -> None:
-        """No-op: the run has chosen a device for each rank."""
+        """No-op, because the run has chosen a device for each rank."""
         del device_index
 
     def current_device(self) -> Any:
@@ -77,7 +77,7 @@ class DeepSpeedAccelerator:
             return 1
 
     def is_available(self) -> bool:
-        """Return True."""
+        """Return True, because every process has a device."""
         return True
 
     @property
@@ -97,11 +97,11 @@ class DeepSpeedAccelerator:
         return [torch.float, torch.bfloat16, torch.half]
 
     def communication_backend_name(self) -> str:
-        """Return the backend of torch.distributed."""
+        """Return the name of torch.distributed's backend."""
         return "nccl" if self._is_cuda else "gloo"
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator of this device."""
+        """Seed this device's random number generator."""
         if self._is_cuda:
             torch.cuda.manual_seed(seed)
         else:
@@ -110,13 +110,13 @@ class DeepSpeedAccelerator:
     manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        """Return the state of the generator of this device."""
+        """Return the state of this device's random number generator."""
         if self._is_cuda:
             return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
         return torch.get_rng_state()
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        """Set the state of the generator of this device."""
+        """Set the state of this device's random number generator."""
         if self._is_cuda:
             torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
         else:

@@ -1,4 +1,4 @@
-"""Implements deepspeed.checkpointing, activation checkpointing, with torch's own function."""
+"""Implements deepspeed.checkpointing (activation checkpointing) with torch's own function."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def configure(
     """Set whether `checkpoint` stores its inputs in host memory.
 
     Args:
-        checkpoint_in_cpu: Whether to do so (default: cpu_checkpointing in the config).
+        checkpoint_in_cpu: Whether to store inputs there (default: cpu_checkpointing in the config).
         deepspeed_config: The DeepSpeed config.
 
     The other arguments tune DeepSpeed's implementation and are ignored.
@@ -54,7 +54,7 @@ def reset() -> None:
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Return `function(*args)`.
 
-    The backward pass recomputes it instead of storing its activations.
+    The backward pass runs `function` again instead of storing its activations.
     """
     kept = torch.autograd.graph.save_on_cpu() if _configured.get("in_cpu") else nullcontext()
     with kept:

@@ -7,8 +7,8 @@ save_dir/
     └── client-100-5f0c2a91.pt    client_state, schedule and counters, readable without running code
 
 The client file has a new name in every save. The step folder records that name, and is written
-after the client file. So a complete step folder always has its client file, even if a later save
-was killed.
+after the client file. A complete step folder therefore always has its client file, even if a later
+save was killed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BESIDE = "schedules_of_deepspeed"
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The parts of a checkpoint to load besides the weights.
+    """The parts of a checkpoint that will be loaded in addition to the weights.
 
     If `strict` is true, all parameter names must match.
     """
@@ -102,8 +102,8 @@ def save(
 def _tag_of(engine: Configured, tag: str | None) -> str:
     """Return rank 0's tag on all ranks.
 
-    Raises UsageError for a path, and FailedAssertion if tags differ and checkpoint.tag_validation
-    is Fail.
+    Raises UsageError if the tag is a path, and FailedAssertion if tags differ and
+    checkpoint.tag_validation is Fail.
     """
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     first = engine.world.broadcast_object(name)
@@ -122,7 +122,7 @@ def _tag_of(engine: Configured, tag: str | None) -> str:
 def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
     """Return the contents of the client file.
 
-    Raises UsageError if loading client_state would require executing code (pickle).
+    Raises UsageError if loading `client_state` would execute code (pickle).
     """
     schedule = engine.lr_scheduler
     known = hasattr(schedule, "state_dict")
@@ -152,7 +152,7 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
 
 
 def _remove_others(place: Path, kept: Path, client: str) -> None:
-    """Remove the files of earlier saves under the same tag. The next save retries any failures."""
+    """Remove earlier saves under the same tag. If a removal fails, the next save tries again."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
@@ -200,7 +200,7 @@ def load(
 def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
     """Raise CheckpointMismatch if `schedule` cannot load `state`.
 
-    This is the case if it has no load_state_dict, or if the state belongs to a different `kind`.
+    This is so if it has no load_state_dict, or if the saved schedule was of a different `kind`.
     """
     # A checkpoint from DeepSpeed itself does not record the kind, so compare the names of the
     # entries.
@@ -252,7 +252,7 @@ _CONTENT = {"client_state", "lr_scheduler", "schedule", "counts"}
 def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
     """Return the client_state, schedule and counters of a DeepSpeed checkpoint. Collective.
 
-    The result has the same form as in `_content`. If one rank fails, all raise its error.
+    The result has the same form as that of `_content`. If one rank fails, all raise its error.
     """
     # Every rank reads the file, because objects in its client_state become records of their
     # attributes, which cannot be sent.
@@ -280,7 +280,7 @@ def _of_deepspeed(engine: Configured, place: Path) -> dict[str, Any]:
 def _found(
     folder: Path, tag: str | None
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
-    """Return the folder of the tag, the checkpoint in it, and the contents of its client file.
+    """Return the tag's folder, the checkpoint in it, and the contents of its client file.
 
     Returns None if no tag is given and no latest tag exists, and an error if nothing can be loaded.
     """

@@ -30,7 +30,7 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Join the run, which any launcher may have started. Collective.
+    """Join the run. Collective. Any launcher may have started the ranks.
 
     The arguments are ignored, because the launcher determines the transport and the ranks.
     """
@@ -40,7 +40,7 @@ def init_distributed(
 
 
 def join_run(settings: Mapping[str, Any]) -> sw.World:
-    """Join the run, make sure that torch has a process group, and return the world. Collective."""
+    """Join the run, ensure that torch has a process group, and return the world. Collective."""
     if "LOCAL_SIZE" in os.environ:  # the name in DeepSpeed's launcher
         os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ["LOCAL_SIZE"])
     world = join(settings, "shardwise.deepspeed", in_parts=True)
@@ -70,7 +70,7 @@ def get_local_rank() -> int:
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """Return the rank in the run of the worker with rank `group_rank` in `group`."""
+    """Return the global rank of the worker with rank `group_rank` in `group`."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
@@ -80,7 +80,7 @@ def get_world_group() -> Any:
 
 
 def new_group(ranks: list[int]) -> Any:
-    """Return a group of these ranks. Collective on all workers."""
+    """Return a group of the workers `ranks`. Collective on all workers."""
     return dist.new_group(ranks)
 
 
@@ -97,7 +97,7 @@ def barrier(group: Any = None, async_op: bool = False, **options: Any) -> Any:
 
 
 def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
-    """Reduce a tensor in the same way as all_reduce."""
+    """Reduce `tensor` in the same way as all_reduce."""
     return dist.all_reduce(tensor, op, group)
 
 

@@ -17,7 +17,7 @@ from shardwise.errors import UsageError
 
 @dataclass(kw_only=True)
 class Counts:
-    """The counters of an engine, which checkpoints store."""
+    """An engine's counters, which are stored in checkpoints."""
 
     global_steps: int = 0
     global_samples: int = 0
@@ -27,7 +27,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The parts of a DeepSpeedEngine. They are None or empty without an optimizer."""
+    """The parts of a DeepSpeedEngine. Without an optimizer, they are None or empty."""
 
     engine: sw.Engine | None = None
     optimizer: Any = None
@@ -37,7 +37,7 @@ class EngineParts:
 
 
 class Configured(nn.Module):
-    """Sizes, precision, stage, learning rates and ranks, under the names that scripts read."""
+    """Sizes, precision, stage, learning rates and ranks, under DeepSpeed's attribute names."""
 
     optimizer: Any
 
@@ -79,7 +79,7 @@ class Configured(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The values of the config by dotted name."""
+        """The config's values by dotted name."""
         return dict(self._job.document.values)
 
     @property
@@ -115,15 +115,15 @@ class Configured(nn.Module):
         return self._batches.steps
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples per update, samples per backward, and backward passes per update."""
+        """Return the samples per update, samples per backward pass, and accumulation steps."""
         return self._batches.total, self._batches.micro, self._batches.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Set the number of samples per update, by changing the number of accumulation steps.
 
         Raises:
-            UsageError: If it is not a multiple of the number of samples per backward pass on all
-                workers.
+            UsageError: If `train_batch_size` is not a multiple of the number of samples that all
+                workers together use per backward pass.
         """
         at_once = self._batches.micro * self.world.data_size
         if train_batch_size % at_once or train_batch_size < at_once:
@@ -135,7 +135,7 @@ class Configured(nn.Module):
         self._batches = Batches(total=train_batch_size, micro=self._batches.micro, steps=steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the number of samples per backward pass. The number per update changes with it."""
+        """Set the number of samples per backward pass. The number per update changes too."""
         steps = self._batches.steps
         total = micro_batch_size * steps * self.world.data_size
         self._batches = Batches(total=total, micro=micro_batch_size, steps=steps)
@@ -165,7 +165,7 @@ class Configured(nn.Module):
         return self._precision().endswith("-mixed") and "torch_autocast.enabled" in self.config
 
     def managed_gradient_accumulation(self) -> bool:
-        """Return whether `step` updates only in the last micro-batch."""
+        """Return whether `step` updates parameters only in the last micro-batch."""
         return self._job.manages_accumulation
 
     def dataloader_drop_last(self) -> bool:
@@ -173,7 +173,7 @@ class Configured(nn.Module):
         return self._job.drop_last
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of this worker's replica."""
+        """Return the index of the replica that this worker belongs to."""
         return self.world.data_rank
 
     def zero_optimization_stage(self) -> int:
@@ -255,7 +255,7 @@ class Configured(nn.Module):
         return set()
 
     def empty_partition_cache(self) -> None:
-        """No-op: the engine frees gathered parameters right after their use."""
+        """No-op, because the engine frees gathered parameters immediately after their use."""
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""

@@ -1,4 +1,4 @@
-"""DeepSpeedEngine, DeepSpeed's training object, on a Shardwise engine."""
+"""Implements DeepSpeedEngine, DeepSpeed's training object, on a Shardwise engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.errors import UsageError
 
 
 class OutputTypes:
-    """Restores the dtypes in which a module computed its outputs."""
+    """Restores the dtypes in which `module` computed its outputs."""
 
     # Shardwise's engine widens outputs to fp32, but scripts for DeepSpeed compute losses in the
     # module's own dtypes.
@@ -60,7 +60,7 @@ class OutputTypes:
 
 
 class ZeroParamStatus(Enum):
-    """Whether the full parameter is available on this rank."""
+    """Whether a full parameter is available on this rank."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -73,7 +73,7 @@ _parameter_ids = count()
 
 
 def mark_sharded(parameters: Iterable[Tensor]) -> None:
-    """Set the attributes that `parameters` have in DeepSpeed's stage 3."""
+    """Set the attributes that `parameters` would have in DeepSpeed's stage 3."""
     # Scripts check `ds_id` and `ds_status` to decide whether to gather a parameter before reading
     # it.
     for parameter in parameters:
@@ -209,7 +209,7 @@ class DeepSpeedEngine(Configured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Only accumulate gradients inside the block, without communication, in every stage.
+        """Accumulate gradients inside the block without communication, in every stage.
 
         Raises:
             UsageError: If blocks are nested.
@@ -225,7 +225,7 @@ class DeepSpeedEngine(Configured):
             self._inside_no_sync = False
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return a scalar with the value of `loss`, whose backward() acts like `engine.backward`.
+        """Return a scalar equal to `loss`, whose backward() has the effect of `engine.backward`.
 
         Call its backward() only once.
 
@@ -250,7 +250,7 @@ class DeepSpeedEngine(Configured):
         """Set whether the next `step` updates the parameters.
 
         Raises:
-            UsageError: If managed_gradient_accumulation is false, because then every step updates.
+            UsageError: If managed_gradient_accumulation is false, in which case every step updates.
         """
         if not self._job.manages_accumulation:
             raise UsageError(
@@ -264,7 +264,7 @@ class DeepSpeedEngine(Configured):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Update the parameters if this is the last micro-batch of a step. Collective.
 
-        Unless the update is skipped, the schedule is stepped too.
+        The schedule steps too, unless the update is skipped.
 
         Args:
             lr_kwargs: Keyword arguments of the schedule's `step`.
@@ -284,7 +284,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """Step the schedule, update counters and report, after an update or a skipped update."""
+        """Step the schedule, update counters and report, after an update that may be skipped."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -319,7 +319,7 @@ class DeepSpeedEngine(Configured):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the 2-norm of the gradient in the last update, before clipping.
+        """Return the gradient's 2-norm in the last update, before clipping.
 
         Returns None before the first update.
         """
@@ -343,10 +343,10 @@ class DeepSpeedEngine(Configured):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> DeepSpeedDataLoader:
-        """Return a loader of this rank's share of a dataset.
+        """Return a loader for this rank's share of a dataset.
 
         Args:
-            dataset: A map-style or an iterable dataset.
+            dataset: A map-style or iterable dataset.
             batch_size: Number of samples per batch on this rank (default: the micro-batch size).
             route: "train" shuffles; any other value does not.
             pin_memory, data_sampler, collate_fn: As in torch's DataLoader.
@@ -422,7 +422,7 @@ class DeepSpeedEngine(Configured):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the module's weights to one file with torch.save. Collective.
+        """Write the module's weights to a single file with torch.save. Collective.
 
         The weights have the dtype in which they are trained.
 
@@ -529,7 +529,7 @@ These are weak references, so that an engine is freed when the script drops it.
 
 
 def _backwards() -> Iterator[tuple[frozenset[int], Callable[..., Tensor]]]:
-    """Yield the parameter ids and the backward function of each engine that trains."""
+    """Yield the parameter ids and the backward function of each engine with an optimizer."""
     for each in _all_engines:
         engine = each()
         if engine is not None and engine._parts.engine is not None:

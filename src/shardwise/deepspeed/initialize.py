@@ -107,10 +107,10 @@ def initialize(
 
 
 def _checked(model: Any) -> nn.Module:
-    """Return `model` after checking its type.
+    """Check that `model` has a supported type, and return it.
 
-    Raises FailedAssertion if it is not a module, and UsageError if it is DeepSpeed's own
-    PipelineModule.
+    Raises FailedAssertion if it is not a module, and UsageError if it is the PipelineModule of
+    DeepSpeed itself.
     """
     if not isinstance(model, nn.Module):
         raise FailedAssertion(
@@ -126,9 +126,9 @@ def _checked(model: Any) -> nn.Module:
 
 
 def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
-    """Divide replicas between ranks as the config specifies.
+    """Divide each replica among ranks, as the config specifies.
 
-    Raises UsageError for a plain model with several stages, and ConfigError if the number of
+    Raises UsageError if a plain model has several stages, and ConfigError if the number of
     replicas differs from the config's.
     """
     if (size := job.settings.get("tensor", 1)) > 1:
@@ -146,7 +146,7 @@ def _divide(world: sw.World, job: DeepSpeedJob, model: Any) -> None:
 
 
 def _json_of(args: Any, config: Json | None) -> Json:
-    """Return the DeepSpeed config. Raises UsageError if none or more than one is given."""
+    """Return the DeepSpeed config. Raises UsageError unless exactly one is given."""
     names = ("deepspeed_config", "deepscale_config")
     given = [config, *(getattr(args, name, None) for name in names)]
     found: list[Json] = [each for each in given if each is not None]
@@ -165,7 +165,7 @@ def _json_of(args: Any, config: Json | None) -> Json:
 
 
 def _say(world: sw.World, job: DeepSpeedJob) -> None:
-    """Print the ignored keys of the config and the values of "auto", once."""
+    """Print the config's ignored keys and the values that replaced "auto", once."""
     say_lines(world, job)
     if job.precision == "fp16-mixed" and job.document.get("fp16.enabled"):
         world.say_once(
@@ -259,7 +259,7 @@ def _scaler(job: DeepSpeedJob, world: sw.World) -> GradScaler:
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags --deepspeed and --deepspeed_config, and their old names, to a parser.
+    """Add --deepspeed, --deepspeed_config and their old names to the script's parser.
 
     Args:
         parser: The parser of the script.

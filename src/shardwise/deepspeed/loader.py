@@ -1,4 +1,4 @@
-"""The loader of `training_data`, and a loader that repeats another one."""
+"""Implements the loader of `training_data`, and a loader that repeats another one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BESIDE_AN_ACCELERATOR = 2
 class DeepSpeedDataLoader:
     """Loads this worker's share of a dataset, in batches of `batch_size`.
 
-    The shares are those of torch's DistributedSampler. As in DeepSpeed, the shuffled order is the
-    same in every epoch.
+    The dataset is divided as by torch's DistributedSampler. As in DeepSpeed, the shuffled order is
+    the same in every epoch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DeepSpeedDataLoader:
 
 
 class RepeatingLoader:
-    """Iterates over `loader` without end, restarting it each time it is exhausted."""
+    """Iterates over `loader` endlessly, restarting it each time it is exhausted."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

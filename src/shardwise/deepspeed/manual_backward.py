@@ -1,7 +1,7 @@
 """Makes `loss.backward()` and `engine.scale(loss).backward()` act like `engine.backward(loss)`.
 
 DeepSpeed supports all three. The engine must weight the loss before its backward pass, but torch
-has no hook for that moment. So this module replaces `Tensor.backward`.
+has no hook at that point. This module therefore replaces `Tensor.backward`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Engine = tuple[frozenset[int], BackwardOf]
 
 
 def as_loss(loss: Tensor, backward: Backward) -> Tensor:
-    """Return a scalar with the value of `loss` in a new graph whose backward calls `backward`.
+    """Return a scalar equal to `loss`, in a new graph whose backward pass calls `backward`.
 
-    `backward` receives `loss` times the incoming gradient, which is 1 unless the script computes
-    further with the scalar.
+    `backward` receives `loss` times the incoming gradient, which is 1 unless the script uses the
+    scalar in further computations.
     """
     begin = torch.zeros((), device=loss.device, requires_grad=True)
     # Pass the loss in a tuple to hide it from autograd, which would also run its graph.
@@ -36,9 +36,9 @@ def as_loss(loss: Tensor, backward: Backward) -> Tensor:
 
 
 def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
-    """Make `loss.backward()` call the engines that train a parameter in the loss's graph.
+    """Make `loss.backward()` use the engines that train a parameter in the loss's graph.
 
-    `trained` returns the current engines. For other losses, torch's own backward runs.
+    `trained` returns the current engines. If none of them does, torch's own backward runs.
     """
     stock = Tensor.backward
 

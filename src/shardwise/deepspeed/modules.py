@@ -1,4 +1,4 @@
-"""Implements `--adopt deepspeed`: `import deepspeed` works without that package."""
+"""Implements `--adopt deepspeed`: `import deepspeed` works without the deepspeed package."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ MODULES = {
 
 
 class _Missing(MetaPathFinder):
-    """Raises an error for a DeepSpeed submodule that Shardwise does not have."""
+    """Import finder that raises an error for DeepSpeed submodules that Shardwise does not have."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise ModuleNotFoundError for DeepSpeed modules; return None for all others."""
+        """Raise ModuleNotFoundError if `name` is in DeepSpeed. Otherwise return None."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None

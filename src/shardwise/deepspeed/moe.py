@@ -1,4 +1,4 @@
-"""Implements deepspeed.moe: names that scripts with an optional mixture of experts import.
+"""Implements the names in deepspeed.moe that scripts with an optional mixture of experts import.
 
 DeepSpeed's expert layers are not supported. Creating one raises UsageError, and the functions that
 search for experts find none.
@@ -33,7 +33,7 @@ class MoE:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """Return False, because no parameter belongs to a MoE layer."""
+    """Return False, because no parameter belongs to an MoE layer."""
     del param
     return False
 

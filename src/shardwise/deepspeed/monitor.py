@@ -15,7 +15,7 @@ Event = tuple[str, float, int]
 
 
 class MonitorMaster:
-    """Writes events to the targets in the config, on the main rank.
+    """Writes events on the main rank, in the formats that the config enables.
 
     Raises ConfigError if the config enables TensorBoard and it is not installed.
     """
@@ -53,7 +53,7 @@ def _tensorboard(monitor: Monitor) -> Any:
 
 
 class _CsvWriter:
-    """Writes a CSV file with samples and values for each metric, such as Train_Samples_lr.csv."""
+    """Writes a CSV file of samples and values for each metric, such as Train_Samples_lr.csv."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._folder = Path(monitor.folder) / monitor.job

@@ -21,7 +21,7 @@ Parameters = Sequence[Any]
 def of_json(
     named: Named, parameters: Parameters, models: Sequence[nn.Module], name: str
 ) -> list[optim.Optimizer]:
-    """Create the optimizers that the config `name` specifies for `parameters`.
+    """Create the optimizers that the config `name` specifies, for `parameters`.
 
     Muon becomes two optimizers, because AdamW trains the parameters that are not matrices. Raises
     ConfigError for unknown names and arguments.
@@ -39,7 +39,10 @@ def of_json(
 def one_of_json(
     job: DeepSpeedJob, parameters: Parameters, models: Sequence[nn.Module]
 ) -> optim.Optimizer:
-    """Create the config's single optimizer for `parameters`. Raises ConfigError for Muon."""
+    """Create the config's optimizer for `parameters`.
+
+    Raises ConfigError for Muon, which needs two optimizers.
+    """
     assert job.optimizer is not None
     found = of_json(job.optimizer, parameters, models, job.document.name)
     if len(found) > 1:
@@ -80,7 +83,7 @@ def _of_torch(named: Named, parameters: Parameters, name: str) -> optim.Optimize
 
 
 def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
-    """Raise ValueError for an argument that `kind` does not accept."""
+    """Raise ValueError if `kind` does not accept one of `params`."""
     _, *known = inspect.signature(kind).parameters.values()
     if any(each.kind is each.VAR_KEYWORD for each in known):
         return
@@ -90,7 +93,7 @@ def _check_keywords(kind: Any, params: Mapping[str, Any]) -> None:
 
 
 def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
-    """Create the schedule that the config `name` specifies, from DeepSpeed or torch.
+    """Create the DeepSpeed or torch schedule that is specified in the config `name`.
 
     Raises ConfigError for unknown names and arguments.
     """
@@ -113,7 +116,7 @@ def schedule_of_json(named: Named, optimizer: Any, name: str) -> Any:
 def _muon(
     params: Mapping[str, Any], parameters: Parameters, models: Sequence[nn.Module]
 ) -> list[optim.Optimizer]:
-    """Create Muon for matrices except embeddings and the head, and AdamW for the rest."""
+    """Create Muon for matrices other than embeddings and the head, and AdamW for the rest."""
     kind = getattr(optim, "Muon", None)
     if kind is None:
         raise ConfigError(
@@ -149,7 +152,7 @@ _MUON_TAKES = {"lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", 
 def _halves(
     parameters: Parameters, models: Sequence[nn.Module]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the parameter groups for Muon, and the groups for AdamW."""
+    """Return the parameter groups for Muon and those for AdamW."""
     matrices = {p for model in models for p in _matrices(model)}
     loose = [each for each in parameters if not isinstance(each, Mapping)]
     groups = [dict(each) for each in parameters if isinstance(each, Mapping)]
@@ -181,7 +184,7 @@ def _matrices(model: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class ManyOptimizers:
-    """Several optimizers that step together, with one list of parameter groups."""
+    """Several optimizers that step together and have a single list of parameter groups."""
 
     def __init__(self, optimizers: Sequence[optim.Optimizer]) -> None:
         self.optimizers = list(optimizers)
@@ -189,7 +192,7 @@ class ManyOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all optimizers themselves, not copies."""
+        """The original groups of all optimizers, not copies."""
         return [group for each in self.optimizers for group in each.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -23,7 +23,7 @@ Values = float | Sequence[float]
 class Schedule:
     """Sets the learning rate of each parameter group. Call `step` after each update.
 
-    The constructor sets the learning rates of the first update.
+    The constructor sets the learning rates for the first update.
 
     Args:
         optimizer: The optimizer whose parameter groups it sets.
@@ -40,7 +40,7 @@ class Schedule:
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rates that were set last."""
+        """Return the learning rates that were last set."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -68,9 +68,9 @@ class Schedule:
                 group["lr"] = rate
 
     def _each(self, value: Values, name: str) -> list[float]:
-        """Return one value per parameter group.
+        """Return `value` as a list with one entry per parameter group.
 
-        Raises BadSchedule if a list has the wrong length.
+        Raises BadSchedule if it is a list of the wrong length.
         """
         count = len(self.optimizer.param_groups)
         if not isinstance(value, list | tuple):
@@ -133,7 +133,7 @@ class WarmupLR(Schedule):
         ]
 
     def _after_warmup(self) -> float:
-        """Return the position of the learning rate between its minimum (0) and its maximum (1)."""
+        """Return where the learning rate is between its minimum (0) and its maximum (1)."""
         return 1.0
 
 
@@ -217,14 +217,14 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Increases learning rates without limit, to find the largest one at which a model trains.
+    """Increases learning rates without limit, to find the largest one that still trains a model.
 
     Args:
         optimizer: The optimizer whose parameter groups it sets.
         lr_range_test_min_lr: Initial learning rate.
         lr_range_test_step_size: Number of steps per interval.
         lr_range_test_step_rate: Growth per interval, in multiples of the initial learning rate.
-        lr_range_test_staircase: Keep the learning rate constant within an interval.
+        lr_range_test_staircase: Hold the learning rate constant within an interval.
         last_batch_iteration: Number of the last step, or -1 before the first.
     """
 

@@ -59,7 +59,7 @@ def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Return an fp32 copy of a full parameter. Collective.
 
     Returns:
-        A tensor with the shape of the full parameter, or None if no engine trains it.
+        A tensor with the shape of the full parameter, or None if no engine trains the parameter.
 
     Raises:
         UsageError: If weights are bf16, because their fp32 masters are only in checkpoints.
@@ -98,7 +98,7 @@ def _without_masters(engine: DeepSpeedEngine, call: str) -> sw.Engine:
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return a copy of a parameter's full gradient, averaged across ranks. Collective.
 
-    Call it between the last backward and the step.
+    Call it between the last backward pass and the step.
 
     Returns:
         A tensor with the shape of the full parameter, or None if it has no gradient.
@@ -113,7 +113,7 @@ def safe_get_full_grad(param: Tensor) -> Tensor | None:
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Set a parameter's full gradient to rank 0's `value`. Collective.
 
-    Call it between the last backward and the step.
+    Call it between the last backward pass and the step.
     """
     engine = engine_of(param)
     if engine is not None:
@@ -125,7 +125,7 @@ def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
     """Return a parameter's full optimizer state. Collective.
 
-    The optimizer's full state is gathered.
+    This gathers the optimizer's entire state.
 
     Args:
         param: The parameter.
@@ -149,7 +149,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
-    """Return the modules of these classes in `model`, without changing anything.
+    """Return the modules in `model` of the given classes, without changing anything.
 
     A mixture of experts is already a single unit, and `--units` selects other units.
     """
@@ -164,7 +164,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log a message and the memory usage in GB on rank 0, if `force` is true.
+    """If `force` is true, log a message and the memory usage in GB on rank 0.
 
     It logs current and peak GPU tensor memory, and this process's peak resident memory.
     """

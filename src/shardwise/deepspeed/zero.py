@@ -1,4 +1,4 @@
-"""Implements deepspeed.zero: building models without allocating them, and gathering parameters."""
+"""Implements deepspeed.zero: it builds models without allocating memory, and gathers parameters."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["GatheredParameters", "Init", "ZeroParamStatus", "register_external_p
 class Init:
     """Context manager inside which models are created without allocating memory.
 
-    Memory is allocated when the model's engine is created, with the same values as without the
-    block.
+    Memory is allocated when the model's engine is created. Parameters then have the values that
+    they would have without the block.
 
     Args:
         module: Ignored. An existing module is not changed.
@@ -120,7 +120,7 @@ class GatheredParameters:
 
 
 def _smallest(model: nn.Module, parameters: list[Tensor]) -> nn.Module:
-    """Return the smallest module that contains all of these parameters."""
+    """Return the smallest module in `model` that contains all of `parameters`."""
     wanted = {id(parameter) for parameter in parameters}
     holders = []
     for number, module in enumerate(model.modules()):

@@ -1,4 +1,4 @@
-"""Implements deepspeed.utils.zero_to_fp32: full fp32 weights from a checkpoint."""
+"""Implements deepspeed.utils.zero_to_fp32, which reads full fp32 weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def _wide(value: Tensor) -> Tensor:
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load the full fp32 weights of a checkpoint into a model. Call it in a single process.
+    """Load a checkpoint's full fp32 weights into a model. Call it in a single process.
 
-    As in DeepSpeed, missing and additional names are not errors.
+    As in DeepSpeed, missing and unexpected names are not errors.
 
     Args:
         model: The model, which is moved to the CPU.
@@ -102,7 +102,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the full fp32 weights of a checkpoint to one file. Call it in a single process.
+    """Write a checkpoint's full fp32 weights to a single file. Call it in a single process.
 
     Args:
         checkpoint_dir: The folder that was passed to save_checkpoint.

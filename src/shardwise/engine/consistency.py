@@ -1,7 +1,4 @@
-"""Checks that all ranks train the same model with the same options.
-
-It also copies rank 0's optimizer state to the other ranks.
-"""
+"""Checks that all ranks train the same model, and broadcasts rank 0's optimizer state."""
 
 from __future__ import annotations
 

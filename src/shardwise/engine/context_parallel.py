@@ -159,8 +159,7 @@ class ContextParallel:
     def backward(self, loss: Tensor, weight: float | Tensor) -> Iterator[float]:
         """Context manager for a backward pass of `loss`. Its value is the weight of the gradients.
 
-        The value is 1 even if `weight` is 0, because other ranks' losses depend on this rank's
-        keys and values.
+        It is always 1, because other ranks' losses depend on this rank's keys and values.
         """
         if loss.grad_fn is None:
             raise UsageError(

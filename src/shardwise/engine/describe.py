@@ -116,7 +116,6 @@ def _rows(states: States) -> list[_Row]:
 
 
 def _merge(rows: list[_Row]) -> list[_Row]:
-    """Merge consecutive equal rows."""
     merged: list[_Row] = []
     for row in rows:
         if merged and merged[-1].is_like(row):

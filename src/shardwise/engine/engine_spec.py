@@ -42,7 +42,7 @@ from shardwise.states.step_hooks import StepHooks
 class EngineSpec:
     """The models, optimizers, settings and process groups of an engine.
 
-    They stay the same when the engine rebuilds its states.
+    A rebuild of the states does not change them.
     """
 
     models: tuple[nn.Module, ...]
@@ -324,10 +324,10 @@ class Shape:
     trained: list[bool]
 
     def fits(self, now: Shape) -> bool:
-        """Return whether states that were laid out for this shape can also be used for shape `now`.
+        """Return whether states that were laid out for this shape can also be used for `now`.
 
-        They can if parameters were only frozen, because a frozen parameter can leave its slot
-        unused. A GAN freezes its discriminator in every step.
+        They can if parameters were only frozen, as a GAN freezes its discriminator in every step.
+        A frozen parameter leaves its slot unused.
         """
         # A different number of parameters or different groups always needs a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):

@@ -67,9 +67,9 @@ class ExactAggregation(Aggregation):
         return seed_from(seed, "micro-shard", engine, step, number)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate the first step's total weight and its number of backward passes.
+        """Estimate the first step's total weight and number of backward passes.
 
-        Both are computed from the first micro-shard, which rank 0 runs for any number of ranks.
+        Uses only the first micro-shard, which is on rank 0 for any number of ranks.
         """
         return weights[0] * self._shards.count, self._shards.count
 

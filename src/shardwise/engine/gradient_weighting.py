@@ -106,9 +106,9 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 
 
 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
-    """Return the number that the sum of a step's losses is divided by.
+    """Return the divisor of the sum of a step's losses.
 
-    It is 1 for "sum" and the number of `replicas` for "ddp". It is 0 for "mean", where the divisor
+    It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", where the real divisor
     is the number of items. Raises UsageError if `reduction` is unknown, or if a weight is combined
     with "sum" or "ddp".
     """

@@ -30,7 +30,7 @@ __all__ = ["GuardedBackward", "GuardedSteps", "attach", "check"]
 
 
 class GuardedBackward(BackwardRunner):
-    """Runs backward passes, and repeats those of a checked step to compare the results."""
+    """Runs each backward pass of a checked step twice, to compare the results."""
 
     guard: EngineGuard
 

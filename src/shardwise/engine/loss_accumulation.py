@@ -100,10 +100,9 @@ class LossAccumulation:
         return sum(each.tokens for each in known), sum(each.positions for each in known)
 
     def divisor_from(self, terms: LossTerms) -> float:
-        """Return the divisor of a loss for which the user passed no reduction.
+        """Return the step's divisor for a loss without a reduction.
 
-        It is 1 if the loss is a sum according to `terms`, and 0 if it is a mean. If an earlier loss
-        of the step has set the divisor, that divisor is returned.
+        If no earlier loss has set it, `terms` decides: 1 for a sum, 0 for a mean.
         """
         return float(terms.is_sum) if self._is_open else self.divisor
 
@@ -216,8 +215,8 @@ class LossAccumulation:
     def mix_range(self) -> tuple[Number, Number]:
         """Return the minimum and maximum of this rank's values in `_mixes`.
 
-        If the weights are right for all losses, all values on all ranks are equal, so the minimum
-        equals the maximum. Returns (inf, -inf) if there are no values.
+        If the weights are right for all losses, all ranks' values are equal, so both are the same
+        number. Returns (inf, -inf) if there are no values.
         """
         mixes = list(self._mixes.values())
         # Compare values on a GPU there, because reading them would synchronise.

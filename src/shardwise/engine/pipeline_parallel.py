@@ -106,9 +106,9 @@ def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
 
 
 def _check_recomputed(spec: EngineSpec, partition: Partition) -> None:
-    """Raise ConfigError if a recomputed unit contains several layers of the partition.
+    """Raise ConfigError if a recomputed unit contains several layers.
 
-    Recomputing such a unit would send the activations between its layers a second time.
+    Recomputing the unit would send the activations between its layers a second time.
     """
     if spec.settings.activations != "recomputed":
         return

@@ -5,7 +5,7 @@ exchange    one small collective: weights, losses, norm, which parameters have a
 (delay)     with `--behind`: replace the sums with those of an earlier step
 (between)   give the user full gradients to read or change
 decide      skip the step, stop the run, or compute the factor that averages and clips
-update      update each bucket (states/optimizer), then all-gather it if parameters are replicated
+update      update each bucket (states/optimizer); all-gather it if only its state is sharded
 clear       free the gradients, and seed the generators for the next step
 (average)   with islands: average their parameters if an average is due
 """

@@ -41,7 +41,7 @@ class Aggregation:
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
     def first_step(self, weights: Sequence[float]) -> tuple[float, int]:
-        """Estimate the first step's total weight and its number of backward passes.
+        """Estimate the first step's total weight and number of backward passes.
 
         `weights` has the weight of each rank's first backward pass.
         """
@@ -135,10 +135,7 @@ class StepReport:
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
-        """Return the step's totals. `table` has one row per rank.
-
-        Numbers are added up, and a flag is set if any rank has set it.
-        """
+        """Return the step's totals: sums, and flags set by any rank. `table` has a row per rank."""
         lengths = (
             len(self.weights),
             len(self.losses),

@@ -179,8 +179,7 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
 def check_embeddings(models: Sequence[nn.Module], placement: Placement, *, workers: int) -> None:
     """Raise ModelError for embeddings with `max_norm`, which rescale weights in the forward pass.
 
-    Other ranks would not see the new values. With one worker and unsharded parameters nothing is
-    raised.
+    Does nothing for a single worker with unsharded parameters.
     """
     # A single worker with unsharded parameters updates the only copy, as in plain PyTorch.
     if workers == 1 and not placement.is_sharded("parameters"):
@@ -386,7 +385,7 @@ def allow(optimizer: optim.Optimizer) -> None:
 
 
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step pre-hooks of each optimizer, and those that torch calls for all optimizers.
+    """Call the step pre-hooks of each optimizer, and torch's global ones.
 
     Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
@@ -402,7 +401,7 @@ def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
 
 
 def call_after_step(optimizers: Sequence[optim.Optimizer]) -> None:
-    """Call the step post-hooks of each optimizer, and those that torch calls for all optimizers."""
+    """Call the step post-hooks of each optimizer, and torch's global ones."""
     for optimizer in optimizers:
         for hook in post_hooks(optimizer):
             hook(optimizer, (optimizer,), {})
@@ -454,8 +453,7 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 def names_only() -> Iterator[None]:
     """Allow `state_dict()` of sharded modules inside the block, but only to read its names.
 
-    Use it in code that has the full weights and must know which of them belong to a module. Any use
-    of a value in the state_dict raises.
+    Code that has the full weights uses it to find those of a module. Any use of the values raises.
     """
     token = _allows_names.set(True)
     try:

@@ -216,7 +216,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """Create the object that tracks the models' buffers, also when the states are rebuilt."""
+        """Create the object that tracks the models' buffers. Rebuilding the states keeps it."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
@@ -441,7 +441,7 @@ class UserObjects:
         agree(self.spec.world_group, failure, CheckpointMismatch)
 
     def take_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load a plain state_dict that `check_state` has accepted into `optimizer`. Collective."""
+        """Load `state`, which `check_state` has accepted, into `optimizer`. Collective."""
         # Use rank 0's numbers on all ranks: a different unit would change results, and a different
         # gradient dtype would change the collectives.
         wide, unit = self.spec.world_group.gather_plain(plain_state_dict.numbers(state))[0]
@@ -570,7 +570,7 @@ class UserObjects:
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Add averages for the frozen parameters in `names` that have none, and rebuild the states.
 
-        Returns whether any were added, which is never the case without `ema_decay`. Collective.
+        Returns whether any were added. Does nothing without `ema_decay`. Collective.
         """
         if self.states.averages is None:
             return False

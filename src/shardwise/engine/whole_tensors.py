@@ -77,7 +77,7 @@ def full_parameters(
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:
-    """Return the group to which its first rank broadcasts after a write.
+    """Return the group in which the first rank broadcasts after a write.
 
     It has all ranks. Once islands have taken a step, it has only this island's ranks.
     """

@@ -48,7 +48,7 @@ class GuardedEngine(Protocol):
 
 
 class GuardedResidency(Protocol):
-    """Interface to the object that gathers and frees sharded parameters, for a second run."""
+    """The interface of the residency of sharded parameters that a second run uses."""
 
     def set_aside(self) -> Callable[[], None]:
         """Set the recorded forward passes aside, and return a function that restores them."""

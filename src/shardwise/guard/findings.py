@@ -44,7 +44,6 @@ class Finding:
         return cls(step, str(kind), tuple(names), rank, str(evidence))
 
     def __str__(self) -> str:
-        """Return a sentence that describes the finding."""
         shown = ", ".join(self.names[:_MOST])
         more = f" and {len(self.names) - _MOST} more" if len(self.names) > _MOST else ""
         where = "on an unknown rank" if self.rank is None else f"on rank {self.rank}"

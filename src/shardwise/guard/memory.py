@@ -24,7 +24,8 @@ from shardwise.states.storage.quantised_storage import BLOCK as BLOCK_OF_STATE
 from shardwise.states.storage.quantised_storage import QuantisedStorage
 
 BLOCK = 4096
-"""Number of elements in a block of a large tensor. The sums of fp32 need 1/2048 of its memory."""
+"""Number of elements in a block of a large tensor. The sums of an fp32 tensor need 1/2048
+of its memory."""
 
 LARGE = 1 << 18
 """Tensors of at least this many bytes have blocks of BLOCK elements. Smaller ones have blocks of

@@ -5,8 +5,8 @@ therefore finds a device that occasionally computes wrong results, without help 
 It does not find an error that repeats exactly.
 
     forward       the model runs     ── again, with the same inputs, buffers and random state
-                  compared: the inputs and outputs of each layer. The model's outputs alone would
-                  not show every error, because autograd saves the layers' for the backward pass
+                  compared: the inputs and outputs of each layer. The model's outputs alone do not
+                  show every error, because autograd also saves layers' values for the backward pass
     backward      gradients, dropped ── again, by the training itself
 
 Together, the two runs have the same side effects as one: buffers, attributes and random generators
@@ -88,7 +88,6 @@ class _Before:
     observed: list[tuple[OrderedDict[int, Any], int, _Observed]] = field(default_factory=list)
 
     def close(self) -> None:
-        """Stop recording layers and observing hooks."""
         self.recording.remove()
         for hooks, key, observed in self.observed:
             # A hook may have removed itself, or have been replaced.
@@ -127,7 +126,7 @@ class SecondRun:
         self._is_second = False
         self._is_armed = False
         self._pairs: list[tuple[str, str, Tensor, Tensor]] = []
-        """Kind, name, and the hashes of the two runs."""
+        """Kind and name of each result, and its hashes in the two runs."""
         self._swapped: list[tuple[Tensor, Any]] = []
         self._first: dict[str, list[Tensor]] = {}
         self._second: dict[str, list[Tensor]] = {}

@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 
 LAST = 100
-"""Number of steps whose median is compared."""
+"""Number of recent steps over which the median is computed."""
 
 FIRST = 20
 """Number of steps before the first comparison."""
@@ -16,7 +16,7 @@ FACTOR = 10.0
 """A spike is this many standard deviations above the median."""
 
 LEAST = 0.05
-"""The standard deviation counts as at least this share of the median."""
+"""Lower bound for the standard deviation, as a fraction of the median."""
 
 MOST = 3
 """Number of consecutive spikes after which the comparison starts again.

@@ -1,7 +1,7 @@
 """Measures the phases of each step on this rank, and finds a rank that the others wait for.
 
     data       from the end of a step or a backward pass to the start of the next forward pass
-    forward    from there to the start of the backward pass, including the loss
+    forward    from the start of the forward pass to that of the backward pass, including the loss
     backward   the backward pass
     update     engine.step
 
@@ -20,7 +20,7 @@ from statistics import median
 DATA, FORWARD, BACKWARD, UPDATE = PHASES = ("data", "forward", "backward", "update")
 
 STEPS = 20
-"""Number of steps whose median is compared."""
+"""Number of recent steps over which medians are computed."""
 
 FACTOR = 1.3
 """A rank is a straggler if its steps take this many times as long as on the other ranks."""
@@ -78,7 +78,7 @@ class StepTimes:
         self._since = time.perf_counter() - self._waited()
 
     def row(self) -> list[float]:
-        """Return the median seconds per step and per phase, or zeros before `STEPS` steps."""
+        """Return the median seconds per step and per phase. All are 0 before `STEPS` steps."""
         if len(self._steps) < STEPS:
             return [0.0] * (1 + len(PHASES))
         return [median(map(sum, self._steps)), *map(median, zip(*self._steps, strict=True))]

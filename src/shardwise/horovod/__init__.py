@@ -9,7 +9,7 @@ The path of an allreduce:
     execution.py         runs the agreed operation on a transport   communication thread
     operations.py        wait: the handle returns the result        any thread
 
-links.py connects the ranks, streams.py orders CUDA work between the threads.
+links.py connects the ranks, and streams.py orders CUDA work between threads.
 
 basics.py            init, shutdown, rank, size, join, barrier
 context.py           this rank's state between init and shutdown

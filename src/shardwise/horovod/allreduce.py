@@ -2,7 +2,7 @@
 
 allreduce        a new tensor, differentiable         allreduce_async     a handle to it
 allreduce_       in place                             allreduce_async_    a handle to it
-grouped_...      several tensors in one operation, which is ready when all of them are
+grouped_...      several tensors in one operation, which starts when all of them are ready
 
 All functions except allreduce and grouped_allreduce take the arguments of allreduce_async.
 """
@@ -76,7 +76,7 @@ def allreduce_async(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. By default it is numbered.
+        name: Name of the operation, the same on all ranks (default: a number).
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.
         postscale_factor: Factor applied to the result. Integers are truncated towards zero.
@@ -101,7 +101,7 @@ def allreduce_async(
 def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator that copies the signature of `shown`, except for the first argument.
 
-    It is for functions that pass on `*args, **kwargs`, so that help() shows their arguments.
+    With it, help() shows the arguments of functions that accept `*args, **kwargs`.
     """
 
     def decorate(function: F) -> F:
@@ -223,7 +223,7 @@ def allreduce(
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
         average: The older form of `op`: True for hvd.Average, False for hvd.Sum.
-        name: Name of the operation, the same on all ranks. By default it is numbered.
+        name: Name of the operation, the same on all ranks (default: a number).
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
         op: hvd.Average (default), Sum, Min, Max, Product, or Adasum.
         prescale_factor: Factor applied to the values before the reduction.

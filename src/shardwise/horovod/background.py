@@ -1,4 +1,4 @@
-"""The communication thread of a rank, which negotiates operations with rank 0 and executes them.
+"""Runs a rank's communication thread, which negotiates operations with rank 0 and executes them.
 
     any thread              this thread                               rank 0
     submit ─▶ queue, eventfd ─▶ request ──────────────────────────▶ coordinator
@@ -66,7 +66,7 @@ class BackgroundThread:
         links: The link to rank 0 or, on rank 0, the links to all other ranks.
         device: The device on which this rank computes.
         timeout: Seconds after which an operation fails if some ranks have not requested it.
-        warn_after: Seconds after which a warning names these ranks.
+        warn_after: Seconds after which a warning names the ranks that have not requested it.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class BackgroundThread:
     def submit(self, handle: OperationHandle) -> OperationHandle:
         """Queue an operation for the thread.
 
-        Raises BadCall if an operation of this name is in flight, and HorovodInternalError if the
-        thread has stopped.
+        Raises BadCall if an operation with the same name is in flight, and HorovodInternalError if
+        the thread has stopped.
         """
         key = handle.request.key
         with self._lock:
@@ -164,7 +164,7 @@ class BackgroundThread:
         return self._groups[number]
 
     def report_save(self, what: list[str]) -> None:
-        """Report a file that this rank saves to rank 0, which compares the paths of all ranks."""
+        """Report to rank 0 that this rank saves a file. Rank 0 compares the paths of all ranks."""
         if self._coordinator is not None:
             self._post(partial(self._compare_save, 0, what))
         else:
@@ -173,7 +173,7 @@ class BackgroundThread:
     def close(self) -> None:
         """Stop the thread.
 
-        In-flight operations fail, both here and on ranks waiting for this one.
+        In-flight operations fail, both on this rank and on ranks that wait for it.
         """
         self._post(self._leave)
         self._thread.join(SHUTDOWN_SECONDS)
@@ -258,7 +258,7 @@ class BackgroundThread:
             self._remove_rank(rank, message["leave"])
 
     def _remove_rank(self, rank: int, why: str) -> None:
-        """Handle the exit of a rank, whether it shut down or died."""
+        """Handle the exit of a rank that has shut down or died."""
         if self._coordinator is not None:
             self._send_responses(self._coordinator.remove_rank(rank, why))
         else:
@@ -282,7 +282,6 @@ class BackgroundThread:
             write_warning(line)
 
     def _send_responses(self, responses: list[Response]) -> None:
-        """Send responses to their ranks."""
         # Every rank, including rank 0, gets and executes them in this order. If two ranks entered
         # two collectives in different orders, they would wait for each other forever.
         for response in responses:
@@ -373,7 +372,7 @@ class BackgroundThread:
     # -- timeouts and shutdown ------------------------------------------------------------
 
     def _check_stalls(self) -> None:
-        """Warn about operations that have waited for long, and fail those beyond the timeout."""
+        """Warn about operations that have waited too long, and fail those beyond the timeout."""
         if self._coordinator is None:
             return
         now = time.monotonic()
@@ -383,7 +382,7 @@ class BackgroundThread:
         self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:
-        """Tell the other ranks that this rank leaves, and stop the thread."""
+        """Notify the other ranks that this rank leaves, and stop the thread."""
         # First execute all agreed operations, because the other ranks have started them and wait
         # for this rank.
         self._execute_all()
@@ -408,7 +407,7 @@ class BackgroundThread:
             handle.fail(f"{request.kind} {request.name!r} cannot be done: {why}")
 
     def _leave_in_child(self) -> None:
-        """Fail all current and future operations in a forked child, which has no such thread."""
+        """In a forked child, which has no communication thread, make all operations fail."""
         # Another thread may have held any of these locks during the fork, so create new ones. The
         # parent reads the same eventfd, so do not write to it any more.
         self._lock = threading.Lock()

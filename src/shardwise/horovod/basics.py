@@ -38,7 +38,7 @@ from shardwise.world.world import stop_timeline as stop
 def init(
     comm: Sequence[int] | None = None, process_sets: Sequence[Any] | str | None = None
 ) -> None:
-    """Join the other ranks, which any launcher may have started. A second call is a no-op.
+    """Join the run, which any launcher may have started. A second call is a no-op.
 
     Unlike `shardwise.init`, it does not seed random number generators. If `shardwise.init` was
     called before, its world is used.
@@ -82,7 +82,7 @@ def init(
 
 
 def _make_context(world: World) -> Context:
-    """Start the communication thread. Collective."""
+    """Start the communication thread, and return this rank's context. Collective."""
     mine = world.host, collectives.host_key()
     names = [tuple(each) for each in world.collectives.gather_plain(mine)]
     hosts = [[r for r, n in enumerate(names) if n == name] for name in dict.fromkeys(names)]
@@ -127,7 +127,7 @@ def _world() -> World:
 def shutdown() -> None:
     """Leave the run, and wait for the communication thread to stop.
 
-    In-flight operations fail, both on this rank and on ranks waiting for it.
+    In-flight operations fail, both on this rank and on ranks that wait for it.
     """
     exit_handlers.unregister(shutdown)
     context.leave()
@@ -155,12 +155,12 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a rank with this local rank."""
+    """Return the number of hosts that have a rank with this rank's local rank."""
     return len(_ranks_of_this_local_rank())
 
 
 def cross_rank() -> int:
-    """Return the index of this host among the hosts that `cross_size` counts."""
+    """Return this host's index among the hosts that `cross_size` counts."""
     return _ranks_of_this_local_rank().index(current().world.rank)
 
 
@@ -175,7 +175,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Return True, because several threads may communicate (MPI is not used)."""
+    """Return True, because several threads may communicate. MPI is not used."""
     current()
     return True
 
@@ -191,12 +191,12 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether ranks communicate over Gloo or shared memory instead of NCCL."""
+    """Return whether ranks communicate over Gloo or shared memory, not NCCL."""
     return current().world.collectives.name != "nccl"
 
 
 def gloo_built() -> bool:
-    """Return whether this PyTorch has Gloo."""
+    """Return whether this PyTorch was built with Gloo."""
     return dist.is_gloo_available()
 
 
@@ -280,7 +280,7 @@ def install_as_horovod() -> None:
 
 
 class _StandInPackage(ModuleType):
-    """A package that has no files."""
+    """A package without files."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, "Shardwise, in the place of Horovod.")
@@ -293,7 +293,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Args:
         file_path: The file to write.
-        mark_cycles: Ignored with a warning, because operations do not run in cycles.
+        mark_cycles: Has no effect except a warning, because operations do not run in cycles.
 
     Raises:
         ConfigError: If the file cannot be written.
@@ -313,7 +313,7 @@ def stop_timeline() -> None:
 
 
 def join(device: int = -1) -> int:
-    """Report that this rank has no more data, and wait until all ranks have done so.
+    """Report that this rank has no more data, and wait until all ranks have called `join`.
 
     While it waits, this rank contributes zeros to every allreduce of all ranks.
 
@@ -341,5 +341,5 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of a process set has called this."""
+    """Wait until every rank of `process_set` has called this function."""
     wait(submit("barrier", [], None, process_set))

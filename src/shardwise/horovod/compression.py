@@ -1,4 +1,4 @@
-"""Compresses tensors for communication. The module has the same name in Horovod."""
+"""Compresses tensors for communication. Horovod has a module of the same name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Converts a tensor to the tensor that is sent, and back. Base class for custom compressors."""
+    """Base class for compressors, which convert a tensor to the tensor that is sent, and back."""
 
     @staticmethod
     @abstractmethod
@@ -21,7 +21,7 @@ class Compressor(ABC):
     @staticmethod
     @abstractmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the original tensor, restored from the one that was sent."""
+        """Return the original tensor, restored from the received `tensor` and `ctx`."""
 
 
 class NoneCompressor(Compressor):
@@ -60,7 +60,7 @@ def compressed(
     tensors: Sequence[Tensor],
     send: Callable[..., Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Compress `tensors`, pass them to `send` as arguments, and decompress its results."""
+    """Compress `tensors`, call `send` with the results, and decompress what it returns."""
     packed = [compressor.compress(tensor) for tensor in tensors]
     found = send(*(tensor for tensor, _ in packed))
     return [

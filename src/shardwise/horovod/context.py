@@ -1,4 +1,4 @@
-"""Holds this rank's state between `hvd.init` and `hvd.shutdown`: world, thread, counters."""
+"""Holds this rank's state between `hvd.init` and `hvd.shutdown`: world, thread and counters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Context:
         self.sample_counter = SampleCounter(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
-        """Record a step of a DistributedOptimizer, which a restart would repeat."""
+        """Record a DistributedOptimizer's step. After a restart, it may have to be repeated."""
         self.steps += 1
         if self.steps == 1:
             self.world.progress.kept(0, 0)  # so far progress was counted in commits
@@ -62,7 +62,7 @@ class Context:
             self.sample_counter.stepped(self.steps)
 
     def kept(self) -> None:
-        """Record that a restart would resume from here."""
+        """Record a commit, from which a restart would resume."""
         # The launcher gives up on a run without progress. With plain optimizers no steps are
         # counted, so commits count as progress.
         if not self.steps:
@@ -79,7 +79,7 @@ class Context:
 
 
 def enter(context: Context) -> None:
-    """Set the context that `current` returns. A process has at most one."""
+    """Make `context` the one that `current` returns. A process has at most one."""
     global _current
     _current = context
 
@@ -93,7 +93,7 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and not followed by `shutdown`."""
+    """Return whether `init` was called, and `shutdown` was not called afterwards."""
     return _current is not None
 
 
@@ -106,19 +106,16 @@ def current() -> Context:
 
 @dataclass(frozen=True)
 class UnknownLoss:
-    """The outcome of a step for the step log.
-
-    Its loss is unknown, because only the script has it.
-    """
+    """A step's entry in the step log. Only the script knows the loss, so it is NaN here."""
 
     loss: float = math.nan
     weight: float = 0.0
 
 
 class SampleCounter:
-    """Counts the samples of torch's DataLoaders for `shardwise scale`, until it is closed.
+    """Counts the samples that torch's DataLoaders yield, for `shardwise scale`.
 
-    Batches that are read under torch.no_grad() are evaluation batches and do not count.
+    Batches that are read under torch.no_grad() are evaluation batches and are not counted.
     """
 
     def __init__(self, log: StepLog) -> None:
@@ -133,7 +130,7 @@ class SampleCounter:
             DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
 
     def stepped(self, steps: int) -> None:
-        """Log step number `steps`. Raises SystemExit if `shardwise scale` needs no more steps."""
+        """Log step `steps`. Raises SystemExit if `shardwise scale` needs no further steps."""
         self._log.stepped(0, steps, UnknownLoss())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

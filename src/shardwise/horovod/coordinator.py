@@ -1,4 +1,4 @@
-"""The coordinator on rank 0, which matches the requests of all ranks and orders the operations.
+"""Implements rank 0's coordinator, which matches all ranks' requests and orders the operations.
 
 Ranks request operations by name, in any order. An operation is ready when every member of its
 process set has requested it. All ranks execute operations in the order in which they became ready:
@@ -7,8 +7,8 @@ process set has requested it. All ranks execute operations in the order in which
     rank 2   a, b ─┼─▶ coordinator ─▶ responses: b, a ─▶ all ranks
     rank 0   b, a ─┘
 
-A rank that has joined contributes zeros to every allreduce, without a request. This module neither
-communicates nor reads the time.
+A rank that has called `join` contributes zeros to every allreduce, without a request. This module
+neither communicates nor reads the time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class OperationRequest:
 
     @property
     def key(self) -> OperationKey:
-        """Identity of the operation."""
+        """The operation's identity. Requests with the same key are for the same operation."""
         # An operation without tensors is also identified by its kind, so that a tensor may have any
         # name, even "join".
         return self.process_set, "" if self.shapes else self.kind, self.name
@@ -62,19 +62,19 @@ class OperationRequest:
     def rows(self) -> list[int]:
         """Return the row counts, which may differ between ranks.
 
-        They are the number of rows of each tensor, or of the rows for each member of an alltoall.
+        They are the numbers of rows for each member of an alltoall, or else of each tensor.
         """
         if self.kind == "alltoall":
             return list(self.splits)
         return [shape[0] if shape else 1 for shape in self.shapes]
 
     def as_json(self) -> dict[str, Any]:
-        """Convert the request to plain values, for a message."""
+        """Return the request as plain values, for a message."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> OperationRequest:
-        """Build the request from the output of `as_json`."""
+        """Create a request from the result of `as_json`."""
         shapes = tuple(tuple(shape) for shape in values["shapes"])
         lists = {name: tuple(values[name]) for name in ("dtypes", "scale", "splits")}
         return cls(**{**values, **lists, "shapes": shapes})
@@ -85,7 +85,7 @@ UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
-    """Return the error for requests of one name that do not match, or "" if they match."""
+    """Return an error message if requests with the same name do not match, or else ""."""
     ranks = sorted(requests)
     for texts in zip(*(_describe_parts(requests[rank]) for rank in ranks), strict=True):
         if len(set(texts)) > 1:
@@ -99,7 +99,7 @@ def difference(requests: Mapping[int, OperationRequest]) -> str:
 
 
 def _describe_parts(request: OperationRequest) -> tuple[str, ...]:
-    """Describe each part of a request that must be identical on all ranks, most obvious first."""
+    """Describe each part of a request that must be identical on all ranks, most important first."""
     kind, count = request.kind, len(request.shapes)
     tensors = []
     for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
@@ -128,7 +128,7 @@ REDUCTIONS = ("allreduce", "sparse_allreduce")
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """The next operation of a process set, or an error."""
+    """A process set's next operation, or an error."""
 
     ranks: tuple[int, ...]
     """The ranks to send it to."""
@@ -145,19 +145,19 @@ class Response:
     """The notes of the requesting ranks, which are not sent."""
 
     def as_json(self) -> dict[str, Any]:
-        """Convert the response to plain values, for a message."""
+        """Return the response as plain values, for a message."""
         return asdict(replace(self, notes={}))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Response:
-        """Build the response from the output of `as_json`."""
+        """Create a response from the result of `as_json`."""
         request = OperationRequest.from_json(values["request"])
         return cls(**{**values, "request": request, "ranks": tuple(values["ranks"])})
 
 
 @dataclass
 class _Pending:
-    """An operation and the requests received for it, the first one at time `since` (in seconds)."""
+    """An operation and its requests so far. The first one arrived at time `since` (in seconds)."""
 
     since: float
     requests: dict[int, OperationRequest] = field(default_factory=dict)
@@ -228,7 +228,7 @@ class Coordinator:
     def _waits(self) -> list[tuple[OperationKey, float]]:
         """Return pending operations, each with the time since which it has waited.
 
-        It leaves out join, which may wait as long as other ranks have data.
+        `join` is left out, because it may wait for as long as other ranks have data.
         """
         return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
@@ -287,7 +287,10 @@ class Coordinator:
         return Response(ranks=members, request=request, rows=rows, number=number, notes=notes)
 
     def _change_process_sets(self, request: OperationRequest) -> int:
-        """Add or remove a process set if `request` asks for it. Returns its number, else 0."""
+        """Add or remove a process set if `request` asks for it.
+
+        Returns the number of that set, or 0 if no set has changed.
+        """
         if request.kind == REMOVE_PROCESS_SET:
             del self.members[request.root]
             return request.root
@@ -308,7 +311,7 @@ class Coordinator:
     def _fail(
         self, key: OperationKey, why: str, *, names_it: bool = False, is_bad_call: bool = False
     ) -> Response:
-        """Return an error to all ranks that requested `key`.
+        """Return an error for all ranks that have requested `key`.
 
         `names_it` is True if the reason `why` already names the operation.
         """

@@ -1,13 +1,13 @@
-"""Implements `hvd.elastic`: after a restart, resume from the last commit with the available ranks.
+"""Implements `hvd.elastic`: after a restart, training resumes from the last commit.
 
-If a rank fails or hosts change, all ranks restart: with `shardwise run --restarts K` on fixed
-hosts, or with `--nnodes MIN:MAX` on changing hosts. `run` then finds the newest commit:
+If a rank fails or hosts change, all available ranks restart: with `shardwise run --restarts K` on
+fixed hosts, or with `--nnodes MIN:MAX` on changing hosts. `run` then finds the newest commit:
 
     commit ─▶ file on each host     a rank dies ─▶ all restart ─▶ newest commit ─▶ sync ─▶ func
 
-The first rank of each host writes the commit to the user's own temporary folder, under a name that
-is the same in all starts of a run. So every surviving host has it. A commit is a pickle, which
-could run code, so a file that belongs to another user is not read.
+The first rank of each host writes the commit to the user's own temporary folder. The file name is
+the same after every restart of a run, so every surviving host has the commit. A commit is a pickle,
+which could run code, so a file that belongs to another user is not read.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ class TorchState:
         self._callbacks += callbacks
 
     def save(self) -> None:
-        """Copy the state in memory, for `restore`."""
+        """Store an in-memory copy of the state, for `restore`."""
         self._saved = {name: _copied_state(getattr(self, name)) for name in self._names}
 
     def restore(self) -> None:
-        """Restore the last copy in memory."""
+        """Restore the state from the last in-memory copy."""
         for name in self._names:
             self._take(name, copy.deepcopy(self._saved[name]))
 
     def commit(self) -> None:
-        """Save a copy to disk, for a restart. All ranks must commit at the same batch."""
+        """Save the state to disk for a restart. All ranks must commit after the same batch."""
         self.save()
         context = current()
         context.commits += 1
@@ -106,7 +106,7 @@ class TorchState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """No-op, because hosts change only between two starts of a run."""
+        """No-op, because hosts change only when a run restarts."""
 
     def sync(self, root_rank: int = 0) -> None:
         """Broadcast the state of rank `root_rank` to all ranks. Collective."""
@@ -126,9 +126,9 @@ class TorchState:
             callback()
 
     def resume(self) -> bool:
-        """Load the newest commit on any host of this run. Collective.
+        """Load the newest commit from any host of this run. Collective.
 
-        Returns whether a commit exists.
+        Returns whether there is a commit.
         """
         # Hosts may have different commits. A host that joined after a restart has none.
         number, state = self._commit_file.read() or (0, {})
@@ -179,7 +179,7 @@ def run(
 ) -> Callable[Concatenate[TorchState, P], T]:
     """Decorate a function so that it resumes from the run's newest commit, on all ranks.
 
-    An error terminates this start of the run. With `--restarts`, the launcher restarts it.
+    An error stops all ranks. With `--restarts`, the launcher then restarts them.
 
     Args:
         func: A function whose first argument is a TorchState.
@@ -253,11 +253,12 @@ class CommitFile:
 
 
 class ElasticSampler(Sampler[int]):
-    """Sampler of the indices that this rank reads in the current epoch.
+    """Yields the indices that this rank reads in the current epoch.
 
-    All ranks shuffle in the same order, by (seed, epoch), and take indices in turn. `record_batch`
-    counts the samples that all ranks have read. After a restart, the new ranks share the remaining
-    samples. Some of them are repeated at the end, so that all ranks have the same number.
+    All ranks use the same shuffled order, which depends on (seed, epoch), and take indices in turn.
+    `record_batch` counts the samples that all ranks have read. After a restart, the remaining
+    samples are divided among the new ranks. If they do not divide evenly, some are repeated at the
+    end.
 
     Args:
         dataset: Any object with a length.
@@ -284,7 +285,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start a different epoch and reset the number of samples read.
+        """Start another epoch, and reset the number of samples read.
 
         Call it at the end of an epoch.
         """
@@ -302,12 +303,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, with the current ranks."""
+        """Continue from `state_dict`, with the current ranks."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share the rest of the epoch among the current ranks."""
+        """Divide the rest of the epoch among the current ranks."""
         world = current().world
         self.rank, self.num_replicas = world.rank, world.size
         indices = list(range(len(self.dataset)))

@@ -22,10 +22,10 @@ NARROW = (torch.float16, torch.bfloat16)
 
 @dataclass
 class AgreedOperation:
-    """One agreed operation on this rank, with its tensors.
+    """An operation that all ranks have agreed on, with this rank's tensors.
 
-    `rank` is this rank's index among the `members`. `rows` are the row counts of a `Response`.
-    `sent` are the transport's handles: other ranks may read the tensors until these are reusable.
+    `members` are the ranks that take part, and `rows` their row counts, as in a `Response`. `sent`
+    contains handles of the transport: other ranks may read the tensors until these are reusable.
     """
 
     request: OperationRequest
@@ -45,13 +45,13 @@ class AgreedOperation:
         return self.group.size
 
     def wait(self, handle: Handle) -> None:
-        """Wait for a collective of the transport, and add its handle to `sent`."""
+        """Wait for a collective of the transport, and add `handle` to `sent`."""
         handle.wait()
         self.sent.append(handle)
 
 
 def execute(operation: AgreedOperation) -> list[Tensor]:
-    """Execute the operation. Returns one result for each tensor."""
+    """Execute the operation, and return one result for each tensor."""
     # NCCL only supports one device type, so it gets copies of tensors on other devices.
     run, there = _COLLECTIVES[operation.request.kind], operation.group.small_device
     if there.type == "cpu" or all(tensor.device.type == there.type for tensor in operation.tensors):
@@ -67,7 +67,7 @@ def execute(operation: AgreedOperation) -> list[Tensor]:
 
 
 def joined_zeros(request: OperationRequest, device: torch.device) -> list[Tensor]:
-    """Return the zeros that a rank contributes after it has joined."""
+    """Return the zeros that a rank contributes to `request` after it has called `join`."""
     shapes = request.shapes
     if request.kind in UNEVEN_ROWS:  # no rows, instead of rows of zeros
         shapes = tuple((0, *shape[1:]) for shape in shapes)
@@ -131,7 +131,7 @@ def _is_floating(tensor: Tensor) -> bool:
 
 
 def _factors(operation: AgreedOperation, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the factors for floating-point values before and after their sum."""
+    """Return the factors applied to floating-point values before and after their sum."""
     before, after = operation.request.scale
     first = 1.0
     # Multiply by the power of two in the user's factor before the sum. That rounds nothing, and
@@ -238,7 +238,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
 
 
 def row_counts(rows: int, size: int) -> list[int]:
-    """Return each rank's number of rows. The first ranks may have one row more."""
+    """Return each rank's number of rows. The first ranks may have one additional row."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
@@ -265,7 +265,8 @@ def _bytes(flat: Tensor) -> Tensor:
 def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Tensor:
     """Return the adaptive sum of every rank's floating-point `tensor`, times `scale`.
 
-    It averages gradients of the same direction, and adds orthogonal ones. For two ranks,
+    An adaptive sum averages gradients of the same direction, and adds orthogonal ones. For two
+    ranks,
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
@@ -291,7 +292,7 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """Return the factor of the vector `of` in the adaptive sum."""
+    """Return the factor for the vector `of` in an adaptive sum."""
     square = torch.dot(of, of)
     # Any factor is correct for a zero tensor; 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

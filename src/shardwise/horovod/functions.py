@@ -1,4 +1,4 @@
-"""Broadcasts objects, parameters and optimizer state. The module has the same name in Horovod."""
+"""Broadcasts objects, parameters and optimizer state. Horovod has a module of the same name."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def broadcast_object(
 
     Args:
         obj: The object to send. Ignored on ranks other than `root_rank`.
-        root_rank: The run rank that sends.
+        root_rank: Global rank of the sender.
         name: Name of the operation, the same on all ranks.
         process_set: The ranks that take part.
 
@@ -152,7 +152,7 @@ def broadcast_parameters(
     Args:
         params: model.state_dict(), model.named_parameters() or model.parameters(). Values of a
             state_dict that are not tensors are ignored.
-        root_rank: The run rank that sends.
+        root_rank: Global rank of the sender.
         process_set: The ranks that take part.
 
     Raises:
@@ -196,12 +196,12 @@ def broadcast_optimizer_state(
     """Copy an optimizer's state and options from rank `root_rank` to all ranks. Collective.
 
     If the root has no state yet, every rank first takes a step with zero gradients, to match
-    Horovod's results: Adam counts a step, weight decay changes the weights, and `param.grad` is
-    zero afterwards. The other ranks need no state.
+    Horovod's results: Adam's step count increases, weight decay changes the weights, and
+    `param.grad` is zero afterwards. The other ranks need no state.
 
     Args:
         optimizer: Any torch optimizer, including a DistributedOptimizer.
-        root_rank: The run rank that sends.
+        root_rank: Global rank of the sender.
         model: Ignored. Horovod uses it to find embeddings with sparse gradients.
         process_set: The ranks that take part.
 
@@ -238,7 +238,7 @@ def broadcast_optimizer_state(
 
 
 def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
-    """Create the optimizer's state with one step on zero gradients. Earlier state is discarded."""
+    """Replace the optimizer's state with the state after one step on zero gradients."""
     optimizer.state.clear()
     sparse = sparse_parameters(optimizer)
     for group in optimizer.param_groups:
@@ -262,6 +262,6 @@ class _TensorSpec:
         self._on_gpu = tensor.device.type != "cpu"
 
     def empty(self) -> Tensor:
-        """Allocate a matching uninitialised tensor on this rank."""
+        """Allocate an uninitialised tensor with this shape and dtype on this rank."""
         device = current().world.device if self._on_gpu else torch.device("cpu")
         return torch.empty(self._shape, dtype=self._dtype, device=device)

@@ -44,7 +44,7 @@ def grouped_allgather_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Request `allgather_async` for several tensors in one operation."""
+    """Request the operation of `allgather_async` for several tensors at once."""
     check_rows("allgather", tensors := as_group("allgather", tensors))
     return submit("allgather", tensors, name, process_set)
 
@@ -100,9 +100,9 @@ def alltoall_async(
 ) -> OperationHandle:
     """Return a handle to the rows that all ranks send to this one, in rank order. Any dtype.
 
-    The first `splits[0]` rows of `tensor` (rows, ...) go to the first rank, and so on. Without
-    `splits`, all ranks get the same number. With `splits`, the result has a second tensor: the
-    number of rows from each rank (int32).
+    The first `splits[0]` rows of `tensor` (rows, ...) are sent to the first rank, and so on.
+    Without `splits`, all ranks receive the same number. With `splits`, the result has a second
+    tensor: the number of rows from each rank (int32).
     """
     sizes = _sizes(tensor, splits, process_set)
     finish = only_result if splits is None else tuple
@@ -126,7 +126,7 @@ def _sizes(tensor: Tensor, splits: Splits, process_set: ProcessSet) -> tuple[int
 
 
 class _Alltoall(Function):
-    """Differentiable alltoall. Gradients are sent back to the rank that sent the rows."""
+    """Differentiable alltoall. Gradients are sent back to the ranks that sent the rows."""
 
     @staticmethod
     def forward(
@@ -166,8 +166,8 @@ def broadcast_async(
 ) -> OperationHandle:
     """Return a handle to a new tensor with the values of rank `root_rank`.
 
-    The tensor may have any dtype and must have the same shape on all ranks. `root_rank` is a rank
-    of the run, not of the process set.
+    The tensor may have any dtype and must have the same shape on all ranks. `root_rank` is a global
+    rank, not an index in the process set.
     """
     _check(tensor, root_rank, process_set)
     return submit("broadcast", [tensor], name, process_set, root=root_rank, finish=only_result)
@@ -179,7 +179,7 @@ def broadcast_async_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Broadcast in place. See `broadcast_async`."""
+    """Broadcast `tensor` in place, and return a handle. See `broadcast_async`."""
     _check(tensor, root_rank, process_set)
     how: dict[str, Any] = {"root": root_rank, "in_place": True, "finish": lambda _: tensor}
     return submit("broadcast", [tensor], name, process_set, **how)
@@ -197,7 +197,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Broadcast in place, and wait for the result."""
+    """Broadcast `tensor` in place, and return it. See `broadcast_async`."""
     return wait(broadcast_async_(tensor, root_rank, name, process_set))  # type: ignore[no-any-return]
 
 
@@ -252,9 +252,9 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle:
-    """Return a handle to this rank's rows of the reduction of every rank's `tensor` (rows, ...).
+    """Reduce every rank's `tensor` (rows, ...). Returns a handle to this rank's rows of the result.
 
-    Rows are distributed evenly; if this is impossible, the first ranks get one more. `op` is
+    Rows are divided evenly; if this is impossible, the first ranks get one additional row. `op` is
     Average or Sum.
     """
     scale = prescale_factor, postscale_factor
@@ -271,7 +271,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle:
-    """Request `reducescatter_async` for several tensors in one operation."""
+    """Request the operation of `reducescatter_async` for several tensors at once."""
     scale = prescale_factor, postscale_factor
     return _submit_reducescatter(
         as_group("reducescatter", tensors), name, ReduceOp(op), scale, process_set
@@ -281,7 +281,7 @@ def grouped_reducescatter_async(
 class _Reducescatter(Function):
     """Differentiable reducescatter.
 
-    Gradients are gathered. For a sum they are multiplied by the number of ranks, as in Horovod.
+    Gradients are gathered. For a sum, they are multiplied by the number of ranks, as in Horovod.
     """
 
     @staticmethod
@@ -312,7 +312,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Return this rank's rows of the reduction of every rank's `tensor`. Differentiable."""
+    """Reduce every rank's `tensor`, and return this rank's rows of the result. Differentiable."""
     scale = prescale_factor, postscale_factor
     return grouped_reducescatter([tensor], name, compression, op, process_set, *scale)[0]
 

@@ -1,4 +1,4 @@
-"""Buckets, which reduce the gradients of a `DistributedOptimizer` during the backward pass.
+"""Reduces the gradients of a `DistributedOptimizer` in buckets, during the backward pass.
 
     hook of a parameter ─▶ copy into the flat buffer ─▶ bucket full ─▶ request its allreduce
     optimizer.step      ─▶ request the other buckets ─▶ wait for all ─▶ param.grad are views
@@ -38,7 +38,7 @@ A larger gradient is copied immediately, while it is in the CPU cache.
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionOptions:
-    """The options of a reduction, and its ranks."""
+    """Options of a reduction, and the ranks that take part."""
 
     op: ReduceOp
     scale: tuple[float, float]
@@ -53,7 +53,7 @@ class HorovodBucket(ABC):
 
     filling ── mark_ready, for each parameter ── launch ── finish ── reset: filling again
 
-    `indices` are the indices of the bucket's parameters in the optimizer's list of parameters.
+    `indices` are the positions of the bucket's parameters in the optimizer's list of parameters.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class HorovodBucket(ABC):
         self._layout = f"parameters laid out as {digest}"
 
     def mark_ready(self, position: int) -> bool:
-        """Record that a gradient is complete, and return whether the bucket is full."""
+        """Record that gradient `position` is complete, and return whether the bucket is full."""
         self.missing -= 1
         return self.missing == 0
 
@@ -96,7 +96,6 @@ class HorovodBucket(ABC):
         self.missing, self.handle = len(self.named), None
 
     def _request(self, tensor: Tensor, note: Note) -> None:
-        """Request the reduction of `tensor`, in place."""
         current().reduces = True
         options = self.options
         self.handle = submit(
@@ -117,7 +116,7 @@ class HorovodBucket(ABC):
         return found
 
     def _dense_gradient(self, position: int) -> Tensor:
-        """Return the gradient of a parameter as a dense tensor, or zeros if it has none."""
+        """Return the gradient at `position` as a dense tensor, or zeros if there is none."""
         entry = self.named[position]
         grad = entry.parameter.grad
         if grad is None:
@@ -134,13 +133,13 @@ class HorovodBucket(ABC):
         return grad.to_dense()
 
     def _show(self, position: int, reduced: Tensor) -> None:
-        """Set `param.grad` to the reduced gradient, in the layout that its optimizer expects."""
+        """Set `param.grad` to the reduced gradient, in the layout that the optimizer expects."""
         parameter = self.named[position].parameter
         parameter.grad = reduced.to_sparse(1) if position in self.sparse else reduced
 
 
 class FlatBucket(HorovodBucket):
-    """Parameters of one dtype, whose gradients are contiguous in one permanent buffer."""
+    """Parameters of one dtype, whose gradients are stored in one permanent, contiguous buffer."""
 
     def __init__(
         self,
@@ -198,7 +197,7 @@ class FlatBucket(HorovodBucket):
         self._copied = [False] * len(self.named)
 
     def _copy(self, positions: Sequence[int]) -> None:
-        """Copy gradients into the buffer, except those that backward accumulated there."""
+        """Copy gradients into the buffer, except those that autograd has accumulated there."""
         grads = {position: self._dense_gradient(position) for position in positions}
         # Unless the script has set it to None, `param.grad` is still a view of the buffer from the
         # previous step, and backward has written into the buffer.
@@ -213,7 +212,7 @@ class FlatBucket(HorovodBucket):
 
 
 class CompressedBucket(HorovodBucket):
-    """One parameter, whose gradient a custom compressor converts to the tensor to send."""
+    """One parameter. A custom compressor converts its gradient to the tensor that is sent."""
 
     def launch(self, note: Note) -> None:
         packed, self._context = self.options.compression.compress(self._dense_gradient(0))
@@ -251,11 +250,11 @@ def make_buckets(
     options: ReductionOptions,
     name: str,
 ) -> list[HorovodBucket]:
-    """Create the buckets of the parameters `named`, of which `sparse` have sparse gradients.
+    """Create the buckets for the parameters `named`. Those in `sparse` have sparse gradients.
 
     `groups` contains a group number for each parameter. Only parameters of the same group share a
-    bucket. A user-defined group (above 0) is in a single bucket, even if it is larger than
-    `capacity`, the maximum size in bytes for the buckets of group 0.
+    bucket. Each user-defined group (above 0) has a single bucket, of any size. The parameters of
+    group 0 are divided into buckets of at most `capacity` bytes.
     """
     indices = list(range(len(named)))
     sent_sparse = [
@@ -301,8 +300,8 @@ _active: WeakSet[GradientHooks] = WeakSet()
 class GradientHooks:
     """Hooks on the parameters `named`, which launch each bucket when its gradients are complete.
 
-    A hook counts the backward passes of its parameter. After `passes` of them, the gradient is
-    complete. `note` returns the note for the first request.
+    Each hook counts its parameter's backward passes. After `passes` of them, the gradient is
+    complete. The first request carries the result of `note`.
     """
 
     def __init__(
@@ -343,7 +342,7 @@ class GradientHooks:
         self._left = [passes] * len(self._left)
 
     def mark_ready(self, index: int) -> None:
-        """Record that backward computed a parameter's gradient, and launch its bucket if full."""
+        """Record a backward pass of the parameter at `index`. Launches its bucket if it is full."""
         if self._left[index] <= 0:
             raise HookOrder(
                 "Gradients were computed more than backward_passes_per_step "
@@ -360,7 +359,7 @@ class GradientHooks:
     def synchronize(self) -> None:
         """Wait until every `param.grad` is reduced.
 
-        Raises HookOrder if a newer optimizer reduces some of these parameters.
+        Raises HookOrder if a newer optimizer reduces some of the parameters.
         """
         if self._is_replaced:
             raise HookOrder(
@@ -377,7 +376,7 @@ class GradientHooks:
         self.forget()
 
     def forget(self) -> None:
-        """Reset all counters for the next step."""
+        """Reset the counters of all parameters and buckets for the next step."""
         for bucket in self._buckets:
             bucket.reset()
         self._left = [self.passes] * len(self._left)
@@ -395,7 +394,7 @@ class GradientHooks:
 
     @staticmethod
     def release(parameters: Iterable[Tensor]) -> None:
-        """Remove the hooks of older optimizers that share parameters with a new optimizer."""
+        """Remove older optimizers' hooks from `parameters`, which a new optimizer reduces."""
         ids = {id(parameter) for parameter in parameters}
         for hooks in list(_active):
             if not ids.isdisjoint(hooks._parameter_ids):

@@ -1,7 +1,7 @@
-"""Authenticated links (net/rpc.py) from every rank to rank 0, for negotiation messages.
+"""Connects every rank to rank 0 with authenticated links (net/rpc.py), for negotiation messages.
 
 Nothing is sent while no rank requests an operation. When a rank exits or is killed, the other end
-of its connection reads the end of the stream.
+of its link reads an end of stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RETRY_SECONDS = 0.05
 
 
 def accept(listener: socket.socket, secret: bytes, size: int, timeout: float) -> dict[int, Link]:
-    """Accept the links of all other ranks, on rank 0. Raises LaunchError if one is missing."""
+    """On rank 0, accept the links of all other ranks. Raises LaunchError if one is missing."""
     found: dict[int, Link] = {}
     until = time.monotonic() + timeout
     role = _role(listener.getsockname()[1])
@@ -86,6 +86,6 @@ def send_up_to(upto: Mapping[int, int], links: Mapping[int, Link]) -> None:
 
 
 def _role(port: int) -> bytes:
-    """Return the name of rank 0's role in the authentication (authentication.py)."""
+    """Return the name of rank 0's role in authentication (net/authentication.py)."""
     # It includes the port, so that a proof for one listener is useless at another.
     return f"horovod {port}".encode()

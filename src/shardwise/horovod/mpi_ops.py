@@ -1,4 +1,4 @@
-"""All operations and queries, in a module named as in Horovod. Does not use MPI."""
+"""Contains all operations and queries, like Horovod's module of the same name. MPI is not used."""
 
 from shardwise.errors import HorovodInternalError
 from shardwise.horovod.allreduce import (

@@ -1,4 +1,4 @@
-"""The handle of an operation in flight, which the communication thread completes."""
+"""Defines the handle of an operation in flight, which the communication thread completes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OperationHandle:
     """An operation in flight, for `poll` and `synchronize`.
 
     `tensors` are its inputs. If `in_place` is true, the results are written to them. `finish`
-    converts the results into the return value of `synchronize`.
+    converts the results into the value that `synchronize` returns.
     """
 
     def __init__(
@@ -45,19 +45,19 @@ class OperationHandle:
 
     @property
     def is_bounded(self) -> bool:
-        """True if rank 0 limits the wait.
+        """True if rank 0 limits how long the operation waits.
 
-        A join has no limit, because it waits while others have data.
+        A join has no limit, because it waits for as long as other ranks have data.
         """
         return self.request.kind != JOIN
 
     @property
     def is_done(self) -> bool:
-        """True if `wait` would return or raise immediately."""
+        """True if `wait` would return, or raise an error, immediately."""
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. No other rank may still read the inputs or the result."""
+        """Set the result. No other rank may still be reading the inputs or the result."""
         self._result, self._finished, self.tensors = result, finished, ()
         self._done.set()
 
@@ -67,7 +67,7 @@ class OperationHandle:
         self._done.set()
 
     def fail_in_child(self, text: str) -> None:
-        """Set an error in a forked child."""
+        """Set an error in a forked child, which `wait` raises."""
         # Create a new event, because a thread of the parent may have held the old one's lock during
         # the fork.
         self._done = threading.Event()
@@ -77,7 +77,7 @@ class OperationHandle:
         """Wait for the result and return it.
 
         Raises HorovodInternalError if the operation fails or rank 0 does not answer, and BadCall if
-        the request is invalid.
+        the request was invalid.
         """
         # Wait longer than rank 0 does, because rank 0's report names the missing ranks.
         if not self._done.wait(timeout + MARGIN if self.is_bounded else None):

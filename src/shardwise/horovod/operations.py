@@ -1,4 +1,4 @@
-"""Requests operations, with their names and checks, and waits for their results.
+"""Requests operations, after checking their names and tensors, and waits for their results.
 
 submit ─▶ OperationHandle ─▶ the communication thread (background.py) ─▶ succeed or fail
 wait   ◀── the result, in the form of the input
@@ -34,7 +34,7 @@ class ReduceOp(IntEnum):
 
 
 def poll(handle: OperationHandle) -> bool:
-    """Return whether an operation is done, so that `synchronize` would not wait.
+    """Return whether an operation is done. If so, `synchronize` does not wait.
 
     Args:
         handle: The result of a function whose name ends with `_async` or `_async_`.
@@ -70,8 +70,7 @@ def submit(
 ) -> OperationHandle:
     """Request an operation, and return its handle immediately.
 
-    Operations without a `name` are numbered. Ranks that make the same calls thus get the same
-    names.
+    Operations without a `name` are numbered, so ranks that make the same calls use the same names.
     """
     context = current()
     number = process_set.number()
@@ -128,7 +127,7 @@ def only_result(results: Sequence[Tensor]) -> Tensor:
 
 
 def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a group of tensors as a list. Raises BadCall if it is empty."""
+    """Return `tensors` as a list. Raises BadCall if there are none."""
     found = list(tensors)
     if not found:
         raise BadCall(f"a grouped {kind} has no tensors: pass at least one.")
@@ -136,7 +135,7 @@ def as_group(kind: str, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Raise BadCall for tensors that cannot be summed."""
+    """Raise BadCall if a tensor cannot be summed."""
     check_dense(kind, tensors)
     for tensor in tensors:
         if tensor.dtype == torch.bool:
@@ -144,7 +143,7 @@ def check_numbers(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Raise BadCall for tensors without a first dimension."""
+    """Raise BadCall if a tensor has no dimensions."""
     check_dense(kind, tensors)
     for tensor in tensors:
         if not tensor.ndim:
@@ -154,7 +153,7 @@ def check_rows(kind: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_dense(kind: str, tensors: Sequence[Tensor]) -> None:
-    """Raise BadCall for sparse tensors."""
+    """Raise BadCall if a tensor is sparse."""
     if any(tensor.layout != torch.strided for tensor in tensors):
         raise BadCall(
             f"{kind} of a sparse tensor: convert it with tensor.to_dense(), or reduce it with "

@@ -29,9 +29,9 @@ Groups = int | Sequence[Sequence[nn.Parameter]] | None
 
 
 class ReducingOptimizer(optim.Optimizer):
-    """Mixin that a DistributedOptimizer puts before the user's own class.
+    """Mixin that a DistributedOptimizer places before the user's own class.
 
-    `_gradient_hooks` is None if there is no other rank to reduce with.
+    `_gradient_hooks` is None if this is the only rank.
     """
 
     _gradient_hooks: GradientHooks | None
@@ -58,7 +58,7 @@ class ReducingOptimizer(optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step` inside the block use the gradients as they are, after `synchronize`."""
+        """Make `step` use the current gradients inside the block. Call `synchronize` before."""
         self._skips_synchronize = True
         try:
             yield
@@ -112,13 +112,13 @@ class ReducingOptimizer(optim.Optimizer):
 
     @property
     def _started(self) -> bool:
-        """True if a backward pass has run since gradients were reduced."""
+        """True if a backward pass has run since the last reduction."""
         return self._gradient_hooks is not None and self._gradient_hooks.started
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Zero the gradients like the user's class.
+        """Zero the gradients as the user's class does.
 
-        Raises HookOrder between backward and step, when reductions are in flight.
+        Raises HookOrder if called between backward and step, while reductions are in flight.
         """
         if self._started:
             raise HookOrder(
@@ -181,12 +181,12 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         backward_passes_per_step: Number of backward passes whose gradients are summed before a
             `step`.
         op: hvd.Average divides the sum by the number of ranks, hvd.Sum does not. With hvd.Adasum,
-            each rank steps independently, and Adasum combines the changes of the parameters.
+            each rank steps independently, and Adasum combines the parameters' changes.
         gradient_predivide_factor: Divides gradients before the sum and multiplies them after it.
-        num_groups: Number of parameter groups to form. A group is sent in one operation.
+        num_groups: Number of parameter groups to form. Each group is sent in one operation.
         groups: Lists of parameters that form groups. Replaces `num_groups`.
-        sparse_as_dense: Send sparse gradients as dense ones. By default, only the rows of a
-            gradient of nn.Embedding(sparse=True) are sent.
+        sparse_as_dense: Send sparse gradients as dense ones. By default, only the used rows of
+            the gradients of nn.Embedding(sparse=True) are sent.
         process_set: The ranks to reduce across.
 
     Returns:
@@ -233,7 +233,7 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
     names = {entry.parameter: entry.name for entry in named}
 
     def make(optimizer: optim.Optimizer) -> GradientHooks | None:
-        """Create hooks on the parameters that `optimizer` currently has."""
+        """Create hooks on the current parameters of `optimizer`."""
         if alone:
             return None
         context = current()
@@ -306,7 +306,7 @@ def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[N
 
 
 def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
-    """Return the group number of each parameter, from 1, or 0 without groups.
+    """Return each parameter's group number, counted from 1. It is 0 for parameters in no group.
 
     Raises BadCall if the groups are invalid.
     """
@@ -336,7 +336,7 @@ def _check_passes(passes: int) -> int:
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Mixin for op=hvd.Adasum: each rank steps separately, then Adasum combines the changes."""
+    """Mixin for op=hvd.Adasum. Each rank steps separately; then Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions
@@ -346,7 +346,7 @@ class AdasumOptimizer(optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's own gradients, then combine the changes across ranks.
 
-        Each parameter's change is replaced by the Adasum of its changes on all ranks.
+        Each parameter's change is replaced by the Adasum of all ranks' changes.
         """
         self._opt_called = True
         params = [entry.parameter for entry in self._named if entry.parameter.requires_grad]
@@ -386,4 +386,4 @@ class AdasumOptimizer(optim.Optimizer):
         yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """No-op, because `step` uses the summed gradients of all backward passes before it."""
+        """No-op, because `step` uses the summed gradients of all earlier backward passes."""

@@ -1,4 +1,4 @@
-"""Process sets: groups of ranks, for operations in which not all ranks take part."""
+"""Implements process sets: groups of ranks for operations in which only some ranks take part."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Number of the set, or None before it is added and after `hvd.shutdown`."""
+        """Number of the set, or None before the set is added and after `hvd.shutdown`."""
         if self._known_to is None or not is_initialized() or self._known_to() is not current():
             return None
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Set the number, which is valid until `hvd.shutdown`. None marks a removed set."""
+        """Set the set's number, which is valid until `hvd.shutdown`. None marks a removed set."""
         self._number, self._known_to = number, ref(current())
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks of the run in this set, in ascending order."""
+        """The global ranks in this set, in ascending order."""
         return self._ranks
 
     def number(self) -> int:
-        """Return the number of the set. Raises BadCall if the set is not added."""
+        """Return the number of the set. Raises BadCall if the set was not added."""
         number = self.process_set_id
         if number is None:
             raise BadCall(
@@ -77,7 +77,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """The process set of all ranks; its number is 0."""
+    """The process set of all ranks, whose number is 0."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -91,7 +91,7 @@ class _Global(ProcessSet):
         return list(range(current().world.size))
 
     def __str__(self) -> str:
-        """Format the set. help() and tracebacks may call this before `init`."""
+        """Return a name for the set. help() and tracebacks may call this before `init`."""
         return f"ProcessSet({self.ranks})" if is_initialized() else "ProcessSet(all ranks)"
 
     __repr__ = __str__

@@ -73,9 +73,9 @@ _ENGINE_ONLY = (config.OF_THE_ENGINE - _SHARED_SETTINGS) | {
 
 
 def idle_settings_line(given: Mapping[str, tuple[Any, str]]) -> str:
-    """Return the warning about settings that only affect `sw.Engine`, or "" if none is set.
+    """Return a warning about settings in `given` that affect only `sw.Engine`, or "".
 
-    `given` contains the value and source of each setting. Default values need no warning.
+    `given` contains each setting's value and source. Default values cause no warning.
     """
     same = {name: config.FIELDS[name].default for name in _ENGINE_ONLY} | {"zero": 0}
     idle = [
@@ -100,7 +100,7 @@ def write_warning(line: str) -> None:
 
 
 class ScriptComparison:
-    """Compares the reports of all ranks on rank 0, and yields each warning once."""
+    """Compares all ranks' reports on rank 0, and yields each warning once."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()
@@ -166,7 +166,7 @@ def describe_rank(
 
 
 def _digest(tensors: list[Tensor]) -> str:
-    """Return a digest of a few elements of each tensor."""
+    """Return a digest of a few elements from each tensor."""
     found = hashlib.sha256()
     for tensor in tensors:
         few = tensor.detach().reshape(-1)
@@ -176,9 +176,9 @@ def _digest(tensors: list[Tensor]) -> str:
 
 
 def _sample_digest() -> str:
-    """Return a digest of the first and last sample that an unsharded DataLoader reads.
+    """Return a digest of the first and last samples that an unsharded DataLoader reads.
 
-    Returns "" if they are unknown.
+    Returns "" if these samples are unknown.
     """
     # The script owns the loader and nothing refers to it, so search memory for its iterator.
     for one in gc.get_objects():
@@ -202,8 +202,8 @@ def _sample_digest() -> str:
 class ScriptWatcher:
     """Watches a rank for steps of plain optimizers and for calls to torch.save.
 
-    It calls `report_save` with the host, path and calling line of a save, to report it to rank 0.
-    `averages` returns whether this rank has requested a reduction.
+    For each save, it calls `report_save` with the host, path and calling line, which are sent to
+    rank 0. `averages` returns whether this rank has requested a reduction.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class ScriptWatcher:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Ignore the steps inside the block, because the script did not request them."""
+        """Ignore optimizer steps inside the block, because the script did not request them."""
         self._paused = True
         try:
             yield
@@ -235,7 +235,7 @@ class ScriptWatcher:
             torch.save = self._save
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Warn at the second step if the script has not reduced anything, not even manually."""
+        """Warn at the second step if this rank has not reduced anything, not even manually."""
         if self._paused:
             return
         self._steps += 1
@@ -261,7 +261,10 @@ def warn_stalled(
     timeout: float,
     status_server: StatusServer,
 ) -> None:
-    """Write a warning about ranks that have not requested an operation, with their status."""
+    """Write a warning about the `missing` ranks, which have not sent `request`.
+
+    The warning includes the ranks' status.
+    """
     lines = [
         f"{request.kind} {request.name!r} has waited {seconds:g} s for {named(missing)}. It will "
         f"fail after {timeout:g} s (--timeout)."

@@ -43,7 +43,7 @@ def sparse_allreduce_async(
     Args:
         tensor: Sparse COO tensor of the same shape on every rank. Ranks may have different numbers
             of elements, including none.
-        name: Name of the operation, the same on all ranks. By default it is numbered.
+        name: Name of the operation, the same on all ranks (default: a number).
         op: hvd.Average or hvd.Sum.
         process_set: The ranks that take part.
         note: Text for rank 0 that is sent with the request.
@@ -88,7 +88,7 @@ def sparse_allreduce_async(
 
 
 def _combine_rows(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence[Tensor]) -> Tensor:
-    """Reduce the gathered indices (count, sparse dims) and values (count, ...) of all ranks."""
+    """Reduce all ranks' indices (count, sparse dims) and values (count, ...) to a sparse tensor."""
     places, values = gathered
     # 16-bit values are summed in fp32 and rounded once, as in a dense allreduce.
     wide = values.float() if values.dtype in NARROW else values
@@ -104,7 +104,7 @@ def _combine_rows(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence
 
 
 def empty_sparse_gradient(like: Tensor) -> Tensor:
-    """Return a sparse gradient without rows, for an embedding that was not used."""
+    """Return a sparse gradient without rows for the embedding weight `like`, which was not used."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=like.device),
         torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),
@@ -116,8 +116,8 @@ def empty_sparse_gradient(like: Tensor) -> Tensor:
 def sparse_parameters(optimizer: optim.Optimizer) -> set[Tensor]:
     """Return the parameters of `optimizer` that have sparse gradients.
 
-    These are all parameters of a SparseAdam, and the weights of nn.Embedding(sparse=True) and
-    nn.EmbeddingBag(sparse=True).
+    These are all parameters of a SparseAdam optimizer, and the weights of nn.Embedding(sparse=True)
+    and nn.EmbeddingBag(sparse=True).
     """
     params = {param for group in optimizer.param_groups for param in group["params"]}
     if isinstance(optimizer, optim.SparseAdam):

@@ -1,7 +1,7 @@
 """Orders accelerator work between the communication thread and the other threads.
 
-A kernel is enqueued long before it runs. So one thread records an event on its stream, and the
-stream of another thread waits for that event. On the CPU all of this is a no-op.
+A kernel may run long after it was enqueued. To wait for it, one thread records an event on its
+stream, and another thread's stream waits for this event. On the CPU, all of this is a no-op.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return torch's module for the streams of `device`, or None if it has no streams."""
+    """Return torch's module with the streams of `device`, or None if it has no streams."""
     module = torch.get_device_module(device)
     return module if device.type != "cpu" and hasattr(module, "Stream") else None
 
 
 class StreamEvent:
-    """An event on a stream. Without an event, `wait` is a no-op."""
+    """An event on a stream. It may be empty, in which case `wait` is a no-op."""
 
     def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
         self._event = event
@@ -29,7 +29,7 @@ class StreamEvent:
 
     @classmethod
     def record(cls, tensors: Sequence[Tensor]) -> StreamEvent:
-        """Record an event on the current stream of the tensors' device. Empty on the CPU."""
+        """Record an event on the current stream of the tensors' device. On the CPU, it is empty."""
         for device in (tensor.device for tensor in tensors):
             if (streams := _streams_of(device)) is not None:
                 event = streams.Event()
@@ -53,7 +53,7 @@ def enter(device: torch.device) -> None:
 
 
 def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
-    """Record that `stream`, or the current stream, uses the tensors."""
+    """Record with the allocator that `stream`, or else the current stream, uses the tensors."""
     # The allocator only knows the stream that created a tensor. Without this call, it could reuse
     # the memory while this stream still reads it.
     for tensor in tensors:
@@ -62,7 +62,7 @@ def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
 
 
 class CommunicationStream:
-    """The stream of the collectives. On the CPU it has no effect."""
+    """The stream on which collectives run. On the CPU, it has no effect."""
 
     def __init__(self, device: torch.device) -> None:
         self._streams = _streams_of(device)
@@ -70,7 +70,7 @@ class CommunicationStream:
 
     @contextmanager
     def after(self, event: StreamEvent) -> Iterator[None]:
-        """Enqueue work on this stream inside the block, after `event`."""
+        """Run the block's work on this stream, once `event` has occurred."""
         if self._stream is None:
             yield
             return
@@ -79,6 +79,6 @@ class CommunicationStream:
             yield
 
     def record_use(self, tensors: Sequence[Tensor]) -> None:
-        """Record that this stream uses tensors from other streams."""
+        """Record with the allocator that this stream uses tensors of other streams."""
         if self._stream is not None:
             record_use(tensors, self._stream)

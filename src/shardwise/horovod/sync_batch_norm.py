@@ -1,6 +1,6 @@
-"""Implements `hvd.SyncBatchNorm`, BatchNorm with statistics from all ranks.
+"""Implements `hvd.SyncBatchNorm`, which computes BatchNorm statistics across ranks.
 
-The module has the same name in Horovod.
+Horovod has a module of the same name.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ class _Rows:
         self._process_set = process_set
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Gather a (k,) tensor from every rank into (size, k).
-
-        Every forward pass has call number 0.
-        """
+        """Gather every rank's `row` (k,) into (size, k). Returns it with the call number 0."""
         return self.of_backward(row, 0), 0
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
-        """Gather a (k,) tensor from every rank into (size, k).
+        """Gather every rank's `row` (k,) into (size, k).
 
         All ranks must make these calls in the same order.
         """
@@ -41,8 +38,8 @@ class _Rows:
 class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
     """BatchNorm for (N, C, ...) inputs, with training statistics across all ranks of a process set.
 
-    The statistics of each rank are weighted by its number of rows. All ranks of the set must run
-    their SyncBatchNorm modules in the same order.
+    Each rank's statistics are weighted by its number of rows. All ranks of the set must run their
+    SyncBatchNorm modules in the same order.
 
     Args:
         num_features: C, the number of channels.
@@ -75,5 +72,5 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle like any other module, so that a copy is a SyncBatchNorm too."""
+        """Pickle as an ordinary module does, so that a copy is a SyncBatchNorm too."""
         return nn.Module.__reduce_ex__(self, cast(Any, protocol))

@@ -290,7 +290,7 @@ _USED_CUDA = (
 
 
 def _has_used_cuda() -> bool:
-    """Return whether this process has used CUDA, so that forked processes cannot."""
+    """Return whether this process has used CUDA. Forked processes then cannot use it."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return True
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]

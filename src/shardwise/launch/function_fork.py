@@ -143,7 +143,7 @@ def _open_streams(*, buffered: bool) -> None:
 
 
 def _in_new_thread(function: Callable[[], popen_fork.Popen]) -> popen_fork.Popen:
-    """Call `function`, which forks, in a new thread. This becomes the child's main thread."""
+    """Call `function`, which forks, in a new thread. The thread becomes the child's main thread."""
     # GNU OpenMP has a thread pool for each thread that has run a parallel region. A child forked
     # from such a thread would wait forever for the pool, whose threads do not exist in it.
     children: list[popen_fork.Popen] = []

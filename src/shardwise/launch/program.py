@@ -1,4 +1,4 @@
-"""Finds the script, module or command of the ranks before any rank starts."""
+"""Finds the script, module or command that the ranks will run, before any rank starts."""
 
 import difflib
 import importlib.util
@@ -50,7 +50,6 @@ def command(name: str, arguments: tuple[str, ...], *, module: bool) -> tuple[str
 
 
 def is_script(name: str) -> bool:
-    """Return whether `name` is the name of a Python script."""
     return name.endswith(".py")
 
 
@@ -175,7 +174,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
     """Wait for a `shardwise run` process to exit, and return its exit code.
 
-    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run before it raises.
+    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run and then raises.
     """
     try:
         while True:

@@ -187,7 +187,6 @@ class Tail:
         self._cutter = Lines(b"")
 
     def feed(self, data: bytes) -> None:
-        """Append `data` to the stream."""
         self._lines.extend(self._cutter.feed(data).splitlines())
 
     def text(self) -> str:

@@ -124,7 +124,6 @@ class WorkerOutput:
         self._filters = {}
 
     def close(self) -> None:
-        """Close the log."""
         if self._log:
             self._log.close()
 

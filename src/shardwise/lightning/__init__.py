@@ -3,14 +3,14 @@
     Trainer(strategy="shardwise")       Trainer(strategy=ShardwiseStrategy(zero=3))
     Fabric(strategy="shardwise")        Fabric(strategy=ShardwiseFabricStrategy(zero=3))
 
-trees.py              Lightning's two packages of classes, and the strategies in each
-trainer_strategy.py   the Trainer's strategy: setup, a step, full states
-fabric_strategy.py    the strategy of Fabric
+trees.py              registers the strategies in each of Lightning's packages
+trainer_strategy.py   the Trainer's strategy: setup, training step, full states
+fabric_strategy.py    Fabric's strategy
 training.py           the engines of one Trainer or Fabric, and the parts of a step
 empty_modules.py      modules whose memory is not allocated yet
 sharing.py            loaders that keep their order and do not repeat samples
 environment.py        the rank of this process, and the devices that a script requests
-adoption.py           scripts that use another strategy, or none
+adoption.py           unmodified scripts that use another strategy, or none
 """
 
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ trees.register()
 
 
 def __getattr__(name: str) -> Any:
-    """Return a strategy for the class tree that the script has imported."""
+    """Return the strategy `name` for the Lightning package that the script has imported."""
     if name == "ShardwiseStrategy":
         return trees.trainer_strategy(trees.in_use(trees.TRAINERS))
     if name == "ShardwiseFabricStrategy":

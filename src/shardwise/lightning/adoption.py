@@ -34,7 +34,7 @@ def adopt() -> None:
 
 
 def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
-    """Make the constructor of class `name` in `tree` use the class `strategy`."""
+    """Make the constructor of class `name` in `tree` use the class that `strategy` returns."""
     kind = getattr(import_module(tree), name)
     stock = kind.__init__
 
@@ -76,7 +76,7 @@ def _is_ours(strategy: Any) -> bool:
 
 
 def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
-    """Print the ignored arguments, once."""
+    """Print a message about arguments that have no effect, once."""
     shown = given if isinstance(given, str) else type(given).__name__
     words = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
     words += [

@@ -1,4 +1,4 @@
-"""Allocates modules from `init_module(empty_init=True)` or from the meta device."""
+"""Allocates modules that were created by `init_module(empty_init=True)` or on the meta device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from shardwise.model import meta
 
 
 def give_memory(module: nn.Module) -> None:
-    """Allocate `module`, with the same values as without `empty_init`.
+    """Allocate `module`'s parameters, and give them the values of a build without `empty_init`.
 
     Parameters that were created on the meta device outside `init_module` are initialised by
-    `reset_parameters`, as in FSDPStrategy. Raises ModelError if a module's method does not set
-    them.
+    `reset_parameters`, as in FSDPStrategy. Raises ModelError if that method leaves any unset.
     """
     fill_unrecorded([module], sw.world().print)
     for name, parameter in module.named_parameters():

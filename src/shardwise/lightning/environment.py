@@ -9,7 +9,7 @@ from shardwise.errors import UsageError
 
 
 class Environment:
-    """Lightning's ClusterEnvironment for a `world` that this process has joined."""
+    """Lightning's ClusterEnvironment for `world`, the run that this process has joined."""
 
     creates_processes_externally = True
 
@@ -18,12 +18,12 @@ class Environment:
 
     @property
     def main_address(self) -> str:
-        """The host of rank 0, if the launcher specifies it."""
+        """The host of rank 0, if the launcher provides it."""
         return os.environ.get("MASTER_ADDR", "127.0.0.1")
 
     @property
     def main_port(self) -> int:
-        """An unused port. Lightning asks for one, although the processes are already connected."""
+        """An unused port, because Lightning requires one. The processes are already connected."""
         return int(os.environ.get("MASTER_PORT", "29500"))
 
     @staticmethod
@@ -36,7 +36,7 @@ class Environment:
         return self._world.size
 
     def set_world_size(self, size: int) -> None:
-        """No-op: the launcher has set the world size."""
+        """No-op, because the launcher has set the world size."""
 
     set_global_rank = set_world_size
 
@@ -56,14 +56,14 @@ class Environment:
         """Accept any values, because the launcher has decided."""
 
     def teardown(self) -> None:
-        """No-op: this environment holds no resources."""
+        """No-op, because this environment holds no resources."""
 
 
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:
     """Compare the requested devices with the run.
 
-    Raises UsageError if the script requests several ranks and the run has one. Prints a line if the
-    numbers differ in any other way.
+    Raises UsageError if the script requests several ranks and the run has only one. If the numbers
+    differ in any other way, a message is printed.
     """
     requested = devices * nodes
     if requested == 1 or requested == world.size:

@@ -1,4 +1,4 @@
-"""The strategy of Lightning Fabric: setup, a step, and full states."""
+"""Strategy for Lightning Fabric: setup, training step and full states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FabricStrategy(OverEngines):
 
     @property
     def precision(self) -> Any:
-        """Fabric's precision plugin, which casts and autocasts. The engine scales the loss."""
+        """Fabric's precision plugin. It casts and autocasts; the engine scales the loss."""
         return self._precision if self._precision is not None else self.hooks[0]()
 
     @precision.setter
@@ -63,7 +63,7 @@ class FabricStrategy(OverEngines):
         return super().module_init_context(empty_init=False)  # type: ignore[misc,no-any-return]
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move `module` to the device, after allocating its meta-device parameters."""
+        """Allocate the meta-device parameters of `module`, and move it to the device."""
         give_memory(module)
         super().module_to_device(module)  # type: ignore[misc]
 
@@ -80,7 +80,7 @@ class FabricStrategy(OverEngines):
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Register `module`, which is trained once its optimizer is set up. Collective."""
+        """Register `module`, for which `setup_optimizer` later creates an engine. Collective."""
         self.training.prepare(module, [])
         return module
 
@@ -91,12 +91,12 @@ class FabricStrategy(OverEngines):
         return optimizer
 
     def _follow(self, optimizer: optim.Optimizer) -> None:
-        """Redirect the optimizer's load_state_dict, which Fabric calls, to the engine."""
+        """Redirect `load_state_dict` of `optimizer`, which Fabric calls, to the engine."""
         load = partial(self.training.load_optimizer_state, optimizer)
         vars(optimizer)["load_state_dict"] = load
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader`.
+        """Return a loader for `dataloader`.
 
         With exact means, its training batches contain no repeated samples.
         """
@@ -199,7 +199,7 @@ class _BackwardSyncControl:
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """If `enabled`, declare that this step has more backward passes after the block."""
+        """If `enabled`, declare that more backward passes of this step follow after the block."""
         del module
         if not enabled:
             yield

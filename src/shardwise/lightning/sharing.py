@@ -1,16 +1,15 @@
 """Shares loaders between ranks. Training data keeps its order, and evaluations repeat no samples.
 
 Lightning's sampler repeats samples until every rank has the same number. With exact_mean=True,
-training batches drop the repeated samples (bridging/exact_mean.py). An evaluation always drops
-them:
+training batches drop the repeated samples (bridging/exact_mean.py). Evaluations always drop them:
 
     5 samples, 2 ranks, batches of 2    Lightning  0 2 | 4    and  1 3 | 0
                                         here       0 2 | 4    and  1 3
     with batches of 1                   Lightning  0 | 2 | 4  and  1 | 3 | 0
                                         here       0 | 2 4    and  1 | 3
 
-Every rank runs the same number of forward passes, so that collectives inside a step match. If a
-rank has one sample more than others, it does not get another batch: its last batch is longer.
+Every rank runs the same number of forward passes, so that collectives inside a step match. A rank
+with one sample more than others therefore gets a longer last batch, not an additional one.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from shardwise.errors import UsageError
 class LightningShare(int):
     """The number of workers in the samplers that Lightning creates.
 
-    The type distinguishes these samplers from the script's own.
+    Its type distinguishes Lightning's samplers from the script's own.
     """
 
 
 def share_in_order(connector: Any, workers: int) -> None:
-    """Make `connector`, which replaces the samplers of a Trainer's loaders, keep their order.
+    """Make `connector` keep the order of a Trainer's loaders when it replaces their samplers.
 
-    Stock Lightning shuffles every training loader that it shares between workers. Here, only
+    Stock Lightning shuffles every training loader that it divides among workers. Here, only
     `shuffle=True` shuffles. A custom sampler, such as a curriculum, keeps its order, as in a single
     process. With one worker, loaders are not changed.
     """
@@ -87,7 +86,7 @@ def count_once(loader: Any) -> Any:
 
 
 class EvenBatches(BatchSampler):
-    """Batches of an evaluation: this rank's rows of `sampler` without repeated rows.
+    """Evaluation batches: this rank's rows of `sampler`, without repeated rows.
 
     The last batch may have one row more than `batch_size`.
     """
@@ -109,10 +108,7 @@ class EvenBatches(BatchSampler):
 
 
 def own_share(sampler: DistributedSampler[Any]) -> int:
-    """Return how many of the rows that `sampler` yields are not repeated.
-
-    These rows are the first.
-    """
+    """Return the number of rows that `sampler` yields before it repeats samples."""
     total = len(sampler.dataset)  # type: ignore[arg-type]
     return len(range(sampler.rank, total, sampler.num_replicas))
 
@@ -123,7 +119,7 @@ def own_share(sampler: DistributedSampler[Any]) -> int:
 class LoadedBatches(CountedBatches):
     """Drops repeated samples from training loaders, and weights the losses of their batches.
 
-    `is_training` is called at the start of each iteration to tell training loaders from others.
+    `is_training` is called at the start of each iteration, and returns whether it is for training.
     """
 
     def __init__(
@@ -133,7 +129,7 @@ class LoadedBatches(CountedBatches):
         self._is_training = is_training
 
     def watch(self, loader: Any) -> Any:
-        """Return a copy of `loader` whose batches contain no repeated samples and are counted.
+        """Return a copy of `loader` that counts its batches and drops repeated samples.
 
         A stream is returned unchanged, because each worker reads its own.
         """
@@ -187,9 +183,9 @@ class LoadedBatches(CountedBatches):
             self.last = CountedBatch(_rows_or_one(batch), is_cut=False)
 
     def batch_of_loss(self) -> CountedBatch:
-        """Return the batch of the current loss.
+        """Return the batch from which the current loss was computed.
 
-        Raises UsageError as the base class does, and if the batch's rows are not its samples.
+        Raises UsageError as the base class does, or if the batch's rows are not its samples.
         """
         batch, rows = super().batch_of_loss(), next(_row_counts(self.last_rows), None)
         if self.items_of is not None:
@@ -242,7 +238,7 @@ class TrainBatches(BatchSampler):
 
 
 def _rows_or_one(batch: Any) -> int:
-    """Return the number of rows of the first tensor, or 1 for a batch that contains no tensor."""
+    """Return the number of rows of the first tensor in `batch`, or 1 if it contains no tensor."""
     return next(_row_counts(batch), 1)
 
 

@@ -1,4 +1,4 @@
-"""The strategy of Lightning's Trainer: setup, a step, full states, and teardown."""
+"""Strategy for Lightning's Trainer: setup, training step, full states and teardown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OverEngines:
     differences.
 
     Args:
-        accelerator, checkpoint_io, precision_plugin: As in other strategies of Lightning.
+        accelerator, checkpoint_io, precision_plugin: As in Lightning's other strategies.
         exact_mean: If True, every sample of a step counts once, as if a single process had the full
             batch. It may also be a function that returns the number of items in a batch. Default:
             False.
@@ -107,7 +107,7 @@ class OverEngines:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
-        """The arguments of Lightning's samplers, or None if there is one rank."""
+        """The arguments for Lightning's samplers, or None if there is only one rank."""
         world = self.training.world
         if world.size == 1:
             return None
@@ -119,7 +119,7 @@ class OverEngines:
         refuse_mesh("strategy.device_mesh")
 
     def _configure_launcher(self) -> None:
-        """Set no launcher, because the ranks are already running."""
+        """Leave the launcher unset, because the ranks are already running."""
         self._launcher = None
         asked = len(self._devices or ()) or 1
         check_devices(self.training.world, asked, self._num_nodes, self.library)
@@ -149,7 +149,7 @@ class TrainerStrategy(OverEngines):
     def precision_plugin(self) -> Any:
         """Lightning's plugin, which casts and autocasts.
 
-        The engine clips gradients and scales the loss.
+        The engine, not the plugin, clips gradients and scales the loss.
         """
         return self._precision_plugin if self._precision_plugin is not None else self.hooks[0]()
 
@@ -167,10 +167,10 @@ class TrainerStrategy(OverEngines):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create models inside the block on the device of this rank.
+        """Create models inside the block on this rank's device.
 
         With `empty_init`, parameters that will be sharded are allocated later. They then get the
-        same values as in a plain build, never uninitialised memory.
+        same values as in a plain build, and are never left uninitialised.
         """
         with super().tensor_init_context(empty_init=False):  # type: ignore[misc]
             if empty_init and self.training.shards_parameters:
@@ -219,7 +219,7 @@ class TrainerStrategy(OverEngines):
     def teardown(self) -> None:
         """Turn the model and its optimizers back into plain ones, on the CPU.
 
-        Collective, unless this rank has failed. In that case it does not wait for other ranks.
+        Collective, unless this rank has failed. A failed rank does not wait for other ranks.
         """
         if self.lightning_module is not None:
             for name in ("toggle_optimizer", "untoggle_optimizer"):
@@ -240,7 +240,7 @@ class TrainerStrategy(OverEngines):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Declare that this step has more backward passes after the block."""
+        """Declare that more backward passes of this step follow after the block."""
         with self.training.more_to_come():
             yield
 
@@ -270,7 +270,7 @@ class TrainerStrategy(OverEngines):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Run `closure`, call the hooks, clip, and step. Collective."""
+        """Run `closure`, call the hooks, clip gradients, and step `optimizer`. Collective."""
         if kwargs:
             raise UsageError(
                 f"{type(optimizer).__name__}.step({next(iter(kwargs))}=...) is not supported: the "
@@ -288,7 +288,7 @@ class TrainerStrategy(OverEngines):
     def _step_by_closure(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
     ) -> Any:
-        """Step an optimizer that computes the loss several times. Returns the first loss."""
+        """Step an optimizer that calls `closure` several times. Returns the first loss."""
         if module.trainer.gradient_clip_val:
             raise UsageError(
                 "gradient_clip_val cannot be combined with LBFGS, which computes gradients several "
@@ -358,7 +358,10 @@ class TrainerStrategy(OverEngines):
         return stock(tensor.double(), group, reduce_op).to(torch.get_default_dtype())
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return `dataloader`, without repeated samples when evaluating or with exact means."""
+        """Return a loader for `dataloader`.
+
+        Evaluation batches, and training batches with exact means, contain no repeated samples.
+        """
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
         if stage == "train" and self.training.exact is not None:
@@ -393,7 +396,7 @@ _EVALUATIONS = ("validate", "sanity_check", "test")
 
 
 def refuse_precision(plugin: Any) -> None:
-    """Raise UsageError for a plugin that belongs to another engine."""
+    """Raise UsageError if the precision `plugin` belongs to another engine."""
     name = type(plugin).__name__
     if name.startswith(_ELSEWHERE):
         raise UsageError(
@@ -429,11 +432,11 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """The strategy has no device mesh. It is an AttributeError, so that `hasattr` returns False."""
+    """The strategy has no device mesh. An AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:
-    """Raise NoDeviceMesh for an attribute that the script reads."""
+    """Raise NoDeviceMesh. `asked` is the attribute that the script has read."""
     raise NoDeviceMesh(
         f"{asked} belongs to ModelParallelStrategy, but this run trains by shardwise, which splits "
         "the model itself. Leave fully_shard(...) out and start with --zero 3. Instead of "
@@ -442,7 +445,7 @@ def refuse_mesh(asked: str) -> NoReturn:
 
 
 class RefusedMesh:
-    """Replaces the mesh of a LightningModule, and raises an error on every use."""
+    """Replaces a LightningModule's mesh, and raises NoDeviceMesh on every use."""
 
     def __getattr__(self, name: str) -> Any:
         refuse_mesh("self.device_mesh")

@@ -1,4 +1,4 @@
-"""Holds the engines of one Trainer or Fabric, and implements the parts of a step."""
+"""Holds the engines of one Trainer or Fabric, and implements the parts of a training step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.messages.other_libraries import hint as hint_at_other_library
 
 
 class StrategyEngines(TrainedModels):
-    """Engines for a loop that steps and clears plain optimizers."""
+    """Engines for loops that call `step` and `zero_grad` of plain optimizers."""
 
     def __init__(self, make: Make) -> None:
         super().__init__(make)
@@ -55,7 +55,7 @@ class StrategyEngines(TrainedModels):
         return reached
 
     def forget_cleared(self) -> None:
-        """Clear the engines whose gradients the script has cleared with a plain `zero_grad`."""
+        """Clear the engines whose optimizers the script has cleared with a plain `zero_grad`."""
         # The script calls the optimizer's own method, so the engine only learns of it here, from
         # the fact that no parameter has its placeholder gradient any more.
         for each in self:
@@ -67,8 +67,8 @@ class StrategyEngines(TrainedModels):
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step `optimizer`. Collective.
 
-        Without gradients it does nothing, like a plain optimizer. Raises UsageError if it has no
-        engine.
+        A no-op without gradients, as with a plain optimizer. Raises UsageError if `optimizer` has
+        no engine.
         """
         self.forget_cleared()
         trained = self.of(optimizer)
@@ -98,12 +98,12 @@ class StrategyTraining:
 
     Args:
         settings: Shardwise settings by name.
-        library: Name of the caller in messages.
+        library: Name of the library in messages.
         exact_mean: True if each sample counts once, or a function that counts a batch's items.
 
     Attributes:
         world: The run, after `join`.
-        scaler: The loss scaler of the precision plugin.
+        scaler: The precision plugin's loss scaler.
         exact: The batches of the loaders, if means are exact.
     """
 
@@ -176,7 +176,7 @@ class StrategyTraining:
     # -- setup ------------------------------------------------------------------------------
 
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
-        """Train `module` with `optimizers`, in addition to earlier ones. Collective.
+        """Create engines that train `module` with `optimizers`. Earlier engines remain. Collective.
 
         Optimizers that share no parameters get separate engines.
         """
@@ -191,7 +191,7 @@ class StrategyTraining:
         self.engines.form(models, self._optimizers)
 
     def make_alike(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values of the parts of `module` that have no engine. Collective."""
+        """Broadcast rank 0's values of the tensors in `module` that have no engine. Collective."""
         # A failed Trainer may still have an engine for this module, whose parameters are shards and
         # must not be changed.
         models = self._models + [model for each in trained_engines() for model in each.models]
@@ -207,7 +207,7 @@ class StrategyTraining:
         self._modules, self._models, self._optimizers = [], [], []
 
     def replace_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load plain `states`, one for each optimizer in order. Collective."""
+        """Load the plain optimizer states `states`, one for each optimizer in order. Collective."""
         self.engines.forget()
         # Lightning has loaded the loss scale into the scaler, which engines read only when they are
         # created.
@@ -221,9 +221,9 @@ class StrategyTraining:
 
     @contextmanager
     def more_to_come(self) -> Iterator[None]:
-        """Declare that this step has more backward passes after the block.
+        """Declare that more backward passes of this step follow after the block.
 
-        Only the last one communicates.
+        Only the step's last backward pass communicates.
         """
         self._more_to_come += 1
         try:
@@ -234,9 +234,9 @@ class StrategyTraining:
     def backward(self, loss: Tensor, *arguments: Any, **keywords: Any) -> None:
         """Run the backward pass of `loss` in every engine that it reaches.
 
-        `retain_graph` may be passed. With exact means, `weight` may be passed too: the number of
-        items over which the loss is averaged (default: the samples of the batch). So may
-        `same_items`, as in the engine's `backward`.
+        `keywords` may contain `retain_graph`. With exact means, they may also contain `same_items`,
+        as in the engine's `backward`, and `weight`: the number of items over which the loss is
+        averaged (default: the samples of the batch).
         """
         retain_graph = bool(keywords.pop("retain_graph", False))
         call, setting = f"{self._library}: backward", "the strategy's exact_mean=True"
@@ -353,7 +353,7 @@ class StrategyTraining:
         return trained.engine.optimizer_state_dict(optimizer, for_resume=True)
 
     def load_optimizer_state(self, optimizer: optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Load `state`, which a plain optimizer returned, into `optimizer`. Collective."""
+        """Load `state`, the state_dict of a plain optimizer, into `optimizer`. Collective."""
         trained = self.engines.of(optimizer)
         if trained is None:
             # Call the class's method, because FabricStrategy has replaced the object's method with
@@ -366,9 +366,9 @@ class StrategyTraining:
 def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:
     """Return the parts of `module` that get separate engines.
 
-    With one optimizer, or with optimizers that share parameters, the only part is `module` itself.
-    Otherwise the parts are the largest modules whose parameters only one optimizer trains. Raises
-    UsageError if two optimizers train parameters of the same innermost module.
+    With one optimizer, or if optimizers share parameters, the only part is `module` itself.
+    Otherwise the parts are the largest modules in which only one optimizer trains parameters.
+    Raises UsageError if two optimizers train parameters of the same innermost module.
     """
     inside = {id(p) for p in module.parameters()}
     connected = [part.parameters for part in connected_parts([], optimizers)]
@@ -381,9 +381,10 @@ def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list
 def _modules(
     module: nn.Module, part: set[int], trained: Sequence[set[int]], name: str = ""
 ) -> Iterator[nn.Module]:
-    """Yield the largest modules in `module` that have parameters of `part` and of no other part.
+    """Yield the largest modules in `module` whose trained parameters are all in `part`.
 
-    `name` is the path of `module`, for messages.
+    `part` and each set in `trained` contain one optimizer's parameter ids. `name` is the path of
+    `module`, for messages.
     """
     held = {id(p) for p in module.parameters()}
     if not held & part:
@@ -404,7 +405,7 @@ def _modules(
 
 
 def plain(optimizer: Any) -> Any:
-    """Return the script's own optimizer, without Lightning's wrapper."""
+    """Return the script's own optimizer, which Lightning may have wrapped as `optimizer`."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 

@@ -1,8 +1,8 @@
-"""Registers Shardwise's strategies in each of Lightning's class trees.
+"""Registers Shardwise's strategies in each of Lightning's packages.
 
 `lightning.pytorch` and `pytorch_lightning` contain the same code twice, and neither accepts the
 other's classes. The same is true of `lightning.fabric` and `lightning_fabric`. Each takes seconds
-to import, so the strategies are registered in a tree only when the script imports it.
+to import, so strategies are registered in a package (a class tree) only when the script imports it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Return the first of `trees` that the script has imported, else the first installed."""
+    """Return the first of `trees` that the script has imported, or else the first installed one."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -61,7 +61,7 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Register strategy="shardwise" in every tree, now or when the tree is imported."""
+    """Register strategy="shardwise" in each tree: now if it is imported, otherwise once it is."""
 
     def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
         registry = getattr(import_module(f"{tree}.strategies"), name)
@@ -88,7 +88,7 @@ def when_imported(name: str, call: Callable[[str], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Delegates to the other finders, and runs registered calls after an import."""
+    """Import finder that uses the other finders, and runs registered calls after an import."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[str], None]]] = {}
@@ -115,11 +115,9 @@ class _Calling(Loader):
         self._waiting = waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module with the wrapped loader."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module with the wrapped loader, then run the calls."""
         assert module.__spec__ is not None
         # Restore the real loader first, for code that uses it while the module executes.
         module.__spec__.loader = module.__loader__ = self._loader

@@ -220,7 +220,7 @@ _TABLE: tuple[tuple[str, str], ...] = (
     (
         "Write engine.step(max_norm=1.0), which clips by the global norm.",
         "clip_grad_norm_ clip_grad_norm clip_gradients gradient_clipping gradient_clip_val"
-        " max_grad_norm clip_grad max_norm",
+        " max_grad_norm clip_grad max_norm clip clip_norm grad_clip",
     ),
     (
         "Write with engine.full_gradients(): before engine.step(); param.grad is whole there.",

@@ -108,7 +108,7 @@ def _as_called(qualified: str) -> str:
 
 
 _SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
-"""Library folders of any interpreter, because a venv may use packages of another one."""
+"""Library folders of any interpreter, because a venv may use another one's packages."""
 
 
 def _is_users(file: str) -> bool:

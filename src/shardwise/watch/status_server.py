@@ -29,7 +29,7 @@ ANSWER_SECONDS = 2.0
 """Seconds to wait for an answer."""
 
 ABORT_SECONDS = 0.5
-"""Maximum seconds to spend on telling other ranks why this rank aborts, before it does."""
+"""Maximum seconds that a rank spends on telling the others why it is about to abort."""
 
 KEEPERS = 16
 """Number of ranks that are told why a rank aborted. Any rank can ask one of them."""
@@ -99,13 +99,14 @@ class Channel(Protocol):
 class StatusServer:
     """Answers requests about rank `rank` of `size`, and sends requests to the other ranks.
 
-    waits          the open waits of this process step           number of the last completed step
-    abort          why the first rank aborted, or None if no rank has is_aborting    True once this
-    rank's own code knows of the abort report_is_due  True once this rank has been asked to report a
-    long wait to the user channels       this process's groups, by a name that is the same on all
-    their ranks answers        functions of other packages that answer further requests, by request
-    name. They run
-                   in the server's thread
+    waits          the open waits of this process
+    step           number of the last completed step
+    abort          why the first rank aborted, or None if no rank has
+    is_aborting    True once this rank's own code knows of the abort
+    report_is_due  True once this rank has been asked to report a long wait to the user
+    channels       this process's groups, by a name that is the same on all their ranks
+    answers        functions of other packages that answer further requests, by request name.
+                   They run in the server's thread
 
     Before `start`, it neither answers nor sends requests.
     """
@@ -165,7 +166,6 @@ class StatusServer:
             )
 
     def close(self) -> None:
-        """Stop answering."""
         if self._server is not None:
             self._server.close(ANSWER_SECONDS)
         elif self._listener is not None:
@@ -176,14 +176,12 @@ class StatusServer:
     # -- answering ------------------------------------------------------------------------
 
     def _answer(self, asker: rpc.Connection) -> None:
-        """Answer one request and close the connection."""
         # A rank that connects and then stops must not block the answers to others.
         asker.socket.settimeout(HEARING)
         if (question := asker.receive()) is not None:
             asker.send(rpc.encode(self._reply(rpc.decode(question))))
 
     def _reply(self, question: Message) -> Message:
-        """Return the answer to another rank's request."""
         if (answer := self.answers.get(question["ask"])) is not None:
             return answer(question)
         # Keep the first abort, because later ones are consequences of it.
@@ -227,7 +225,7 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """Return the status of each of the `ranks`, or text that explains its silence."""
+        """Return the status of each of the `ranks`, or text that explains why it is silent."""
         question = {"ask": "where", "stack": stack}
         # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
@@ -261,7 +259,7 @@ class StatusServer:
         return rpc.call_all(places, self.secret, question, patience)
 
     def _explain_silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """Return why these ranks do not answer, as far as a rank on their host can determine."""
+        """For each rank, return why it does not answer, if a rank on its host can tell."""
         reasons = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
@@ -385,7 +383,7 @@ class StatusServer:
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Ask ranks for their status. Ask ranks that wait for nobody a second time.
+        """Return the status of each rank. Ask ranks that wait for nobody a second time.
 
         At the first request, they may have been between two waits.
         """

@@ -59,7 +59,7 @@ class RankStatus:
 
 
 Statuses = Mapping[int, RankStatus | str]
-"""Maps each rank to its status, or to a text that says why it does not answer."""
+"""Maps each rank to its status, or to text that explains why it does not answer."""
 
 AskStatuses = Callable[[Collection[int]], Statuses]
 

@@ -1,4 +1,4 @@
-"""Tracks this process's waits: the thread, the collective and the ranks that it waits for.
+"""Tracks the waits of this process: the threads, and the collectives and ranks they wait for.
 
 A thread records its wait before it sleeps. Other threads read the record only if the wait takes
 long.
@@ -83,7 +83,6 @@ class Waits:
         return Wait(self, call, missing, compare)
 
     def all(self) -> list[Wait]:
-        """Return the open waits of all threads."""
         return list(self._open.values())
 
     def helping(self) -> AbstractContextManager[None]:

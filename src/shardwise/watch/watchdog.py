@@ -30,11 +30,11 @@ OUTLIVE = 20.0
 """Seconds that a process may outlive ranks that have aborted. It cannot continue without them."""
 
 SPEAKERS = 8
-"""Maximum number of ranks to ask, one by one, to write the report."""
+"""Maximum number of ranks that are asked, one after another, to write the report."""
 
 
 class Watchdog:
-    """A thread that watches the waits on this rank, which `status_server` belongs to.
+    """A thread that watches the waits of one rank, the owner of `status_server`.
 
     It warns after a wait of `warn_after` seconds. The wait itself fails after `timeout` seconds.
     """
@@ -54,7 +54,6 @@ class Watchdog:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread."""
         self._ended.set()
         self._thread.join(ANSWER_SECONDS)
 

@@ -87,7 +87,7 @@ class CommonCalls:
         return self._made.copy(), self._rows
 
     def go_back(self, kept: tuple[Counter[tuple[str, str]], float | Tensor]) -> None:
-        """Restore the result of `kept`, because the interrupted step is repeated."""
+        """Restore the counts and the row digest from `kept`, because the step is repeated."""
         made, self._rows = kept
         self._made = made.copy()
 

@@ -62,7 +62,7 @@ class CommonRandomStream:
             self.begin()
 
     def before_forward(self, module: Any, args: Any) -> None:
-        """Hook on a model. Starts training if this forward pass records gradients."""
+        """Start training if this forward pass records gradients. Registered as a model hook."""
         del module, args
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self.begin()

@@ -19,7 +19,7 @@ class Batch:
     """This rank's part of one micro-batch.
 
     samples   number of samples; 0 for a stand-in: a real sample that a rank without samples gets,
-    so that it runs the same collectives as the others
+              so that it runs the same collectives as the others
     whole     number of samples of this micro-batch across all ranks; 0 if unknown on this rank
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
@@ -50,7 +50,7 @@ class StreamShape:
     micro_batches: int
     steps_per_epoch: int | None
     tokens: int | None = None
-    """Budget of tokens of a step, if it decides the batches."""
+    """Token budget of a step, if it determines the batches."""
 
 
 @dataclass(eq=False)
@@ -81,13 +81,13 @@ class CurrentBatch:
     skipped_batches: int = 0
     """Number of evaluation batches that this rank skipped because it had no sample in them."""
     own_rows: int | None = None
-    """Number of rows of the next loss, if a bridge knows it and no stream handed out the batch."""
+    """Number of rows of the next loss, if a bridge knows it and no stream returned the batch."""
     stand_in: str | None = None
-    """Name of the stream that handed out a stand-in, until the script reads `world.rows`."""
+    """Name of the stream that returned a stand-in, until the script reads `world.rows`."""
     _apart: int = 0
     """Number of current evaluation batches that other ranks skip."""
     _latest: LoaderStream | None = None
-    """The stream, open or closed, that last handed out a training batch."""
+    """The stream, open or closed, that last returned a training batch."""
     _shared: list[Batch] = field(default_factory=list)
     """Training batches that `world.share` returned since the last backward pass."""
     _watchers: list[WeakMethod[Callable[[Batch], None]]] = field(default_factory=list)
@@ -171,7 +171,7 @@ class CurrentBatch:
             self._latest = stream
 
     def share(self, name: str, plan: StreamShape, batch: Batch, *, training: bool) -> None:
-        """Record a batch that is returned outside a loop. It replaces the last one of its kind.
+        """Record a batch that is returned outside a loop. It replaces the previous such batch.
 
         An evaluation batch does not replace a training batch, whose backward pass may still follow.
         """

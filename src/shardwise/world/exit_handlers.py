@@ -21,7 +21,6 @@ def register(function: Callable[[], Any]) -> None:
 
 
 def unregister(function: Callable[[], Any]) -> None:
-    """Undo `register`."""
     atexit.unregister(function)
     _registered[:] = [each for each in _registered if each != function]
 

@@ -22,7 +22,7 @@ from shardwise.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mesh:
-    """Divides `size` ranks into `islands`, and into replicas of `pipeline` x `tensor` ranks.
+    """Division of `size` ranks into `islands`, and into replicas of `pipeline` x `tensor` ranks.
 
     Raises ConfigError if `size` is not divisible as required.
     """

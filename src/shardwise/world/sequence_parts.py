@@ -24,7 +24,7 @@ from shardwise.errors import DataError
 from shardwise.layout.bucket_layout import even_cuts
 
 DIM = 1
-"""The dimension of sequences in the tensors of a batch: (rows, length, ...)."""
+"""The sequence dimension in the tensors of a batch: (rows, length, ...)."""
 
 
 def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:

@@ -61,7 +61,7 @@ class StepLog:
         engine."""
         self._stop_after = stop_after
         self.counts = counts
-        """Whether this rank's number of samples is logged."""
+        """True if this rank's number of samples is logged."""
         self._stepped: set[int] = set()  # engines that have stepped since the last pass began
         self._made = 0  # steps of this process; the step numbers of a resumed run start higher
         self._epoch = 0

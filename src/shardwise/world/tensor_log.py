@@ -27,7 +27,7 @@ SMALL = 1 << 16
 """By default, all values are written if a rank's tensors have at most this many elements."""
 
 WANTED = "wanted.json"
-"""A file in the folder that lists the tensors whose values to write: {"names": [...]}."""
+"""File in the folder that lists the tensors whose values are written: {"names": [...]}."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from shardwise.timeline.recorder import TimelineEvent, TimelineRecorder
 from shardwise.watch.status_server import StatusServer
 
 MEASURED_EVERY = 30.0
-"""Seconds between two readings of rank 0's clock. Quartz clocks drift by some 10 us per second."""
+"""Seconds between two readings of rank 0's clock. Quartz clocks drift by about 10 us per second."""
 
 HELD = 200_000
-"""Maximum number of events to buffer until rank 0's clock is known: some 50 MB."""
+"""Maximum number of events to buffer until rank 0's clock is known: about 50 MB."""
 
 AT_ONCE = 32
-"""Number of events to encode without a pause: a tenth of a millisecond."""
+"""Number of events to encode without a pause, which takes about 0.1 ms."""
 
 
 def start(path: Path, status_server: StatusServer) -> None:

@@ -119,7 +119,7 @@ class World(BatchRows, HintsAtAttributes):
         self.step_group = group
         """Ranks that step together: all ranks or, with islands, the ranks of this island."""
         self.peers: Collectives = Solo()
-        """Ranks with the same index in each island, in the order of islands."""
+        """Ranks with the same index within their islands, in island order."""
         self.expert: Collectives = Solo()
         """Expert-parallel ranks: the ranks that together hold every expert once."""
         self.expert_copies: Collectives = group
@@ -138,13 +138,13 @@ class World(BatchRows, HintsAtAttributes):
         self.last_stepped_engine = -1
         """Index of the engine that stepped last; -1 before the first step."""
         self.steps_made = 0
-        """Total number of steps of all engines in this process."""
+        """Total number of steps that all engines in this process have run."""
         self.unstepped = UnsteppedBackwards()
         self.without_engine: StepsWithoutEngine | None = None
         self.watchdog: Watchdog | None = None
         self._groups: dict[tuple[tuple[int, ...], ...], Collectives] = {}
         self._former_groups: list[Collectives] = []
-        """Groups of earlier meshes, to close at the end."""
+        """Groups of earlier meshes, which are closed at the end of the run."""
         self.keywords = dict(keywords or {})
         """Settings passed by the script."""
         self._printed: set[str] = set()

@@ -19,7 +19,7 @@ OF_THE_LOOP = (
     ("fp16.loss_scale", "sw.Engine(scaler=...)"),
     ("gradient_allreduce_op", "engine.backward(reduction=...)"),
 )
-"""Keys whose effect a script with sw.Engine controls itself, and the call that controls it."""
+"""Keys without effect in a script with sw.Engine, and the call that the script makes instead."""
 
 
 def lines(job: DeepSpeedJob, workers: int | None) -> list[str]:

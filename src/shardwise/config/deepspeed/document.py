@@ -88,7 +88,7 @@ class Document:
     ignored: list[str] = field(default_factory=list)
     """The ignored keys, which only tune DeepSpeed."""
     resolved: dict[str, Any] = field(default_factory=dict)
-    """By dotted name, the value that replaced "auto", or None if the key was dropped."""
+    """Maps dotted names to the value that replaced "auto", or to None if the key was removed."""
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of `name`, or `default` if it is missing or null."""
@@ -162,7 +162,7 @@ def _unknown(key: str, name: str) -> ConfigError:
 def _resolved(
     params: Mapping[str, Any], key: str, auto: Mapping[str, Any], resolved: dict[str, Any]
 ) -> dict[str, Any]:
-    """Replace each "auto" in `params` with its value in `auto`. Without one, remove the key."""
+    """Replace each "auto" in `params` with its value in `auto`, or remove it if there is none."""
     found = {}
     for name, value in params.items():
         if value == AUTO:
@@ -197,7 +197,7 @@ _EXAMPLES = {
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
     """Convert `value` to the type that `takes` names (such as "whole").
 
-    Raises ConfigError if the value does not have this type.
+    Raises ConfigError if that is not possible.
     """
     if takes == "any":
         return value

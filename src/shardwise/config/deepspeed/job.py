@@ -60,7 +60,7 @@ class DeepSpeedJob:
     settings: Mapping[str, Any]
     """The Shardwise settings that the config sets."""
     source_keys: Mapping[str, str]
-    """By setting, the config key that sets it."""
+    """Maps each setting to the config key that sets it."""
     stage: int
     precision: str
     clipping: float

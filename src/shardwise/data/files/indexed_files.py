@@ -30,7 +30,7 @@ Spans = NDArray[np.int64]
 """First byte of each sample and the byte after its last, of shape (samples, 2)."""
 
 MOST_OPEN = 64
-"""Largest number of files that a process keeps open."""
+"""Maximum number of files that a process keeps open."""
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of files that have been read."""
 COMPRESSED = {

@@ -13,9 +13,9 @@ from shardwise.data.files.indexed_files import FileDataset, locked, replacement_
 from shardwise.errors import DataError
 
 ROWS = 1024
-"""Largest number of rows in a batch of the decoded file."""
+"""Maximum number of rows per batch of the decoded file."""
 STAMP = b"shardwise"
-"""Key of the metadata with the size and the time of the Parquet file."""
+"""Metadata key for the size and modification time of the Parquet file."""
 
 
 class ParquetRows(FileDataset):
@@ -131,7 +131,6 @@ class _Table:
         self.rows = self._ends[-1]
 
     def row(self, row: int) -> dict[str, Any]:
-        """Return a row as a dict of Python values."""
         at = bisect.bisect_right(self._ends, row)
         first = self._ends[at] - self._batches[at].num_rows
         sample: dict[str, Any] = self._batches[at].slice(row - first, 1).to_pylist()[0]

@@ -51,7 +51,7 @@ class PackedCut:
         return [[share[turn] for share in shares] for turn in range(count)]
 
     def micro_batches(self, steps: Iterable[Sequence[int]], epoch: int) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of `steps`. A step's first row is its stand-in."""
+        """Yield this rank's micro-batches of `steps`. The stand-in is the step's first row."""
         own = self.rank if self.shards is None else self.shards.rank
         all_lengths, packing = self.budget.lengths, self.budget.packing
         assert all_lengths is not None

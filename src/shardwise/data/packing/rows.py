@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 class RowPacker:
     """Packs items, added one by one, into at most `count` rows of `row` tokens.
 
-    A new item is added to the fullest row that has enough space (best fit). If no row has, all
-    items are assigned again from the longest to the shortest, which needs at most about 11/9 of the
-    optimal number of rows (Johnson 1974).
+    A new item is added to the fullest row that has enough space (best fit). If there is no such
+    row, all items are assigned again from the longest to the shortest, which needs at most about
+    11/9 of the optimal number of rows (Johnson 1974).
     """
 
     def __init__(self, row: int, count: int) -> None:

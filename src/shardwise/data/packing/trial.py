@@ -25,7 +25,8 @@ from shardwise.errors import DataError
 from shardwise.world.randomness import preserved
 
 MOST_PARAMETERS = 50_000_000
-"""Largest model that is tested. Its copy and two sets of gradients take 1.2 GB in fp64."""
+"""Size of the largest model that is tested. In fp64, its copy and two sets of gradients take
+1.2 GB."""
 ROWS = ((5, 2, 7), (6, 4))
 """Lengths of the documents in each row."""
 ROW = 14

@@ -1,4 +1,4 @@
-"""Implements deepspeed.ops.adam: DeepSpeed's names for torch's Adam and AdamW."""
+"""Implements deepspeed.ops.adam: torch's Adam and AdamW under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
 class _TorchAdamCheck(type):
-    """Makes `isinstance(optimizer, FusedAdam)` true for the torch optimizers that it returns."""
+    """Metaclass that makes `isinstance(optimizer, FusedAdam)` true for torch's Adam and AdamW."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return type(instance) in (optim.Adam, optim.AdamW)
 
 
 class FusedAdam(metaclass=_TorchAdamCheck):
-    """torch's AdamW, or Adam if `adam_w_mode` is False, without weight decay by default.
+    """torch's AdamW, or torch's Adam if `adam_w_mode` is False. Weight decay is off by default.
 
     The engine uses torch's fused kernels if the device has them.
 
@@ -51,9 +51,9 @@ class FusedAdam(metaclass=_TorchAdamCheck):
 
 
 class DeepSpeedCPUAdam(metaclass=_TorchAdamCheck):
-    """torch's AdamW, or Adam if `adamw_mode` is False, without weight decay by default.
+    """torch's AdamW, or torch's Adam if `adamw_mode` is False. Weight decay is off by default.
 
-    `--offload-optimizer` determines the tier of its state.
+    `--offload-optimizer` determines where its state is stored.
 
     Raises:
         ConfigError: If torch's optimizers lack an option.

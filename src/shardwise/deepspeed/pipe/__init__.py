@@ -1,9 +1,9 @@
-"""Implements deepspeed.pipe: sequences of layers that are trained on the stages of a pipeline.
+"""Implements deepspeed.pipe, which trains a sequence of layers on the stages of a pipeline.
 
 layers.py         LayerSpec, TiedLayerSpec: layers to build later; the stages that run them
 partition.py      assigns layers to stages (pure arithmetic)
 module.py         PipelineModule: the model, its stages, its loss
-topology.py       the coordinates of ranks along the axes
+topology.py       the ranks' coordinates along the axes
 engine.py         PipelineEngine: train_batch and eval_batch
 """
 

@@ -1,4 +1,4 @@
-"""PipelineEngine, which trains a PipelineModule with one complete update per call."""
+"""Implements PipelineEngine, which trains a PipelineModule with one complete update per call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PipelineEngine(DeepSpeedEngine):
     """The engine of a PipelineModule. Created by `deepspeed.initialize`.
 
     `train_batch` reads `gradient_accumulation_steps` batches, which are pairs of inputs and labels,
-    and updates the parameters once. All ranks of a pipeline read the same batches, even ranks of
+    and updates the parameters once. All ranks of a pipeline must read the same batches, even in
     middle stages.
 
     Example:
@@ -66,9 +66,9 @@ class PipelineEngine(DeepSpeedEngine):
         return self.gradient_accumulation_steps()
 
     def read(self, dataset: Any) -> Any:
-        """Create and return a loader for calls of `train_batch` without an iterator.
+        """Create a loader for `train_batch` calls without an iterator, and return it.
 
-        It reads the dataset repeatedly in its own order.
+        The loader repeats the dataset in its own order.
 
         Args:
             dataset: A map-style dataset of pairs of inputs and labels.
@@ -81,15 +81,15 @@ class PipelineEngine(DeepSpeedEngine):
         return loader
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Set the loader for calls of `train_batch` without an iterator."""
+        """Set the loader for `train_batch` calls without an iterator."""
         self._data = iter(loader)
 
     def set_dataiterator(self, iterator: Batches) -> None:
-        """Set the iterator for calls of `train_batch` without one."""
+        """Set the iterator for `train_batch` calls without one."""
         self._data = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set a function that converts a loader's batches to pairs of inputs and labels."""
+        """Set a function that converts a loader's batches into pairs of inputs and labels."""
         self._batch_fn = fn
 
     def reset_activation_shape(self) -> None:
@@ -173,12 +173,12 @@ class PipelineEngine(DeepSpeedEngine):
                 pipeline.
             return_logits: Whether to return the outputs of the last batch too.
             compute_loss: Whether to compute losses. If False, the outputs are averaged instead.
-            reduce_output: "avg", or None for a list with the value of each batch.
+            reduce_output: "avg", or None for a list with each batch's value.
             bcast_loss: Ignored, because all ranks get the result.
             num_micro_batches: Number of batches (default: `gradient_accumulation_steps`).
 
         Returns:
-            The mean over all batches and ranks or, with `return_logits`, a pair of the mean and the
+            The mean over all batches and ranks. With `return_logits`, a pair of this mean and the
             outputs.
 
         Raises:
@@ -198,7 +198,7 @@ class PipelineEngine(DeepSpeedEngine):
         return (result, self._whole(outputs)) if return_logits else result
 
     def _whole(self, found: Any) -> Any:
-        """Copy the result of a stage to every rank of its pipeline. Collective."""
+        """Copy a stage's output `found` to every rank of its pipeline. Collective."""
         return pytree.tree_map_only(Tensor, lambda x: x.cpu().to(self.device), found)
 
     def _mean(self, values: list[Any], reduce_output: str) -> Any:
@@ -213,15 +213,15 @@ class PipelineEngine(DeepSpeedEngine):
     # -- calls that a plain engine supports ---------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because the stages process different micro-batches at the same time."""
         raise _of_batches("forward")
 
     def backward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because the stages process different micro-batches at the same time."""
         raise _of_batches("backward")
 
     def step(self, *inputs: Any, **kwargs: Any) -> NoReturn:
-        """Raise UsageError, because stages run different micro-batches at a time."""
+        """Raise UsageError, because the stages process different micro-batches at the same time."""
         raise _of_batches("step")
 
     def is_first_stage(self) -> bool:
@@ -242,10 +242,7 @@ def _of_batches(call: str) -> UsageError:
 
 
 def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
-    """Raise UsageError on all ranks if ranks of one replica have different `batches`.
-
-    Collective.
-    """
+    """Raise UsageError on all ranks if a replica's ranks have different `batches`. Collective."""
     found = world.gather([_described(leaf) for leaf in pytree.tree_leaves(list(batches))])
     for rank, tensors in enumerate(found):
         first = rank - rank % world.mesh.replica
@@ -261,7 +258,7 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """Return a description of `leaf` for comparison. Tensors are described by a fingerprint."""
+    """Return a value that ranks can compare instead of `leaf`. For tensors, it is a fingerprint."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))

@@ -1,4 +1,4 @@
-"""Layers to build later (LayerSpec, TiedLayerSpec), and the stages that run them."""
+"""Implements layers that are built later (LayerSpec, TiedLayerSpec), and stages that run layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 
 
 class LayerSpec:
-    """A layer to build later.
+    """A layer that is built later.
 
     Args:
         typename: A module class.
@@ -44,12 +44,12 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer whose module is shared with all layers of the same key.
+    """A layer that shares its module with all layers of the same key.
 
     Args:
         key: Layers with the same key share one module, with all of its parameters.
-        typename: A class of modules.
-        *module_args, **module_kwargs: Its arguments.
+        typename: A module class.
+        *module_args, **module_kwargs: Its constructor arguments.
         forward_fn: Called as `forward_fn(module, input)` (default: the module's forward).
         tied_weight_attr: Ignored, because all parameters are shared.
 
@@ -83,7 +83,7 @@ class TiedLayerSpec(LayerSpec):
 
 @dataclass(frozen=True, eq=False)
 class PlacedLayer:
-    """A layer with its index.
+    """A layer and its index, `number`, in the PipelineModule.
 
     `call` runs the layer. `module` owns its parameters, and is None for a function.
     """
@@ -97,9 +97,9 @@ class PlacedLayer:
 
 @dataclass
 class Recomputing:
-    """Activation checkpointing.
+    """Options of activation checkpointing.
 
-    Backward recomputes `interval` consecutive layers at a time, or none if 0.
+    The backward pass recomputes `interval` consecutive layers at a time, or none if it is 0.
     """
 
     interval: int
@@ -145,7 +145,7 @@ class Stage(nn.Module):
 
 
 def _chained(row: Sequence[PlacedLayer]) -> Callable[..., Any]:
-    """Return a function that runs the layers of `row`. Several inputs are passed as a tuple."""
+    """Return a function that runs the layers in `row`. Several inputs are passed as a tuple."""
 
     def run(*inputs: Any) -> Any:
         x = inputs[0] if len(inputs) == 1 else inputs

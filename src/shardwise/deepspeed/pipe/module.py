@@ -1,4 +1,4 @@
-"""PipelineModule, a model that is a sequence of layers, divided into the stages of a pipeline."""
+"""Implements PipelineModule, a sequence of layers that is divided into pipeline stages."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class PipelineModule(nn.Module):
     def _place(
         self, number: int, layer: Any, seed: Callable[[int], Any] | None, base: int
     ) -> PlacedLayer:
-        """Return layer `number`, after registering its module under DeepSpeed's name."""
+        """Register the module of layer `number` under DeepSpeed's name, and return the layer."""
         if seed is not None:
             seed(base + number)
         if isinstance(layer, PipelineModule):
@@ -154,7 +154,7 @@ class PipelineModule(nn.Module):
         return starts_of(self._method, names, sizes, adds_parameters(layers), stages)
 
     def modules_of_stages(self, stages: int) -> list[tuple[str, nn.Module]]:
-        """Return a name and a module for each of `stages` stages, which the pipeline runs."""
+        """Return the name and the module of each of `stages` stages, for Shardwise's pipeline."""
         edges = [*self._starts(stages), len(self._places)]
         cut = [self._places[a:b] for a, b in pairwise(edges)]
         # Do not register them as children of this module, because names in the state_dict are
@@ -201,7 +201,7 @@ class PipelineModule(nn.Module):
         return self._recomputing.interval
 
     def topology(self) -> ProcessTopology:
-        """Return the coordinates of the ranks along the axes."""
+        """Return the ranks' coordinates along the axes."""
         world = self._world
         return PipeModelDataParallelTopology(
             world.pipeline_size, world.tensor_size, world.data_size
@@ -213,9 +213,9 @@ class PipelineModule(nn.Module):
 
 
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
-    """Return the axes that a script requests.
+    """Return the axis sizes that a script requests.
 
-    Raises UsageError if it requests none, or a size that does not fit.
+    Raises UsageError if it requests none, or a size that does not fit `workers`.
     """
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:

@@ -1,4 +1,4 @@
-"""Assigns the layers of a PipelineModule to stages, by its partition_method. Pure arithmetic."""
+"""Assigns a PipelineModule's layers to stages, by its partition_method. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from shardwise.parallel.pipeline.partition import balanced_starts, with_trainabl
 def starts_of(
     method: str, names: Sequence[str], sizes: Sequence[int], adds: Sequence[bool], stages: int
 ) -> list[int]:
-    """Return the first layer of each of `stages` stages. A stage has at least one layer.
+    """Return the index of each stage's first layer. Every stage has at least one layer.
 
     Args:
         method: "uniform" gives each stage an equal number of layers. "parameters" and "type:REGEX"
             minimise the largest stage, measured in trained elements or in layers of matching types.
-        names: The types of the layers.
+        names: The type name of each layer.
         sizes: Number of trained elements in each layer.
         adds: For each layer, whether it trains a parameter that no earlier layer has.
+        stages: Number of stages.
 
     Raises:
         UsageError: If the method is unknown, the pattern matches nothing, or there are more stages

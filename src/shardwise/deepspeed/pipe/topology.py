@@ -1,8 +1,8 @@
-"""Coordinates of ranks along the axes pipe, data and model, under DeepSpeed's names.
+"""Implements rank coordinates along the axes pipe, data and model, under DeepSpeed's names.
 
 For any order of these axes, ranks are numbered as in Shardwise: rank = (data x stages + stage) x
-model + part. DeepSpeed numbers them differently, with the data axis inside. Scripts that use the
-methods of these classes do not notice the difference.
+model + part. DeepSpeed numbers them differently, with data varying faster than stages. Scripts that
+use these classes' methods do not notice the difference.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ AXES = ("data", "pipe", "model")
 
 
 class ProcessTopology:
-    """Ranks in a grid whose axes have the names `axes` and the lengths `dims`.
+    """A grid of ranks with the axis names `axes` and the axis lengths `dims`.
 
-    If all axes are in AXES, ranks are numbered in the order of AXES, else in the order of `axes`.
+    If all axes are in AXES, ranks are numbered in the order of AXES, otherwise in the order of
+    `axes`.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -42,7 +43,7 @@ class ProcessTopology:
         return self.mapping[self.ProcessCoord(**coordinates)]
 
     def get_axis_names(self) -> list[str]:
-        """Return the names of the axes, in the order of the constructor."""
+        """Return the axis names, in the order of the constructor."""
         return self.axes
 
     def get_dim(self, axis: str) -> int:
@@ -50,7 +51,7 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_coord(self, rank: int) -> Any:
-        """Return the coordinates of `rank`, a named tuple with the names of the axes."""
+        """Return the coordinates of `rank`, as a named tuple with the axis names."""
         return next(place for place, number in self.mapping.items() if number == rank)
 
     def world_size(self) -> int:
@@ -108,7 +109,7 @@ class PipelineParallelGrid:
         return self._world.tensor_rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Return the number of ranks between which each layer is split."""
+        """Return the number of ranks across which each layer is split."""
         return self.model_parallel_size
 
     get_pipe_parallel_rank = get_stage_id

@@ -143,7 +143,7 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
 
 
 def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
-    """Return the operations by unit and phase. Operations outside units are under BEFORE or AFTER."""
+    """Return operations by unit and phase. Those outside units are under BEFORE or AFTER."""
     inside = [number for number, each in enumerate(record.operations) if each.unit >= 0]
     first, last = (inside[0], inside[-1]) if inside else (0, -1)
     placed: dict[tuple[int, str], list[Operation]] = defaultdict(list)
@@ -223,5 +223,5 @@ ITEM = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def peak_of(dtype: str) -> str:
-    """Return the name under which the catalogue lists a torch dtype's peak rate (default: "fp32")."""
+    """Return the catalogue's name for the peak rate of a torch dtype (default: "fp32")."""
     return "fp8" if dtype.startswith("float8") else PEAKS.get(dtype, "fp32")

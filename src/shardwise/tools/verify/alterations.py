@@ -6,6 +6,7 @@
     batches      divides a library's per-worker batch size, so that the total stays the same
     split        random_split uses the same fixed generator on all ranks
     draws        all ranks draw the same random numbers after each step
+    noise        random tensors with a row per sample are drawn for the total batch
     loss         multiplies losses by a factor
     weight       ignores weight= and reduction=, so that losses are weighted by their graphs
     lr           uses the reference's learning rates, step by step
@@ -93,6 +94,35 @@ def _draws(value: Any) -> None:
         randomness.seed_everything(randomness.seed_from(current().seed, "alike", engine.steps))
 
     _around_step(after=after)
+
+
+def _noise(value: Any) -> None:
+    for name in watching.NOISE:
+        _draw_for_total_batch(name)
+
+
+def _draw_for_total_batch(name: str) -> None:
+    plain = getattr(torch, name)
+
+    @wraps(plain)
+    def drawing(*args: Any, **kwargs: Any) -> Any:
+        drawn = plain(*args, **kwargs)
+        if watching.caller(1) is None or not watching.has_rows_of_batch(drawn, kwargs):
+            return drawn
+        shape = drawn.shape[1:]
+
+        def make(rows: int) -> Tensor:
+            if name.endswith("_like"):
+                return plain(args[0].new_empty(rows, *shape), *args[1:], **kwargs)  # type: ignore[no-any-return]
+            # Arguments that are not part of the shape, such as the bounds of randint.
+            sized = "size" in kwargs or not isinstance(args[-1], int)
+            bounds = args[: len(args) - ("size" not in kwargs)] if sized else ()
+            more = {key: each for key, each in kwargs.items() if key != "size"}
+            return plain(*bounds, (rows, *shape), **more)  # type: ignore[no-any-return]
+
+        return current().draw(make)
+
+    setattr(torch, name, drawing)
 
 
 def _loss(factor: float) -> None:
@@ -299,6 +329,7 @@ _ALTERATIONS: dict[str, Callable[[Any], None]] = {
     "batches": _batches,
     "split": _split,
     "draws": _draws,
+    "noise": _noise,
     "loss": _loss,
     "weight": _weight,
     "lr": _lr,

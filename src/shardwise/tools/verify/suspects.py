@@ -43,6 +43,7 @@ def list_suspects(
     # Test general suspects last, because the alteration "size" also hides specific errors that
     # involve the number of workers.
     return [
+        *_of_noise(other.facts),
         *_of_data(facts, comparison, first, size, ahead),
         *_of_weight(facts),
         *_of_loss(reference, other, first, size),
@@ -71,6 +72,21 @@ def quote_lines(facts: Mapping[str, Any], name: str) -> str:
     lines = list(facts.get(name, ()))
     more = f" and {len(lines) - MANY} more" if len(lines) > MANY else ""
     return f" at {', '.join(lines[:MANY])}{more}" if lines else ""
+
+
+def _of_noise(facts: Mapping[str, Any]) -> Iterator[Suspect]:
+    """Yield a suspect if the script draws a random number for each sample in its loop."""
+    if facts.get("noise"):
+        yield Suspect(
+            name="noise",
+            words=f"random numbers for the samples of a batch{quote_lines(facts, 'noise')}: after "
+            "training has begun, each worker draws its own. Drawn once for the total batch, they "
+            "do not depend on the number of workers, and the runs agree. Write "
+            "world.draw(lambda n: torch.randn(n, ...)), where n is the number of samples of all "
+            "workers; it returns this worker's rows.",
+            alter={"noise": True},
+            in_reference=True,
+        )
 
 
 def _of_data(

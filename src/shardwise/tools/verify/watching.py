@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch import nn
 
 import shardwise
 from shardwise.engine import usage_checks
-from shardwise.world.world import World
+from shardwise.world.world import World, current, has_joined
 
 OURS = tuple(f"{Path(str(each.__file__)).parent}{os.sep}" for each in (shardwise, torch))
 """Folders of Shardwise and torch, whose code is not user code."""
@@ -35,6 +35,8 @@ USERS: set[str] = set()
 RANKS = ("rank", "local_rank", "data_rank", "is_main")
 SIZES = ("size", "local_size", "data_size")
 HOROVOD = {"rank": "rank", "local_rank": "rank", "size": "size", "local_size": "size"}
+NOISE = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like")
+"""Functions of torch that draw random tensors of a given shape."""
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "rrelu")
 
 
@@ -141,6 +143,8 @@ def watch(facts: Facts) -> None:
     _watch_calls(torch.utils.data.DataLoader, "__iter__", facts, "loader")
     for name in DROPOUTS:
         _watch_dropout(name, facts)
+    for name in NOISE:
+        _watch_noise(name, facts)
     _watch_attention(facts)
     _note_weights(facts)
     _follow_engines(facts)
@@ -177,6 +181,34 @@ def _watch_dropout(name: str, facts: Facts) -> None:
         return plain(*args, **kwargs)
 
     setattr(F, name, noting)
+
+
+def _watch_noise(name: str, facts: Facts) -> None:
+    plain = getattr(torch, name)
+
+    @wraps(plain)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        drawn = plain(*args, **kwargs)
+        line = caller(1)
+        if line is not None and has_rows_of_batch(drawn, kwargs):
+            facts.note("noise", line)
+        return drawn
+
+    setattr(torch, name, noting)
+
+
+def has_rows_of_batch(drawn: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether `drawn` has a row for each of this rank's rows of the training batch.
+
+    `kwargs` are the keyword arguments that it was drawn with. A `generator` in them belongs to the
+    script, which may have seeded it in any way, so the result is then False.
+    """
+    batch = current().current_batch.batch if has_joined() else None
+    if batch is None or batch.rows is None or kwargs.get("generator") is not None:
+        return False
+    # A rank without samples gets a stand-in of one row.
+    rows = max(1, batch.rows[1] - batch.rows[0])
+    return torch.is_grad_enabled() and drawn.ndim > 0 and drawn.size(0) == rows
 
 
 def _watch_attention(facts: Facts) -> None:
