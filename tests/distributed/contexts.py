@@ -1,5 +1,6 @@
 """A small language model with attention, and its training in one plain process."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,16 @@ WIDTH, WORDS, LONGEST = 8, 11, 16
 class Block(nn.Module):
     """Grouped-query attention, and a two-layer network or a mixture of them."""
 
-    def __init__(self, heads: int, groups: int, experts: dict[str, Any] | None) -> None:
+    def __init__(
+        self, heads: int, groups: int, experts: dict[str, Any] | None, dropout: float
+    ) -> None:
         super().__init__()
         self.heads, self.groups, features = heads, groups, WIDTH // heads
+        self.dropout = dropout
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.q = nn.Linear(WIDTH, heads * features)
-        self.kv = nn.Linear(WIDTH, 2 * groups * features)
+        self.k = nn.Linear(WIDTH, groups * features)
+        self.v = nn.Linear(WIDTH, groups * features)
         self.out = nn.Linear(heads * features, WIDTH)
         if experts is None:
             self.wide, self.narrow = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
@@ -33,12 +38,14 @@ class Block(nn.Module):
         rows, tokens, _ = x.shape
         h = self.norm(x)
         q = self.q(h).view(rows, tokens, self.heads, -1).transpose(1, 2)
-        k, v = self.kv(h).view(rows, tokens, 2 * self.groups, -1).transpose(1, 2).chunk(2, 1)
+        k = self.k(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
+        v = self.v(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
         attended = F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             enable_gqa=self.heads != self.groups,
         )
@@ -47,15 +54,23 @@ class Block(nn.Module):
         return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
 
 
+PLAN = {"blocks.*": sw.Attention(qkv=("q", "k", "v"), out="out", heads="heads", kv_heads="groups")}
+"""The plan for `--tensor`. The two-layer networks are found without it."""
+
+
 class Model(nn.Module):
     """Embeddings of words and of given positions, two blocks, and a tied head."""
 
     def __init__(
-        self, heads: int = 4, groups: int = 4, experts: dict[str, Any] | None = None
+        self,
+        heads: int = 4,
+        groups: int = 4,
+        experts: dict[str, Any] | None = None,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.ModuleList([Block(heads, groups, experts) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(heads, groups, experts, dropout) for _ in range(2)])
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -85,6 +100,8 @@ class Problem:
     """True if the script divides the loss by its own number of labels, which may be 0."""
     experts: dict[str, Any] | None = None
     """Options of `sw.MoE` in each block, or None for dense blocks."""
+    dropout: float = 0.0
+    """Probability with which attention drops a score."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     method: str = "auto"
@@ -92,7 +109,7 @@ class Problem:
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
         torch.manual_seed(7 + self.seed)
-        return Model(self.heads, self.groups, self.experts).double()
+        return Model(self.heads, self.groups, self.experts, self.dropout).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters."""
@@ -180,11 +197,13 @@ def logits_of(model: nn.Module, problem: Problem, world: sw.World | None = None)
         return model(ids, positions, mask if problem.mask else None)
 
 
-def trained(world: sw.World, problem: Problem) -> dict[str, Any]:
-    """Train with an engine on this rank. Return what to compare."""
-    model = problem.model()
+def trained(
+    world: sw.World, problem: Problem, wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+) -> dict[str, Any]:
+    """Train with an engine on this rank. Return what to compare. `wrap` may compile the model."""
+    model = wrap(problem.model())
     optimizer = problem.optimizer_of(model)
-    engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+    engine = sw.Engine(model, optimizer, tensor_plan=PLAN, quiet=True, **problem.settings)
     losses, norms = [], []
     for step in range(problem.steps):
         batches = problem.batches(step)

@@ -1,12 +1,21 @@
 """`--context`: training on parts of sequences equals that of one process on whole ones."""
 
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.errors import DataError, GuardError, ModelError, UsageError
@@ -18,7 +27,7 @@ ROUTED = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02}
 """Router losses and a selection bias."""
 
 CASES = {
-    # ranks, parts per sequence, training, and ranks over which experts are spread
+    # ranks, parts per sequence, training, and other axes of the mesh
     "zero 0": (2, 2, Problem(settings={"zero": 0})),
     "zero 1": (2, 2, Problem("adamw", settings={"zero": 1})),
     "zero 2": (2, 2, Problem("adamw", rows=(2, 3), settings={"zero": 2})),
@@ -37,7 +46,7 @@ CASES = {
     "a part without labels, divided by 0": (2, 2, Problem(unlabelled=6, own_mean=True)),
     # Parts of sequences are tokens like others, also for router losses of the whole batch.
     "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, own_mean=True, settings={"zero": 2})),
-    "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), 2),
+    "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), {"expert": 2}),
     "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
 }
 
@@ -47,7 +56,7 @@ SPREAD = {
         4,
         context,
         Problem(optimizer, rows=(2, 3), experts=ROUTED, settings={"zero": zero}),
-        expert,
+        {"expert": expert},
     )
     for optimizer in ("sgd", "adamw")
     for zero in range(4)
@@ -55,9 +64,39 @@ SPREAD = {
 }
 
 
+SPLIT = {"rows": (2, 3), "length": 11}
+TENSOR = {
+    # training with --tensor 2 --context 2
+    "zero 0": Problem(**SPLIT, settings={"zero": 0}),
+    "zero 1, padding": Problem(mask="padding", settings={"zero": 1}),
+    "zero 2, AdamW": Problem("adamw", **SPLIT, settings={"zero": 2}),
+    "zero 3, AdamW, grouped heads": Problem("adamw", **SPLIT, groups=2, settings={"zero": 3}),
+    "recomputed": Problem(**SPLIT, settings={"zero": 3, "activations": "recomputed"}),
+    "sequence parallel": Problem(
+        **SPLIT, settings={"zero": 2, "sequence_parallel": True, "activations": "recomputed"}
+    ),
+    "gathered": Problem(mask="documents", method="gathered", unlabelled=6, own_mean=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "sequence parallel" else pytest.mark.full) for n in TENSOR],
+)
+def test_equals_one_process_with_split_layers(group, name):
+    check(group, 4, 2, TENSOR[name], tensor=2)
+
+
+@pytest.mark.full
+def test_equals_one_process_on_three_axes(group):
+    problem = Problem("adamw", rows=(3,), settings={"zero": 3})
+    check(group, 8, 2, problem, tensor=2)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_equals_one_process(group, name):
-    check(group, *CASES[name])
+    size, context, problem, *axes = CASES[name]
+    check(group, size, context, problem, **(axes[0] if axes else {}))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +107,8 @@ def test_equals_one_process(group, name):
     ],
 )
 def test_spreads_experts_over_parts_of_sequences(group, name):
-    check(group, *SPREAD[name])
+    size, context, problem, axes = SPREAD[name]
+    check(group, size, context, problem, **axes)
 
 
 def random_case(seed: int) -> tuple[int, int, Problem]:
@@ -109,11 +149,32 @@ def test_random_program_equals_one_process(group, seed):
     check(group, *random_case(seed))
 
 
-def check(group: Groups, size: int, context: int, problem: Problem, expert: int = 1) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_random_program_with_split_layers_equals_one_process(group, seed):
+    *_, problem = random_case(seed)
+    draw = Random(seed)
+    # With 3 heads, ranks have 2 or 1, so context groups compute attention with different methods.
+    heads = draw.choice([2, 3, 4, 8])
+    problem = replace(
+        problem,
+        length=draw.randint(4, 16),
+        unlabelled=draw.randrange(3),
+        heads=heads,
+        groups=draw.choice([n for n in range(2, heads + 1) if heads % n == 0]),
+        mask=draw.choice(["", "padding", "documents", "window"]),
+        settings=problem.settings | {"sequence_parallel": draw.random() < 0.5},
+        method=draw.choice(["auto", "gathered"]),
+    )
+    check(group, 4, 2, problem, tensor=2)
+
+
+def check(group: Groups, size: int, context: int, problem: Problem, **axes: int) -> None:
     """Compare a training on `size` ranks with one in this process."""
     expected = plain(problem)
     method = {} if context == 1 else {"context_method": problem.method}
-    everyone = group(size, context=context, expert=expert, **method)(trained, problem)
+    everyone = group(size, context=context, **axes, **method)(trained, problem)
+    replica = axes.get("tensor", 1)
     for rank, ours in enumerate(everyone):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)
@@ -122,8 +183,8 @@ def check(group: Groups, size: int, context: int, problem: Problem, expert: int 
         # Evaluation is cut as well: the first rows of the last batch, and a part of each.
         whole = expected["logits"]
         for dim, number, index in (
-            (0, size // context, rank // context),
-            (1, context, rank % context),
+            (0, size // replica // context, rank // replica // context),
+            (1, context, rank // replica % context),
         ):
             cuts = even_cuts(whole.size(dim), number)
             whole = whole.narrow(dim, cuts[index], cuts[index + 1] - cuts[index])
@@ -142,31 +203,200 @@ def test_loader_cuts_sequences(group):
     assert parts[1] == [[[2, 3, 4], [7, 8, 9]], [[12, 13, 14], [17, 18, 19]]]
 
 
-def saved_or_resumed(world: sw.World, problem: Problem, folder: Path) -> dict[str, Tensor]:
-    """Train to step 1 and save, or resume after it and train to step 2."""
+def one_more_step(world: sw.World, problem: Problem, step: int, folder: Path) -> dict[str, Tensor]:
+    """Resume, unless this is the first step, train one step, and save."""
     model = problem.model()
-    resumes = folder.exists()
     engine = sw.Engine(model, problem.optimizer_of(model), quiet=True, **problem.settings)
-    if resumes:
-        engine.resume(folder)
-    batch = world.share(problem.batches(int(resumes))[0])
+    assert engine.resume(folder) == step
+    batch = world.share(problem.batches(step)[0])
     engine.backward(problem.loss_of(model, batch))
     engine.step(max_norm=0.5)
-    if not resumes:
-        engine.save(folder)
+    engine.save(folder)
     with engine.full_parameters():
         values = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine.close()
     return values
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
-def test_resumes_at_other_context(group, tmp_path, before, after):
-    problem = Problem("adamw", steps=2, settings={"zero": 2})
-    group(before, context=before)(saved_or_resumed, problem, tmp_path / "saved")
-    for ours in group(after, context=after)(saved_or_resumed, problem, tmp_path / "saved"):
+@pytest.mark.parametrize("sizes", [(4, 1, 4), pytest.param((1, 2, 4, 1), marks=pytest.mark.full)])
+def test_resumes_at_other_context(group, tmp_path, sizes):
+    problem = Problem("adamw", steps=len(sizes), settings={"zero": 2})
+    for step, size in enumerate(sizes):
+        everyone = group(size, context=size)(one_more_step, problem, step, tmp_path / "saved")
+    for ours in everyone:
         for name, value in plain(problem)["values"].items():
             torch.testing.assert_close(ours[name], value, rtol=1e-8, atol=1e-10)
+
+
+# -- torch.compile --------------------------------------------------------------------------
+
+
+def compiled(world: sw.World, how: str) -> dict[str, Any]:
+    """Train with blocks or a model that torch.compile splits into graphs around attention."""
+    torch._dynamo.reset()
+    # Dynamo itself inspects it, for any input that is not a leaf.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    def compile_model(model: nn.Module) -> nn.Module:
+        if how == "model":
+            model.compile(backend=backend)
+        return model
+
+    problem = Problem("adamw", steps=2, settings={"zero": 3, "compile": how == "blocks"})
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        results = trained(world, problem, compile_model)
+    assert len(graphs) > 3, graphs
+    return results
+
+
+@pytest.mark.parametrize("how", ["blocks", pytest.param("model", marks=pytest.mark.full)])
+def test_compiled_equals_one_process(group, how):
+    expected = plain(Problem("adamw", steps=2))
+    for ours in group(2, context=2)(compiled, how):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def compiled_before(world: sw.World) -> None:
+    """Run a compiled model with the shapes of a part before an engine replaces attention."""
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    problem = Problem(length=8)
+    model = problem.model()
+    for block in model.blocks:
+        block.compile(backend="eager")
+    batch = problem.batches(0)[0]
+    problem.loss_of(model, tuple(each[:, :4] for each in batch)).backward()
+    model.zero_grad()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+    loss = problem.loss_of(model, world.share(batch))
+    engine.backward(loss)
+    expected = problem.loss_of(problem.model(), batch).item()
+    assert engine.step().loss == pytest.approx(expected, rel=1e-8)
+    engine.close()
+
+
+@pytest.mark.full
+def test_compiled_before_the_engine(group):
+    group(2, context=2)(compiled_before)
+
+
+# -- islands --------------------------------------------------------------------------------
+
+
+def trained_on_islands(world: sw.World, settings: dict[str, Any]) -> list[Any]:
+    """Return losses and the values that islands agree on."""
+    problem = Problem("adamw", steps=4, rows=(4,))
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True, **settings)
+    losses = []
+    for step in range(problem.steps):
+        engine.backward(problem.loss_of(model, world.share(problem.batches(step)[0])))
+        losses.append(engine.step().loss)
+    with engine.anchor(), engine.full_parameters():
+        values = [p.detach().clone() for p in model.parameters()]
+    engine.close()
+    return [losses, values]
+
+
+@pytest.mark.parametrize(
+    ("islands", "settings"),
+    [
+        ({"islands": 2}, {"equal_every": 2, "zero": 2}),
+        pytest.param({"islands": 2, "behind": 1}, {}, marks=pytest.mark.full),
+    ],
+)
+def test_islands_of_context_groups_equal_islands_of_one_worker(group, islands, settings):
+    expected = group(2, **islands)(trained_on_islands, settings)
+    ours = group(4, **islands, context=2)(trained_on_islands, settings)
+    for rank, (losses, values) in enumerate(ours):
+        # With --behind, the first step has no loss yet.
+        assert losses == pytest.approx(expected[rank // 2][0], rel=1e-8, nan_ok=True)
+        for mine, theirs in zip(values, expected[rank // 2][1], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-10)
+
+
+# -- dropout ---------------------------------------------------------------------------------
+
+
+def attention_with_fixed_dropout(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, **options: Any
+) -> Tensor:
+    """Drop probabilities by their own digits, so that one process drops the same ones."""
+    options.pop("enable_gqa")
+    mask = torch.ones(query.size(2), key.size(2)).tril().log().double()
+    if not options.pop("is_causal"):
+        mask = options["attn_mask"]
+        mask = mask.double().log() if mask.dtype == torch.bool else mask
+    weights = (query @ key.mT * query.size(3) ** -0.5 + mask).softmax(-1)
+    if dropout_p > 0:
+        weights = weights * ((weights * 1e3).frac() > dropout_p) / (1 - dropout_p)
+    return weights @ value
+
+
+def trained_with_fixed_dropout(world: sw.World | None, problem: Problem) -> dict[str, Any]:
+    before, F.scaled_dot_product_attention = (
+        F.scaled_dot_product_attention,
+        attention_with_fixed_dropout,
+    )
+    try:
+        return plain(problem) if world is None else trained(world, problem)
+    finally:
+        F.scaled_dot_product_attention = before
+
+
+@pytest.mark.parametrize("method", ["ulysses", pytest.param("gathered", marks=pytest.mark.full)])
+def test_drops_attention_like_one_process(group, method):
+    problem = Problem(dropout=0.4)
+    expected = trained_with_fixed_dropout(None, problem)
+    assert expected["losses"] != pytest.approx(plain(Problem())["losses"], rel=1e-3)
+    everyone = group(2, context=2, context_method=method)(trained_with_fixed_dropout, problem)
+    for ours in everyone:
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+class WithDropout(Model):
+    """Records the dropout mask of its embeddings."""
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = F.dropout(self.words(ids) + self.places(positions), 0.3, self.training)
+        self.dropped = x.detach() == 0
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x) @ self.words.weight.T
+
+
+def masks_and_losses(world: sw.World, activations: str) -> list[Any]:
+    """Return each step's mask and loss with torch's own dropout."""
+    torch.manual_seed(7)
+    model = WithDropout(dropout=0.2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    engine = sw.Engine(model, optimizer, quiet=True, activations=activations)
+    found = []
+    # Draw the batches first, because this seeds all workers alike.
+    for batch in [Problem(length=8).batches(step)[0] for step in range(2)]:
+        engine.backward(Problem().loss_of(model, world.share(batch)))
+        found.append((model.dropped.flatten().tolist(), engine.step().loss))
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("method", ["ulysses", pytest.param("gathered", marks=pytest.mark.full)])
+def test_each_worker_drops_others_and_recomputes_the_same(group, method):
+    ranks = group(2, context=2, context_method=method)
+    kept = ranks(masks_and_losses, "kept")
+    assert ranks(masks_and_losses, "recomputed") == kept
+    masks = [mask for ours in kept for mask, _ in ours]
+    assert len({str(mask) for mask in masks}) == 4
+    assert 0.15 < sum(map(sum, masks)) / sum(map(len, masks)) < 0.45
 
 
 # -- models that are not token by token ------------------------------------------------------
@@ -238,6 +468,35 @@ class OneRankFails(Model):
         return super().forward(ids, positions, mask)
 
 
+class OwnRandomness(Model):
+    """Skips all blocks for some rows, or at some times."""
+
+    def __init__(self, draw: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        for block in self.blocks:
+            x = x + (block(x, mask) - x) * self.draw(len(ids))
+        return self.norm(x) @ self.words.weight.T
+
+
+class Alibi(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        distances = positions[:, None, :, None] - positions[:, None, None, :]
+        bias = -distances * 0.5 ** torch.arange(1.0, 5.0)[:, None, None]
+        return super().forward(ids, positions, bias.masked_fill(distances < 0, -torch.inf))
+
+
+class Flex(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        heads = x.view(*ids.shape, 2, -1).transpose(1, 2)
+        x = flex_attention(heads, heads, heads)
+        return x.transpose(1, 2).flatten(2) @ self.words.weight.T
+
+
 class LocalMask(Model):
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.words(ids) + self.places(positions)
@@ -256,6 +515,10 @@ MODELS = {
     "own attention": (OwnAttention, r"its forward \(OwnAttention\)"),
     "loss": (Loss, "returns a loss"),
     "local mask": (LocalMask, r"attention mask .* is made from .* of \d+ tokens"),
+    "alibi": (Alibi, r"attention mask .*also for ALiBi"),
+    "stochastic depth": (lambda: OwnRandomness(lambda n: torch.rand(n, 1, 1) > 0.1), "random num"),
+    "layer drop": (lambda: OwnRandomness(lambda n: random.random() > 0.1), "random numbers"),
+    "flex attention": (Flex, "its forward calls flex_attention"),
     "error of one rank": (OneRankFails, "RuntimeError: only here"),
 }
 
@@ -376,12 +639,24 @@ def test_refuses_misuse(group):
         }
 
 
-def with_dropout(world: sw.World) -> str:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-    with pytest.raises(ModelError, match="set p=0 in 1") as caught:
-        sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
-    return str(caught.value)
+def attends_elsewhere(world: sw.World) -> None:
+    """Recompute attention of another model after a backward pass of the engine that failed."""
+    model = Problem().model()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    ids, positions, _, _ = world.share(Problem().batches(0)[0])
+    logits = model(ids, positions)
+
+    def fail(grad: Tensor) -> None:
+        raise RuntimeError("in a hook")
+
+    logits.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in a hook"):
+        engine.backward(logits.mean())
+    x = torch.randn(1, 1, 12, 2, requires_grad=True)
+    checkpoint(F.scaled_dot_product_attention, x, x, x, use_reentrant=False).sum().backward()
+    assert x.grad is not None
+    engine.close()
 
 
-def test_refuses_dropout(group):
-    group(2, context=2)(with_dropout)
+def test_failed_backward_leaves_attention_of_others_alone(group):
+    group(2, context=2)(attends_elsewhere)

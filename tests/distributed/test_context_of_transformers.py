@@ -10,6 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.parallel.context.transformers_inputs import TransformersInputs
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +53,9 @@ CONFIGS = {
         "attn_pdrop": 0.0,
     },
 }
+
+
+DROPPING = {key: value for key, value in CONFIGS["GPT2"].items() if "pdrop" not in key}
 
 
 def model_of(kind: str, **changes: Any) -> nn.Module:
@@ -157,6 +161,14 @@ def trained_on_labels(world: sw.World | None, name: str) -> dict[str, Any]:
     return {"losses": losses, "values": values}
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["labels", "padding"])
+def test_split_layers_equal_one_process(group, name):
+    expected = trained_on_labels(None, name)
+    for ours in group(4, context=2, tensor=2)(trained_on_labels, name):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+
+
 @pytest.mark.parametrize(
     "name",
     ["labels", *(pytest.param(n, marks=pytest.mark.full) for n in CASES if n != "labels")],
@@ -177,6 +189,31 @@ def chunked(world: sw.World) -> str:
         model(**world.share(labelled_batch(0, ())))
     engine.close()
     return str(caught.value)
+
+
+def test_refuses_attention_that_is_not_torchs():
+    model = model_of("Llama", attn_implementation="eager")
+    with pytest.raises(ModelError, match='attn_implementation="sdpa"'):
+        TransformersInputs(model)
+
+
+def with_default_dropout(world: sw.World) -> list[float]:
+    torch.manual_seed(3)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**DROPPING)).train()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    losses = []
+    for step in range(8):
+        engine.backward(model(**world.share(labelled_batch(step % 2, ()))).loss)
+        losses.append(engine.step().loss)
+    engine.close()
+    return losses
+
+
+@pytest.mark.full
+def test_trains_with_default_dropout(group):
+    (losses, others) = group(2, context=2)(with_default_dropout)
+    assert losses == others
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.full

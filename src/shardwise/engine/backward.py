@@ -270,8 +270,6 @@ class BackwardRunner:
     def _end(
         self, loss: Tensor, term: LossTerm, divisor: float, share: float, *, compares: bool
     ) -> None:
-        if self._spec.context is not None:
-            self._spec.context.run.end_backward()
         # Update the buffers before `train`, which clears `own_rows`.
         self._objects.buffers.after_backward(term.batch, self._world.current_batch.own_rows)
         self._world.current_batch.train()
@@ -320,11 +318,11 @@ class BackwardRunner:
             counts = expert_parallel.begin_backward(
                 run, self._weighting, loss, counts, share, is_sole=is_sole
             )
-        if (context := self._spec.context) is not None:
-            counts = context.begin_backward(loss, counts)
-        self._before_autograd(loss, seed)
-        with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
-            torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
+        context = self._spec.context
+        with nullcontext(counts) if context is None else context.backward(loss, counts) as counts:
+            self._before_autograd(loss, seed)
+            with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
+                torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
         if not reached and not isinstance(factor, Tensor) and factor > 0:
             usage_checks.check_reachable(loss, several=len(living) > 1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from shardwise.engine.loss_terms import LossTerms
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
+from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.attention import ContextRun, DropsUnweighted
-from shardwise.parallel.context.sequence_trial import SequenceTrial, names_with_dropout
+from shardwise.parallel.context.sequence_trial import SequenceTrial
 from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
 from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.world.current_batch import Batch
@@ -63,6 +65,7 @@ class ContextParallel:
         self._handles = []
         self.run.uninstall()
 
+    @untraced
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs:
         lengths = self.run.lengths_now(training=torch.is_grad_enabled())
         if not lengths:
@@ -93,13 +96,21 @@ class ContextParallel:
             raise
         return completed
 
+    @untraced
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
-        del model, args
+        del args
         self.run.leave()
+        # There is no output after an error.
+        if output is not None and self._trial.has_attention and not self.run.calls:
+            raise ModelError(
+                f"--context {self.size}: the forward pass of {type(model).__name__} did not call "
+                "the attention that exchanges tokens. If it was compiled and run before, create "
+                "the engine first."
+            )
         if self.run.method == "gathered" and self._method == "auto":
             self._world.say_once(
                 f"context parallel: attention gathers keys and values, because {self.size} does "
-                "not divide its number of heads"
+                "not divide the number of heads on each worker"
             )
         if not torch.is_grad_enabled():
             return None
@@ -144,8 +155,9 @@ class ContextParallel:
                     f"it averages over tokens first. {advice}"
                 )
 
-    def begin_backward(self, loss: Tensor, weight: float | Tensor) -> float:
-        """Prepare a backward pass of `loss`, and return the weight for its gradients.
+    @contextmanager
+    def backward(self, loss: Tensor, weight: float | Tensor) -> Iterator[float]:
+        """Context manager for a backward pass of `loss`. Its value is the weight of the gradients.
 
         It is always 1, because other ranks' losses depend on this rank's keys and values.
         """
@@ -154,9 +166,8 @@ class ContextParallel:
                 "This loss has no graph, but the backward pass of attention needs every worker "
                 "(--context): compute the loss with gradients on, also if its weight is 0."
             )
-        self.run.begin_backward(weight)
-        # Other ranks' losses depend on this rank's keys and values, so never drop gradients.
-        return 1.0
+        with self.run.backward(weight):
+            yield 1.0
 
     def refuse(self, call: str) -> UsageError:
         """Return the error to raise for a `call` that does not work with `--context`."""
@@ -183,7 +194,7 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Cont
     if size == 1:
         return None
     for flag, is_set in {
-        "--compile": settings.compile,
+        "--elastic-islands": world.peers.has_changing_ranks,
         "--sync-batch-norm": settings.sync_batch_norm,
         # A recording compares the inputs of the model, which are parts here.
         "--record (shardwise verify)": world.settings.record is not None,
@@ -196,10 +207,5 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Cont
         raise ModelError(
             f"--context {size} takes one model per engine, not {len(models)}. Put them into one "
             "module."
-        )
-    if names := names_with_dropout(models[0]):
-        raise ModelError(
-            f"--context {size} cannot be combined with dropout yet: set p=0 in {names[0]}"
-            f"{f' and {len(names) - 1} more' if len(names) > 1 else ''}."
         )
     return ContextParallel(world, models[0])

@@ -51,12 +51,13 @@ class Mesh:
                 f"{flags} does not divide {self.size} worker(s): each replica needs "
                 f"{self.replica}. {self._advice(axes)}"
             )
-
-        if self.data % self.context:
-            fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
+        each = self.data // self.islands  # a context group is within an island
+        if each % self.context:
+            fits = [n for n in range(1, each + 1) if each % n == 0]
+            where = " of each island" if self.islands > 1 else ""
             raise ConfigError(
-                f"--context {self.context} does not divide {self.data} worker(s): each sequence is "
-                "cut over the same number of them. Write --context with one of "
+                f"--context {self.context} does not divide {each} {self._noun}(s){where}: each "
+                "sequence is cut over the same number of them. Write --context with one of "
                 f"{', '.join(map(str, fits))}."
             )
 
@@ -73,12 +74,16 @@ class Mesh:
                 advice.append(f"write --{name} with one of {', '.join(map(str, fits))}")
         return ", or ".join(advice) + "."
 
+    @property
+    def _noun(self) -> str:
+        """The word for the ranks that together hold the full model."""
+        return "worker" if self.replica == 1 else "replica"
+
     def _uneven_islands(self) -> str:
-        noun = "worker" if self.replica == 1 else "replica"
         fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
         return (
-            f"--islands {self.islands} does not divide {self.data} {noun}(s): all islands have the "
-            f"same size. Write --islands with one of {', '.join(map(str, fits))}."
+            f"--islands {self.islands} does not divide {self.data} {self._noun}(s): all islands "
+            f"have the same size. Write --islands with one of {', '.join(map(str, fits))}."
         )
 
     @property
@@ -171,9 +176,16 @@ class Mesh:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Consecutive ranks that share the same sequences, in the order of their parts."""
-        each = self.context
-        return [list(range(first, first + each)) for first in range(0, self.size, each)]
+        """Ranks with the same part of the model and the same sequences, in the order of parts.
+
+        One list for each context group of replicas and each part of the model.
+        """
+        each = self.replica
+        return [
+            list(range(first + part, first + each * self.context, each))
+            for first in range(0, self.size, each * self.context)
+            for part in range(each)
+        ]
 
     def context_of(self, rank: int) -> int:
         """Return which part of each sequence `rank` computes."""
@@ -227,31 +239,25 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
     if settings.expert > 1:
         _check_expert(settings, islands)
     if settings.context > 1:
-        _check_context(settings, islands)
+        _check_context(settings)
     return Mesh(
         size, settings.tensor, settings.pipeline, islands, settings.expert, settings.context
     )
 
 
-def _check_context(settings: Settings, islands: int) -> None:
+def _check_context(settings: Settings) -> None:
     """Raise ConfigError if other settings cannot be combined with `--context`."""
-    others = {
-        "tensor": settings.tensor,
-        "pipeline": settings.pipeline,
-        "islands": islands,
-    }
-    found = {name: number for name, number in others.items() if number > 1}
     if settings.exact is not None:
-        found["exact"] = settings.exact
-    for name, number in found.items():
         raise ConfigError(
-            f"--context {settings.context} cannot be combined with --{name} {number} yet. Remove "
-            "one of the two."
+            f"--exact {settings.exact} cannot be combined with --context {settings.context}: the "
+            "gradient of a weight is a sum over tokens, whose rounding depends on the number of "
+            "workers that share a sequence. Remove one of the two."
         )
-    if settings.compile:
+    if settings.pipeline > 1:
         raise ConfigError(
-            f"--context {settings.context} cannot be combined with --compile yet, because a "
-            "compiled forward pass does not exchange heads. Remove one of the two."
+            f"--context {settings.context} cannot be combined with --pipeline {settings.pipeline}: "
+            "a pipeline weights its micro-batches by rows, but the parts of a sequence have "
+            "different numbers of labels. Remove one of the two."
         )
 
 

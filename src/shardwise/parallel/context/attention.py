@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
+from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.methods import AttentionCall, attend
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import lengths_of
@@ -49,6 +51,8 @@ class ContextRun:
         """In a trial: shares a call's place and problem, so that all ranks stop together."""
         self.lengths: list[int] = []
         """The length of each rank's part in the last forward pass."""
+        self.calls = 0
+        """Number of attention calls in the last forward pass, or in a trial's."""
         self.weight: float | Tensor = 1.0
         """Weight of the loss of the current backward pass. With weight 0, gradients are 0."""
         self._current_batch = current_batch
@@ -84,7 +88,7 @@ class ContextRun:
 
         `lengths` holds the length of each rank's part.
         """
-        before, self.lengths = self.lengths, lengths
+        before, self.lengths, self.calls = self.lengths, lengths, 0
         try:
             with self._being(_Where.PARTS):
                 yield
@@ -101,7 +105,7 @@ class ContextRun:
 
     def enter(self, lengths: list[int]) -> None:
         """Begin a forward pass of the model. `lengths` holds the length of each rank's part."""
-        self.lengths, self._where = lengths, _Where.PARTS
+        self.lengths, self._where, self.calls = lengths, _Where.PARTS, 0
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
             self._awaited.add(tuple(lengths))
@@ -119,27 +123,31 @@ class ContextRun:
             return []
         return lengths_of(batch.sequence, self.group.size)
 
-    def begin_backward(self, weight: float | Tensor) -> None:
-        """Begin the backward pass of a loss with weight `weight`."""
+    @contextmanager
+    def backward(self, weight: float | Tensor) -> Iterator[None]:
+        """Context manager for the backward pass of a loss with weight `weight`."""
         self.weight = weight
         _REPLACEMENT.backward = self
-
-    def end_backward(self) -> None:
-        self._awaited.clear()
-        _REPLACEMENT.backward = None
+        try:
+            yield
+        finally:
+            self._awaited.clear()
+            _REPLACEMENT.backward = None
 
     # -- attention ------------------------------------------------------------------------
 
-    def attend(self, call: AttentionCall, dropout: float) -> Tensor:
+    def attend(self, call: AttentionCall) -> Tensor:
         """Compute attention for this rank's tokens. Collective. Raises ModelError if impossible."""
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()
-        problem = self._problem(call, dropout)
+        problem = self._problem(call)
         if self.agree is not None:
+            call = replace(call, dropout=0.0)
             self.agree("attention", problem)
         elif problem is not None:
             raise self._error(problem)
+        self.calls += 1
         self.method = self._method_for(call)
         result = attend(call.with_wide_mask(), self.lengths, self.group, self.method)
         return result if has_heads else result.squeeze(1)
@@ -149,7 +157,7 @@ class ContextRun:
             return self._method
         return "gathered" if call.query.size(1) % self.group.size else "ulysses"
 
-    def _problem(self, call: AttentionCall, dropout: float) -> str | None:
+    def _problem(self, call: AttentionCall) -> str | None:
         """Return a message saying why `call` cannot run on parts, or None if it can."""
         query, key, value, mask = call.query, call.key, call.value, call.mask
         own, total = self.lengths[self.group.rank], sum(self.lengths)
@@ -176,8 +184,6 @@ class ContextRun:
             return f"attention over {heads} heads of queries and {groups} of keys"
         if query.size(0) != key.size(0) or query.size(0) != value.size(0):
             return f"attention over {query.size(0)} rows of queries and {key.size(0)} of keys"
-        if dropout > 0:
-            return f"attention with dropout {dropout} is not possible yet: set it to 0"
         if mask is None:
             return None
         if call.is_causal:
@@ -189,7 +195,8 @@ class ContextRun:
             return (
                 f"an attention mask of shape {tuple(mask.shape)} is made from this worker's {own} "
                 f"of {total} tokens. Pass is_causal=True, or a mask in the batch: of keys with "
-                "shape (rows, 1, 1, length), or of pairs with shape (rows, 1, length, length)"
+                "shape (rows, 1, 1, length), or of pairs (also for ALiBi and other biases) with "
+                "shape (rows, 1 or heads, length, length)"
             )
         return None
 
@@ -256,8 +263,6 @@ class _Replacement:
         if run not in self.runs:
             return
         self.runs.remove(run)
-        if self.backward is run:  # its last backward pass failed
-            self.backward = None
         if not self.runs:
             torch.backends.mha.set_fastpath_enabled(self._had_fast_path)
             # If other code has replaced the function since, it still calls this replacement, which
@@ -265,6 +270,8 @@ class _Replacement:
             if F.scaled_dot_product_attention is self._function:
                 F.scaled_dot_product_attention = self.plain
 
+    # torch.compile calls it between two graphs, because exchanges cannot be part of a graph.
+    @untraced
     def _attend(
         self,
         query: Tensor,
@@ -289,13 +296,13 @@ class _Replacement:
                 key,
                 value,
                 attn_mask=attn_mask,
-                dropout_p=dropout_p,
+                dropout_p=0.0 if run is not None else dropout_p,  # a trial draws no numbers
                 is_causal=is_causal,
                 scale=scale,
                 enable_gqa=enable_gqa,
             )
-        call = AttentionCall(query, key, value, attn_mask, is_causal, scale, self.plain)
-        return run.attend(call, dropout_p)
+        call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, self.plain)
+        return run.attend(call)
 
 
 _REPLACEMENT = _Replacement()

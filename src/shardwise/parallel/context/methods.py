@@ -32,6 +32,7 @@ class AttentionCall:
 
     query, key, value   (rows, heads, own length, features); key and value may have fewer heads
     mask                up to 4 dimensions (see the module's docstring), or None
+    dropout             the probability with which a score is dropped
     plain               torch's function
     """
 
@@ -39,6 +40,7 @@ class AttentionCall:
     key: Tensor
     value: Tensor
     mask: Tensor | None
+    dropout: float
     is_causal: bool
     scale: float | None
     plain: Callable[..., Tensor]
@@ -64,6 +66,8 @@ class AttentionCall:
             key,
             value,
             attn_mask=mask,
+            # Ranks compute different scores, so each draws its own random numbers for them.
+            dropout_p=self.dropout,
             is_causal=self.is_causal and mask is None,
             scale=self.scale,
             enable_gqa=query.size(1) != key.size(1),

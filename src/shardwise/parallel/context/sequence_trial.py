@@ -8,12 +8,15 @@ All ranks of a context group run a copy of the model in fp64, on the first token
 Outputs and the gradients of all parameters must match. Weights are random, so that initial values
 (norm weights of one, biases of zero) cannot hide an error. The results differ if a model computes
 positions from the length of its input, averages over the sequence or looks at neighbouring tokens.
+
+Fixed numbers replace random ones, so that dropout drops nothing. A forward pass may draw random
+numbers for tokens, as dropout does. It must not draw any that belong to a full sequence (stochastic
+depth, LayerDrop), because each rank would draw its own.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +34,9 @@ from shardwise.parallel.context.transformers_inputs import (
     weight_of,
     with_cases,
 )
+from shardwise.parallel.tensor.without_dropout import SharedRandomness, WithoutRandomness
 from shardwise.world.cpu_generators import preserved
+from shardwise.world.randomness import GeneratorStates
 from shardwise.world.sequence_parts import dim_of, lengths_of
 
 ROWS, TOKENS = 2, 3
@@ -49,6 +54,7 @@ class SequenceTrial:
 
     Attributes:
         skeleton: A copy of the model whose parameters have shapes but no storage.
+        has_attention: True if a forward pass on the last checked inputs calls attention.
     """
 
     def __init__(
@@ -60,7 +66,9 @@ class SequenceTrial:
     ) -> None:
         self._run, self._inputs, self._device = run, inputs, device
         self._name = type(model).__name__
-        self._passed: set[Any] = set()
+        self._passed: dict[Any, bool] = {}
+        """Maps the forms of inputs that passed a trial to `has_attention`."""
+        self.has_attention = False
         # Parameters without storage, because only their shapes are needed.
         shapes = {
             id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
@@ -96,6 +104,7 @@ class SequenceTrial:
         forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
         key = str(nest), forms, model.training
         if key in self._passed:
+            self.has_attention = self._passed[key]
             return
         why = self._difference(model, leaves, nest, masked=has_added_mask(given[1], completed[1]))
         reasons = [each for each in self._run.group.gather_plain(why) if each is not None]
@@ -104,7 +113,7 @@ class SequenceTrial:
                 f"--context {self._run.group.size}: {self._name} cannot be trained on parts of "
                 f"sequences: {reasons[0]}"
             )
-        self._passed.add(key)
+        self._passed[key] = self.has_attention
 
     def _difference(
         self, model: nn.Module, leaves: list[Any], nest: Any, *, masked: bool
@@ -147,21 +156,27 @@ class SequenceTrial:
         with ExitStack() as stack:
             # A trial must not advance the generators, nor run in inference mode or autocast.
             stack.enter_context(preserved())
-            stack.enter_context(torch.random.fork_rng(devices=[]))
+            devices = [] if self._device.type == "cpu" else [self._device]
+            stack.enter_context(torch.random.fork_rng(devices, device_type=self._device.type))
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
+            fixed = WithoutRandomness()
             with self._run.on_whole_sequences():
-                expected = self._try(model, (args, kwargs), 1.0 if is_sum else sum(weights))
+                expected = self._try(model, (args, kwargs), 1.0 if is_sum else sum(weights), fixed)
             failed = [each for each in group.gather_plain(expected.problem) if each is not None]
             if failed:
                 return f"the trial on whole sequences failed: {failed[0]}"
             with self._run.on_parts(kept):
                 self._run.agree = self._agree
+                # Random numbers of the same shape as for full sequences raise SharedRandomness.
+                fixed = WithoutRandomness(fixed.shapes, lambda: True)
                 try:
-                    actual = self._try(model, completed, 1.0 if is_sum else weight or 0.0)
+                    actual = self._try(model, completed, 1.0 if is_sum else weight or 0.0, fixed)
                 finally:
                     self._run.agree = None
+            # The model's own forward pass, which follows, is counted from 0.
+            self.has_attention, self._run.calls = self._run.calls > 0, 0
             if actual.problem is not None:
                 return actual.problem
         place = _Place(total, start, kept[group.rank], min(ROWS, len(first)))
@@ -179,23 +194,29 @@ class SequenceTrial:
         if len({each for each, _ in states}) > 1:
             raise _StoppedError("its forward calls attention more often on some workers.")
 
-    def _try(self, model: nn.Module, inputs: Inputs, weight: float) -> _Results:
+    def _try(
+        self, model: nn.Module, inputs: Inputs, weight: float, fixed: WithoutRandomness
+    ) -> _Results:
         """Run a copy of the model. Losses among its outputs are multiplied by `weight`."""
         clone = self._filled(model)
         results = _Results()
         for name, module in clone.named_modules():
             module.register_forward_hook(results.recorder(name, module))
         args, kwargs = pytree.tree_map(self._widened, inputs)
+        generators = GeneratorStates.now(torch.device("cpu"))
         try:
-            output = clone(*args, **kwargs)
+            with fixed:
+                output = clone(*args, **kwargs)
+            torch.set_rng_state(generators.cpu)
+            # `fixed` sees only torch's draws.
+            if GeneratorStates.now(torch.device("cpu")).digest() != generators.digest():
+                raise SharedRandomness
             if self._run.agree is not None:
                 self._run.agree("end", None)
         except _StoppedError as error:
             results.problem = str(error)
         except Exception as error:  # any error in the user's forward; it goes into the message
-            results.problem = f"{type(error).__name__}: {error}"
-            if isinstance(error, ModelError):  # attention that cannot run on parts says why
-                results.problem = str(error).removeprefix(f"--context {self._run.group.size}: ")
+            results.problem = self._describe(error)
             if self._run.agree is not None:
                 with suppress(_StoppedError):
                     self._run.agree("end", results.problem)
@@ -216,6 +237,28 @@ class SequenceTrial:
                 for (name, p), grad in zip(named.items(), grads, strict=True)
             }
         return results
+
+    def _describe(self, error: Exception) -> str:
+        """Describe an error that a forward pass of the trial has raised."""
+        if isinstance(error, SharedRandomness):
+            return (
+                "its forward draws random numbers that do not belong to single tokens, such as "
+                "stochastic depth or LayerDrop, and each worker would draw its own for the same "
+                "sequence. Turn this off, or draw them in the dataset and pass them in the batch."
+            )
+        if isinstance(error, ModelError):  # attention that cannot run on parts says why
+            return str(error).removeprefix(f"--context {self._run.group.size}: ")
+        frame = error.__traceback__
+        while frame is not None:
+            module = str(frame.tb_frame.f_globals.get("__name__", ""))
+            if kernel := next((each for each in _KERNELS if each in module), None):
+                return (
+                    f"its forward calls {kernel}, which computes attention on this worker's tokens "
+                    "only. Call torch.nn.functional.scaled_dot_product_attention, which also has "
+                    "flash kernels."
+                )
+            frame = frame.tb_next
+        return f"{type(error).__name__}: {error}"
 
     def _filled(self, model: nn.Module) -> nn.Module:
         """Return a copy of the model with random fp64 parameters, identical on all ranks."""
@@ -302,6 +345,10 @@ _ADVICE = (
     "alone: pass positions of shape (rows, length) in the batch instead of computing them from the "
     "length, and do not average over, or shift along, the sequence."
 )
+
+
+_KERNELS = ("flex_attention", "flash_attn", "xformers")
+"""Modules whose attention computes on this rank's tokens only."""
 
 
 @dataclass
@@ -399,12 +446,3 @@ def _are_close(expected: Tensor, actual: Tensor) -> bool:
     # tolerance scales with the largest value.
     scale = expected.abs().max().item() if expected.numel() else 0.0
     return torch.allclose(expected, actual, rtol=1e-8, atol=1e-10 * (1.0 + scale), equal_nan=True)
-
-
-def names_with_dropout(model: nn.Module) -> Sequence[str]:
-    """Return the names of the model's dropout layers whose probability is above 0."""
-    return [
-        name or type(module).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
-    ]

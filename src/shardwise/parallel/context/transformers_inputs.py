@@ -44,6 +44,12 @@ class TransformersInputs:
         self._model, self._config = model, config
         self._is_one = is_one
         self._parameters = list(_parameters(model)) if is_one else []
+        kernel = getattr(config, "_attn_implementation", None) or ""
+        if any(each in kernel for each in ("eager", "flash", "flex")):
+            raise ModelError(
+                f"--context cannot be combined with attn_implementation={kernel!r}, which computes "
+                'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
+            )
         self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
         # Without **kwargs, shifted labels would not reach the loss, and the trial says so.
         self._shifts = is_one and model.loss_type in (None, "ForCausalLM") and _takes_any(model)
