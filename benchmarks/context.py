@@ -1,0 +1,282 @@
+"""Long sequences on several workers (--context): activations, peak memory, time, longest sequence.
+
+    python benchmarks/context.py --json FILE                   # measure: half an hour
+    python benchmarks/context.py --show FILE                   # the tables of docs/context.md
+    python benchmarks/context.py --show FILE --plot docs/context.png
+
+A Llama-like model (half as many key heads as query heads) and the model of
+examples/language_model.py train on one sequence per step. The contenders are one worker, one worker
+that recomputes activations, 2 and 4 workers with both methods of --context, and torch's
+`context_parallel`. Each contender starts again in each round and trains on the same sequence. All
+of them may use all cores: each worker has cores / workers threads, and at least one.
+
+Activations are the bytes of the tensors that a forward pass leaves for the backward pass. The peak
+is the largest resident set of a worker during a step, as the kernel counts it, with Python and the
+libraries. The CPU time of a step is the sum over all workers: unlike the wall-clock time, it hardly
+depends on other programs.
+
+The longest sequence is searched with growing lengths until a worker's peak exceeds --limit MB.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+import figure
+import machine
+
+WORKER = Path(__file__).with_name("context_worker.py")
+RECOMPUTED = ("--activations", "recomputed")
+GATHERED = ("--context-method", "gathered")
+ULYSSES = ("--context-method", "ulysses")
+
+
+@dataclass
+class Line:
+    """A contender, and its figures for one model. Bytes are of the worker with the most."""
+
+    model: str
+    label: str
+    size: int = 1
+    flags: tuple[str, ...] = ()
+    torch: bool = False
+    activations: int = 0
+    peak: int = 0
+    ms: list[float] = field(default_factory=list)
+    """Median milliseconds per step of each round."""
+    cpu_ms: list[float] = field(default_factory=list)
+    """Median CPU milliseconds per step of each round, of all workers together."""
+    loss: float | None = None
+    note: str = ""
+    peaks: dict[int, int] = field(default_factory=dict)
+    """In the search for the longest sequence: the peak by length."""
+
+
+def contenders(model: str, sizes: Sequence[int]) -> list[Line]:
+    """Return the contenders for one model."""
+    found = [Line(model, "one worker"), Line(model, "one worker, recomputed", 1, RECOMPUTED)]
+    for size in sizes:
+        context = ("--context", str(size))
+        found.append(Line(model, f"--context {size}, ulysses", size, (*context, *ULYSSES)))
+        found.append(Line(model, f"--context {size}, gathered", size, (*context, *GATHERED)))
+    return found + [Line(model, f"torch context_parallel, {n}", n, torch=True) for n in sizes]
+
+
+def searched(sizes: Sequence[int]) -> list[Line]:
+    """Return the contenders whose longest sequence is searched."""
+    found = [Line("llama", "1 worker"), Line("llama", "1 worker, recomputed", 1, RECOMPUTED)]
+    return found + [
+        Line("llama", f"--context {size}", size, ("--context", str(size), *ULYSSES))
+        for size in sizes
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and keep; with --show only print."""
+    options = _parser().parse_args(arguments)
+    if options.show:
+        show(json.loads(options.show.read_text()), options.plot)
+        return 0
+    facts = figure.begin()
+    lines = [each for model in options.models for each in contenders(model, options.sizes)]
+    longest = searched(options.sizes) if options.limit else []
+    method = {k: v for k, v in vars(options).items() if k not in ("json", "show", "plot")}
+
+    def keep() -> None:
+        results = {"lines": [asdict(x) for x in lines], "longest": [asdict(x) for x in longest]}
+        figure.keep(options, facts, method=method, **results)
+
+    for number in range(options.rounds):
+        # Another one begins each round, so that nobody always follows the same neighbour.
+        by = number % len(lines)
+        for line in [*lines[by:], *lines[:by]]:
+            if not line.note and (number == 0 or line.model == options.models[0]):
+                print(f"round {number + 1}: {line.model}, {line.label}", file=sys.stderr)
+                _turn(line, options)
+                keep()
+    for line in longest:
+        print(f"longest: {line.label}", file=sys.stderr)
+        words = ["--limit", options.limit, "--lengths", options.start, "--grain", options.grain]
+        if ranks := _run(line, options, words):
+            line.peaks = {each["length"]: each["peak"] for each in ranks[0]}
+        keep()
+    show({"machine": facts, "method": method, **_plain(lines, longest)}, options.plot)
+    return 0
+
+
+def _plain(lines: Sequence[Line], longest: Sequence[Line]) -> dict[str, object]:
+    """Return the results as JSON would."""
+    results = {"lines": [asdict(x) for x in lines], "longest": [asdict(x) for x in longest]}
+    return json.loads(json.dumps(results))
+
+
+def _turn(line: Line, options: argparse.Namespace) -> None:
+    """Run a contender once, and add its figures."""
+    words = ["--lengths", options.length, "--steps", options.steps, "--count"]
+    ranks = _run(line, options, words)
+    if not ranks:
+        return
+    first = [each[0] for each in ranks]
+    line.activations = max(each["activations"] for each in first)
+    line.peak = max(line.peak, *(each["peak"] for each in first))
+    line.ms.append(1e3 * median(max(s) for s in zip(*(r["seconds"] for r in first), strict=True)))
+    cpu = zip(*(r["cpu_seconds"] for r in first), strict=True)
+    line.cpu_ms.append(1e3 * median(sum(each) for each in cpu))
+    line.loss = first[0]["losses"][-1]
+
+
+def _run(line: Line, options: argparse.Namespace, words: Sequence[object]) -> list[list[dict]]:
+    """Run a contender, and return each rank's figures by length. A failure becomes its note."""
+    sizes = {name: getattr(options, name) for name in ("width", "layers", "heads", "vocabulary")}
+    sizes |= {"kv-heads": options.kv_heads, "model": line.model}
+    flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
+    # A setting of the caller would change our runs and not the others.
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
+    environ["OMP_NUM_THREADS"] = str(max(1, machine.cores() // line.size))
+    # Free blocks return to the kernel at once, so that the resident set shows living tensors.
+    environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)
+    run = [sys.executable, "-m"]
+    if line.torch:
+        run += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(line.size)]
+        flags.append("--torch")
+    else:
+        run += ["shardwise", "run", "-n", str(line.size), "--quiet", *line.flags]
+    with tempfile.TemporaryDirectory(prefix="context-") as folder:
+        command = [*run, str(WORKER), f"{folder}/rank", *map(str, words), *flags]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            line.note = _reason(done.stdout + done.stderr)
+            return []
+        files = [Path(f"{folder}/rank.{rank}") for rank in range(line.size)]
+        return [json.loads(file.read_text()) for file in files]
+
+
+def _reason(output: str) -> str:
+    """Return the error that a rank printed last, without the rank in front."""
+    found = re.findall(r"^(?:\[\S+\]:?\s*)?(\w+Error: .*)$", output, re.MULTILINE)
+    own = [each for each in found if not each.startswith("ChildFailedError")]
+    return own[0] if own else output.strip()[-300:]
+
+
+def show(whole: dict, plot: Path | None) -> None:
+    """Print the tables of a result file, and draw the plot."""
+    facts, method = whole["machine"], whole["method"]
+    figure.show(
+        f"{facts['machine']}; {facts['system']}; {facts['versions']}; {facts['date']}; "
+        f"commit {facts['commit']}; {method['rounds']} rounds of {method['steps']} steps",
+        "",
+        f"`{facts['command']}`",
+    )
+    for model in method["models"]:
+        figure.show("", *_table([x for x in whole["lines"] if x["model"] == model], method))
+    for note in dict.fromkeys(x["note"] for x in whole["lines"] if x["note"]):
+        names = [f"{x['label']} ({x['model']})" for x in whole["lines"] if x["note"] == note]
+        figure.show("", f"{', '.join(names)}: `{note}`")
+    if whole["longest"]:
+        figure.show("", *_longest_table(whole["longest"], method["limit"]))
+        if plot:
+            draw(whole["longest"], method["limit"], plot)
+
+
+def _table(lines: Sequence[dict], method: dict) -> list[str]:
+    """Return a Markdown table of one model's contenders."""
+    measured = [x for x in lines if not x["note"]]
+    whole = next(x for x in measured if x["label"] == "one worker")
+    base = next(x for x in measured if x["label"] == "one worker, recomputed")
+    rows = []
+    for x in lines:
+        if x["note"]:
+            rows.append([x["label"], "refused"])
+            continue
+        part = x["size"] * x["activations"] / whole["activations"]
+        rows.append(
+            [
+                x["label"],
+                figure.number(x["activations"], ".1f", figure.MB),
+                f"{part:.2f}" if x["size"] > 1 else "",
+                figure.number(x["peak"], ".0f", figure.MB),
+                figure.milliseconds(median(x["ms"])),
+                _ratio(x["ms"], base["ms"]),
+                figure.milliseconds(median(x["cpu_ms"])),
+                _ratio(x["cpu_ms"], base["cpu_ms"]),
+                figure.number(x["loss"], ".4f"),
+            ]
+        )
+    title = f"{lines[0]['model']}, {method['length']} tokens"
+    head = ["activations, MB/worker", "x workers / one", "peak, MB/worker", "ms/step"]
+    return figure.table([title, *head, "x recomputed", "CPU ms/step", "x recomputed", "loss"], rows)
+
+
+def _ratio(some: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median over rounds of the ratios within each round."""
+    return f"{median(a / b for a, b in zip(some, others, strict=True)):.2f}"
+
+
+def fitting(line: dict, limit: float) -> int:
+    """Return the longest measured length whose peak is at most `limit` MB."""
+    return max((int(n) for n, peak in line["peaks"].items() if peak <= limit * 1e6), default=0)
+
+
+def _longest_table(lines: Sequence[dict], limit: float) -> list[str]:
+    base = fitting(lines[0], limit)
+    rows = [
+        [x["label"], f"{fitting(x, limit):,}", f"{fitting(x, limit) / base:.2f}"] for x in lines
+    ]
+    return figure.table([f"at most {limit:g} MB per worker", "longest, tokens", "x 1 worker"], rows)
+
+
+def draw(lines: Sequence[dict], limit: float, path: Path) -> None:
+    """Draw each contender's peak memory by sequence length, and the limit."""
+    from plot import pyplot
+    from shardwise.tools.report.look import GRID, STYLE, TITLES
+
+    colors = {"1 worker": "#6b7480", "1 worker, recomputed": "#b08d1e"}
+    ours = iter(("#2563a8", "#d9622b", "#2a8a57"))
+    with pyplot.rc_context(STYLE | GRID | TITLES | {"font.size": 10}):
+        drawing, axes = pyplot.subplots(figsize=(7.5, 4.2), layout="constrained")
+        for line in lines:
+            color = colors.get(line["label"]) or next(ours)
+            points = sorted((int(n), peak / 1e6) for n, peak in line["peaks"].items())
+            label = f"{line['label']}: {fitting(line, limit):,} tokens"
+            axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=label)
+        axes.axhline(limit, color="#b42318", linewidth=1.2, linestyle="--")
+        axes.annotate(f"limit: {limit:g} MB", (0.01, limit), xycoords=("axes fraction", "data"))
+        axes.set_xlabel("tokens per sequence")
+        axes.set_ylabel("peak memory of a worker, MB")
+        axes.set_title("Longest sequence under a memory limit")
+        axes.legend(frameon=False, loc="lower right")
+        drawing.savefig(path, dpi=150)
+        pyplot.close(drawing)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = figure.parser(__doc__)
+    add = parser.add_argument
+    add("--show", type=Path, metavar="FILE", help="print the tables of this file, and measure none")
+    add("--plot", type=Path, metavar="FILE", help="draw the longest sequences")
+    add("--models", type=figure.words, default=["llama", "gpt"], help="llama,gpt")
+    add("--sizes", type=figure.numbers, default=[2, 4], help="numbers of workers: 2,4")
+    add("--length", type=figure.positive, default=2048, help="tokens of a sequence: 2048")
+    add("--rounds", type=figure.positive, default=3, help="of the first model: 3")
+    add("--steps", type=figure.positive, default=3, help="measured steps per round: 3")
+    add("--limit", type=float, default=600, metavar="MB", help="peak of a worker: 600; 0: none")
+    add("--start", type=figure.positive, default=1024, help="first length of the search: 1024")
+    add("--grain", type=figure.positive, default=256, help="tokens between two lengths: 256")
+    add("--width", type=figure.positive, default=256, help="256")
+    add("--layers", type=figure.positive, default=4, help="4")
+    add("--heads", type=figure.positive, default=8, help="8")
+    add("--kv-heads", type=figure.positive, default=4, help="of the llama: 4")
+    add("--vocabulary", type=figure.positive, default=512, help="512")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
