@@ -7,13 +7,14 @@
 A Llama-like model (half as many key heads as query heads) and the model of
 examples/language_model.py train on one sequence per step. The contenders are one worker, one worker
 that recomputes activations, 2 and 4 workers with both methods of --context, and torch's
-`context_parallel`. Each contender starts again in each round and trains on the same sequence. All
-of them may use all cores: each worker has cores / workers threads, and at least one.
+`context_parallel`. Each contender starts again in each round and trains on the same sequence. Each
+worker has one thread.
 
 Activations are the bytes of the tensors that a forward pass leaves for the backward pass. The peak
-is the largest resident set of a worker during a step, as the kernel counts it, with Python and the
-libraries. The CPU time of a step is the sum over all workers: unlike the wall-clock time, it hardly
-depends on other programs.
+is that of all tensors of a worker during a step, with its states and its part of shared memory, but
+without Python and the libraries. Another run measures these, and only for the first model others
+measure times. The CPU time of a step is the sum over all workers. Unlike the wall-clock time, it
+hardly depends on other programs.
 
 The longest sequence is searched with growing lengths until a worker's peak exceeds --limit MB.
 """
@@ -31,7 +32,6 @@ from pathlib import Path
 from statistics import median
 
 import figure
-import machine
 
 WORKER = Path(__file__).with_name("context_worker.py")
 RECOMPUTED = ("--activations", "recomputed")
@@ -67,7 +67,8 @@ def contenders(model: str, sizes: Sequence[int]) -> list[Line]:
         context = ("--context", str(size))
         found.append(Line(model, f"--context {size}, ulysses", size, (*context, *ULYSSES)))
         found.append(Line(model, f"--context {size}, gathered", size, (*context, *GATHERED)))
-    return found + [Line(model, f"torch context_parallel, {n}", n, torch=True) for n in sizes]
+    peers = [Line(model, f"torch context_parallel, {n}", n, torch=True) for n in sizes]
+    return found + (peers if model == "llama" else [])
 
 
 def searched(sizes: Sequence[int]) -> list[Line]:
@@ -94,14 +95,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {"lines": [asdict(x) for x in lines], "longest": [asdict(x) for x in longest]}
         figure.keep(options, facts, method=method, **results)
 
+    for line in lines:
+        print(f"memory: {line.model}, {line.label}", file=sys.stderr)
+        if ranks := _run(line, options, ["--lengths", options.length, "--count"]):
+            line.activations = max(each[0]["activations"] for each in ranks)
+            line.peak = max(each[0]["peak"] for each in ranks)
+            line.loss = ranks[0][0]["losses"][-1]
+        keep()
+    timed = [line for line in lines if line.model == options.models[0] and not line.note]
     for number in range(options.rounds):
         # Another one begins each round, so that nobody always follows the same neighbour.
-        by = number % len(lines)
-        for line in [*lines[by:], *lines[:by]]:
-            if not line.note and (number == 0 or line.model == options.models[0]):
-                print(f"round {number + 1}: {line.model}, {line.label}", file=sys.stderr)
-                _turn(line, options)
-                keep()
+        by = number % len(timed)
+        for line in [*timed[by:], *timed[:by]]:
+            print(f"round {number + 1}: {line.label}", file=sys.stderr)
+            _turn(line, options)
+            keep()
     for line in longest:
         print(f"longest: {line.label}", file=sys.stderr)
         words = ["--limit", options.limit, "--lengths", options.start, "--grain", options.grain]
@@ -120,17 +128,14 @@ def _plain(lines: Sequence[Line], longest: Sequence[Line]) -> dict[str, object]:
 
 def _turn(line: Line, options: argparse.Namespace) -> None:
     """Run a contender once, and add its figures."""
-    words = ["--lengths", options.length, "--steps", options.steps, "--count"]
+    words = ["--lengths", options.length, "--steps", options.steps]
     ranks = _run(line, options, words)
     if not ranks:
         return
     first = [each[0] for each in ranks]
-    line.activations = max(each["activations"] for each in first)
-    line.peak = max(line.peak, *(each["peak"] for each in first))
     line.ms.append(1e3 * median(max(s) for s in zip(*(r["seconds"] for r in first), strict=True)))
     cpu = zip(*(r["cpu_seconds"] for r in first), strict=True)
     line.cpu_ms.append(1e3 * median(sum(each) for each in cpu))
-    line.loss = first[0]["losses"][-1]
 
 
 def _run(line: Line, options: argparse.Namespace, words: Sequence[object]) -> list[list[dict]]:
@@ -140,9 +145,7 @@ def _run(line: Line, options: argparse.Namespace, words: Sequence[object]) -> li
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
     # A setting of the caller would change our runs and not the others.
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
-    environ["OMP_NUM_THREADS"] = str(max(1, machine.cores() // line.size))
-    # Free blocks return to the kernel at once, so that the resident set shows living tensors.
-    environ["MALLOC_MMAP_THRESHOLD_"] = str(64 * 1024)
+    environ["OMP_NUM_THREADS"] = "1"
     run = [sys.executable, "-m"]
     if line.torch:
         run += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(line.size)]
@@ -180,7 +183,7 @@ def show(whole: dict, plot: Path | None) -> None:
     for note in dict.fromkeys(x["note"] for x in whole["lines"] if x["note"]):
         names = [f"{x['label']} ({x['model']})" for x in whole["lines"] if x["note"] == note]
         figure.show("", f"{', '.join(names)}: `{note}`")
-    if whole["longest"]:
+    if whole["longest"] and whole["longest"][0]["peaks"]:
         figure.show("", *_longest_table(whole["longest"], method["limit"]))
         if plot:
             draw(whole["longest"], method["limit"], plot)
@@ -191,6 +194,7 @@ def _table(lines: Sequence[dict], method: dict) -> list[str]:
     measured = [x for x in lines if not x["note"]]
     whole = next(x for x in measured if x["label"] == "one worker")
     base = next(x for x in measured if x["label"] == "one worker, recomputed")
+    timed = all(x["ms"] for x in measured)
     rows = []
     for x in lines:
         if x["note"]:
@@ -203,21 +207,25 @@ def _table(lines: Sequence[dict], method: dict) -> list[str]:
                 figure.number(x["activations"], ".1f", figure.MB),
                 f"{part:.2f}" if x["size"] > 1 else "",
                 figure.number(x["peak"], ".0f", figure.MB),
-                figure.milliseconds(median(x["ms"])),
-                _ratio(x["ms"], base["ms"]),
-                figure.milliseconds(median(x["cpu_ms"])),
-                _ratio(x["cpu_ms"], base["cpu_ms"]),
+                *(cell for name in ("ms", "cpu_ms") if timed for cell in _times(x, base, name)),
                 figure.number(x["loss"], ".4f"),
             ]
         )
     title = f"{lines[0]['model']}, {method['length']} tokens"
-    head = ["activations, MB/worker", "x workers / one", "peak, MB/worker", "ms/step"]
-    return figure.table([title, *head, "x recomputed", "CPU ms/step", "x recomputed", "loss"], rows)
+    head = [title, "activations, MB/worker", "x workers / one", "peak, MB/worker"]
+    head += ["ms/step", "x recomputed", "CPU ms/step", "x recomputed"] if timed else []
+    return figure.table([*head, "loss"], rows)
+
+
+def _times(line: dict, base: dict, name: str) -> list[str]:
+    """Return the milliseconds of a contender, and the ratio to `base`."""
+    return [figure.milliseconds(median(line[name])), _ratio(line[name], base[name])]
 
 
 def _ratio(some: Sequence[float], others: Sequence[float]) -> str:
     """Return the median over rounds of the ratios within each round."""
-    return f"{median(a / b for a, b in zip(some, others, strict=True)):.2f}"
+    # A run that was stopped has fewer rounds of some contenders.
+    return f"{median(a / b for a, b in zip(some, others, strict=False)):.2f}"
 
 
 def fitting(line: dict, limit: float) -> int:
@@ -228,7 +236,9 @@ def fitting(line: dict, limit: float) -> int:
 def _longest_table(lines: Sequence[dict], limit: float) -> list[str]:
     base = fitting(lines[0], limit)
     rows = [
-        [x["label"], f"{fitting(x, limit):,}", f"{fitting(x, limit) / base:.2f}"] for x in lines
+        [x["label"], f"{fitting(x, limit):,}", figure.number(fitting(x, limit) / base, ".2f")]
+        for x in lines
+        if x["peaks"]
     ]
     return figure.table([f"at most {limit:g} MB per worker", "longest, tokens", "x 1 worker"], rows)
 
@@ -250,7 +260,7 @@ def draw(lines: Sequence[dict], limit: float, path: Path) -> None:
         axes.axhline(limit, color="#b42318", linewidth=1.2, linestyle="--")
         axes.annotate(f"limit: {limit:g} MB", (0.01, limit), xycoords=("axes fraction", "data"))
         axes.set_xlabel("tokens per sequence")
-        axes.set_ylabel("peak memory of a worker, MB")
+        axes.set_ylabel("peak of a worker's tensors, MB")
         axes.set_title("Longest sequence under a memory limit")
         axes.legend(frameon=False, loc="lower right")
         drawing.savefig(path, dpi=150)
@@ -267,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", type=figure.positive, default=2048, help="tokens of a sequence: 2048")
     add("--rounds", type=figure.positive, default=3, help="of the first model: 3")
     add("--steps", type=figure.positive, default=3, help="measured steps per round: 3")
-    add("--limit", type=float, default=600, metavar="MB", help="peak of a worker: 600; 0: none")
+    add("--limit", type=float, default=300, metavar="MB", help="peak of a worker: 300; 0: none")
     add("--start", type=figure.positive, default=1024, help="first length of the search: 1024")
     add("--grain", type=figure.positive, default=256, help="tokens between two lengths: 256")
     add("--width", type=figure.positive, default=256, help="256")

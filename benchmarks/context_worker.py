@@ -7,8 +7,12 @@
 group.
 
     activations   bytes of the tensors that a forward pass creates and leaves for the backward pass
-    peak          the largest resident set of the process during the step, as the kernel counts it
+    peak          the most bytes of living tensors during a step, with parameters, gradients and
+                  optimizer state, and this rank's part (Pss) of the memory that ranks share
     seconds       wall-clock time of each step, and the CPU time of the process
+
+With --count and --limit, a dispatch mode counts bytes, which takes some time. Other runs measure
+times.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,7 +34,7 @@ from torch import Tensor, nn
 
 import llama
 import shardwise as sw
-from plan_measure import TensorBytes
+from plan_measure import TensorBytes, part_of_shared
 from workloads import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -179,52 +183,40 @@ def torchs(model: nn.Module) -> Training:
 
 
 def measure(
-    training: Training, args: argparse.Namespace, length: int, *, warm_up: bool = True
+    training: Training,
+    args: argparse.Namespace,
+    length: int,
+    tensors: TensorBytes | None,
+    *,
+    warm_up: bool = True,
 ) -> Measured:
-    """Train on sequences of `length`.
+    """Train on sequences of `length`. With `tensors`, also measure bytes.
 
-    With `warm_up`, one more step comes first. In it, the engine tests the model.
+    With `warm_up`, there is one more step before the others. In it, the engine tests the model.
     """
     found = Measured(length)
     for number in range(0 if warm_up else 1, args.steps + 1):
         whole = draw(args, length)
-        _reset_peak()
+        before = tensors.current if tensors else 0
+        if tensors:
+            tensors.peak = before
         started, used = time.perf_counter(), time.process_time()
         with training.block(whole):
             part = training.share(whole)
-            with _counted(found, args.count and number == 1):
-                loss = training.forward(part)
+            loss = training.forward(part)
+            if tensors:
+                found.activations = tensors.current - before
             training.backward(loss)
         found.losses.append(training.step())
         if number:
             found.seconds.append(time.perf_counter() - started)
             found.cpu_seconds.append(time.process_time() - used)
-            found.peak = max(found.peak, _peak())
+            if tensors:
+                found.peak = max(found.peak, tensors.peak + part_of_shared())
     return found
 
 
-@contextlib.contextmanager
-def _counted(found: Measured, counts: bool) -> Iterator[None]:
-    """Count the bytes of tensors that were created in the block, and are alive at its end."""
-    if not counts:
-        yield
-        return
-    with TensorBytes() as tensors:
-        yield
-        found.activations = tensors.current
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    """Return the largest resident set since `_reset_peak`, in bytes."""
-    rows = Path("/proc/self/status").read_text().splitlines()
-    return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("VmHWM"))
-
-
-def search(training: Training, args: argparse.Namespace) -> list[Measured]:
+def search(training: Training, args: argparse.Namespace, tensors: TensorBytes) -> list[Measured]:
     """Train on longer and longer sequences until the peak of a rank exceeds `--limit` MB.
 
     The lengths only grow, because buffers of the transport never shrink.
@@ -232,7 +224,7 @@ def search(training: Training, args: argparse.Namespace) -> list[Measured]:
     found: list[Measured] = []
     limit, length = args.limit * 1e6, args.lengths[0]
     while True:
-        each = measure(training, args, length, warm_up=not found)
+        each = measure(training, args, length, tensors, warm_up=not found)
         # All ranks search on, and stop, together.
         each.peak = training.largest(each.peak)
         found.append(each)
@@ -251,11 +243,14 @@ def main() -> None:
     """Measure all lengths, and write the figures of this rank."""
     args = arguments()
     longest = args.longest if args.limit else max(args.lengths)
-    training = (torchs if args.torch else ours)(build(args, longest))
-    if args.limit:
-        found = search(training, args)
-    else:
-        found = [measure(training, args, length) for length in args.lengths]
+    tensors = TensorBytes() if args.count or args.limit else None
+    with tensors or contextlib.nullcontext():
+        training = (torchs if args.torch else ours)(build(args, longest))
+        if args.limit:
+            assert tensors is not None
+            found = search(training, args, tensors)
+        else:
+            found = [measure(training, args, length, tensors) for length in args.lengths]
     path = Path(f"{args.file}.{os.environ.get('RANK', '0')}")
     path.write_text(json.dumps([asdict(each) for each in found]))
 
@@ -269,7 +264,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--steps", type=int, default=1, help="measured steps per length")
     parser.add_argument("--limit", type=float, default=0, help="search up to this peak, in MB")
-    parser.add_argument("--longest", type=int, default=2**16, help="end of the search")
+    parser.add_argument("--longest", type=int, default=2**15, help="end of the search")
     parser.add_argument("--grain", type=int, default=256, help="tokens between two lengths")
     parser.add_argument("--model", choices=("llama", "gpt"), default="llama")
     parser.add_argument("--width", type=int, default=128)
