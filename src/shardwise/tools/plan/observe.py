@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
@@ -105,27 +106,42 @@ OnRun = Callable[[str], None]
 """Called before each run of the script, with a description of the run."""
 
 
-def observe_sizes(
-    script: Script, *, activations: str, tensor: int = 1, on_run: OnRun = lambda _: None
-) -> ObservedStep:
-    """Observe `script` with its own batch size and with half of it.
+class Way(NamedTuple):
+    """The settings of an observation: those of a placement that change the operations."""
 
-    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. Raises LaunchError if the
-    script cannot be observed. The message names the line of the script.
+    activations: str = "kept"
+    tensor: int = 1
+    context: int = 1
+    method: str = ""
+    """The `--context-method`, or "" without context parallelism."""
+
+    def __str__(self) -> str:
+        axes = f", --tensor {self.tensor}" if self.tensor > 1 else ""
+        axes += f", --context {self.context} ({self.method})" if self.context > 1 else ""
+        return f"activations {self.activations}{axes}"
+
+
+PLAIN = Way()
+"""An observation on one rank, without recomputation."""
+
+
+def observe_sizes(script: Script, way: Way = PLAIN, on_run: OnRun = lambda _: None) -> ObservedStep:
+    """Observe the first rank of `script` with its own batch size and with half of it.
+
+    Raises LaunchError if the script cannot be observed. The message names the line of the script.
     """
-    configured = replace(script, flags=(*script.flags, "--activations", activations))
-    how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
-    on_run(f"its own batch, {how}")
-    large = observe(configured, tensor=tensor)
+    configured = replace(script, flags=(*script.flags, "--activations", way.activations))
+    on_run(f"its own batch, {way}")
+    large = observe(configured, way=way)
     half = large.batch_size // 2
     # Without an sw.Loader, the observer cannot change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
-    on_run(f"half of the batch, {how}")
-    return ObservedStep(large, observe(configured, half, tensor=tensor))
+    on_run(f"half of the batch, {way}")
+    return ObservedStep(large, observe(configured, half, way=way))
 
 
-def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> StepRecord:
+def observe(script: Script, samples: int | None = None, *, way: Way = PLAIN) -> StepRecord:
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         # The record is written to a file rather than a pipe, to keep it separate from the script's
@@ -135,7 +151,8 @@ def observe(script: Script, samples: int | None = None, *, tensor: int = 1) -> S
         command = [
             *(*python_words("shardwise"), "run", "-n", "1", "--trial", "--quiet"),
             *("--device", "cpu", *script.flags, "-m", "shardwise.tools.plan.observer"),
-            *(str(path), str(samples or 0), str(tensor), *script.run_words),
+            *(str(path), str(samples or 0), str(way.tensor), str(way.context), way.method),
+            *script.run_words,
         ]
         done = subprocess.run(
             command,
@@ -183,7 +200,9 @@ def _advice(why: str) -> str:
 
 def _alike(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same operations and tensors."""
-    lengths = [(len(r.operations), len(r.tensors), len(r.routed)) for r in (one, other)]
+    lengths = [
+        (len(r.operations), len(r.tensors), len(r.routed), len(r.exchanged)) for r in (one, other)
+    ]
     if lengths[0] != lengths[1]:
         return False
     # Sizes can only be fitted if operation n and tensor n correspond in both records.
@@ -227,6 +246,10 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
         routed=tuple(
             replace(b, nbytes=line(a.nbytes, b.nbytes))
             for a, b in zip(small.routed, large.routed, strict=True)
+        ),
+        exchanged=tuple(
+            replace(b, nbytes=line(a.nbytes, b.nbytes))
+            for a, b in zip(small.exchanged, large.exchanged, strict=True)
         ),
         batch_size=samples,
     )
