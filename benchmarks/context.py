@@ -1,6 +1,6 @@
 """Long sequences on several workers (--context): activations, peak memory, time, longest sequence.
 
-    python benchmarks/context.py --json FILE                   # measure: half an hour
+    python benchmarks/context.py --json FILE                   # measure: ten minutes
     python benchmarks/context.py --show FILE                   # the tables of docs/context.md
     python benchmarks/context.py --show FILE --plot docs/context.png
 
@@ -20,10 +20,9 @@ The longest sequence is searched with growing lengths until a worker's peak exce
 """
 
 import argparse
+import functools
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -31,12 +30,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-import figure
+from torch import multiprocessing
 
-WORKER = Path(__file__).with_name("context_worker.py")
-RECOMPUTED = ("--activations", "recomputed")
-GATHERED = ("--context-method", "gathered")
-ULYSSES = ("--context-method", "ulysses")
+import context_worker
+import figure
+import shardwise as sw
+
+RECOMPUTED = ("activations", "recomputed")
+GATHERED = ("context_method", "gathered")
+ULYSSES = ("context_method", "ulysses")
 
 
 @dataclass
@@ -46,7 +48,8 @@ class Line:
     model: str
     label: str
     size: int = 1
-    flags: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
+    """Names and values of settings of a run, one after the other."""
     torch: bool = False
     activations: int = 0
     peak: int = 0
@@ -64,10 +67,10 @@ def contenders(model: str, sizes: Sequence[int]) -> list[Line]:
     """Return the contenders for one model."""
     found = [Line(model, "one worker"), Line(model, "one worker, recomputed", 1, RECOMPUTED)]
     for size in sizes:
-        context = ("--context", str(size))
+        context = ("context", str(size))
         found.append(Line(model, f"--context {size}, ulysses", size, (*context, *ULYSSES)))
         found.append(Line(model, f"--context {size}, gathered", size, (*context, *GATHERED)))
-    peers = [Line(model, f"torch context_parallel, {n}", n, torch=True) for n in sizes]
+    peers = [Line(model, f"torch context_parallel, {n}", n, torch=True) for n in sizes[:1]]
     return found + (peers if model == "llama" else [])
 
 
@@ -75,8 +78,7 @@ def searched(sizes: Sequence[int]) -> list[Line]:
     """Return the contenders whose longest sequence is searched."""
     found = [Line("llama", "1 worker"), Line("llama", "1 worker, recomputed", 1, RECOMPUTED)]
     return found + [
-        Line("llama", f"--context {size}", size, ("--context", str(size), *ULYSSES))
-        for size in sizes
+        Line("llama", f"--context {size}", size, ("context", str(size), *ULYSSES)) for size in sizes
     ]
 
 
@@ -143,30 +145,27 @@ def _run(line: Line, options: argparse.Namespace, words: Sequence[object]) -> li
     sizes = {name: getattr(options, name) for name in ("width", "layers", "heads", "vocabulary")}
     sizes |= {"kv-heads": options.kv_heads, "model": line.model}
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
-    # A setting of the caller would change our runs and not the others.
-    environ = {k: v for k, v in os.environ.items() if not k.startswith("SHARDWISE_")}
-    environ["OMP_NUM_THREADS"] = "1"
-    run = [sys.executable, "-m"]
-    if line.torch:
-        run += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(line.size)]
-        flags.append("--torch")
-    else:
-        run += ["shardwise", "run", "-n", str(line.size), "--quiet", *line.flags]
-    with tempfile.TemporaryDirectory(prefix="context-") as folder:
-        command = [*run, str(WORKER), f"{folder}/rank", *map(str, words), *flags]
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            line.note = _reason(done.stdout + done.stderr)
-            return []
-        files = [Path(f"{folder}/rank.{rank}") for rank in range(line.size)]
-        return [json.loads(file.read_text()) for file in files]
+    arguments = context_worker.arguments([*map(str, words), *flags])
+    if not line.torch:
+        settings = dict(zip(line.settings[::2], line.settings[1::2], strict=True))
+        # Forks, which need not import torch again.
+        start = functools.partial(sw.launch, start_method="fork", workers=line.size)
+        return start(context_worker.measured, arguments, quiet=True, device="cpu", **settings)
+    try:
+        with tempfile.TemporaryDirectory(prefix="context-") as folder:
+            multiprocessing.spawn(
+                context_worker.measured_by_torch,
+                (line.size, f"file://{folder}/store", arguments),
+                nprocs=line.size,
+            )
+    except multiprocessing.ProcessRaisedException as error:
+        line.note = _reason(str(error))
+    return []
 
 
 def _reason(output: str) -> str:
-    """Return the error that a rank printed last, without the rank in front."""
-    found = re.findall(r"^(?:\[\S+\]:?\s*)?(\w+Error: .*)$", output, re.MULTILINE)
-    own = [each for each in found if not each.startswith("ChildFailedError")]
-    return own[0] if own else output.strip()[-300:]
+    """Return the last line of a traceback that names an error."""
+    return re.findall(r"^\w+Error: .*$", output, re.MULTILINE)[-1]
 
 
 def show(whole: dict, plot: Path | None) -> None:
@@ -274,13 +273,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--plot", type=Path, metavar="FILE", help="draw the longest sequences")
     add("--models", type=figure.words, default=["llama", "gpt"], help="llama,gpt")
     add("--sizes", type=figure.numbers, default=[2, 4], help="numbers of workers: 2,4")
-    add("--length", type=figure.positive, default=2048, help="tokens of a sequence: 2048")
-    add("--rounds", type=figure.positive, default=3, help="of the first model: 3")
+    add("--length", type=figure.positive, default=1024, help="tokens of a sequence: 1024")
+    add("--rounds", type=figure.positive, default=2, help="of the first model: 2")
     add("--steps", type=figure.positive, default=3, help="measured steps per round: 3")
-    add("--limit", type=float, default=300, metavar="MB", help="peak of a worker: 300; 0: none")
-    add("--start", type=figure.positive, default=1024, help="first length of the search: 1024")
-    add("--grain", type=figure.positive, default=256, help="tokens between two lengths: 256")
-    add("--width", type=figure.positive, default=256, help="256")
+    add("--limit", type=float, default=80, metavar="MB", help="peak of a worker: 80; 0: none")
+    add("--start", type=figure.positive, default=512, help="first length of the search: 512")
+    add("--grain", type=figure.positive, default=128, help="tokens between two lengths: 128")
+    add("--width", type=figure.positive, default=128, help="128")
     add("--layers", type=figure.positive, default=4, help="4")
     add("--heads", type=figure.positive, default=8, help="8")
     add("--kv-heads", type=figure.positive, default=4, help="of the llama: 4")

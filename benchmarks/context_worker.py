@@ -1,10 +1,6 @@
 """Trains on long sequences, and measures one worker's activations, peak memory and step times.
 
-    shardwise run -n 2 --context 2 benchmarks/context_worker.py FILE --model llama --lengths 2048
-    torchrun --nproc-per-node 2 benchmarks/context_worker.py FILE --torch --lengths 2048
-
-`context.py` starts it. Each rank writes FILE.RANK as JSON. A step has one sequence per context
-group.
+`context.py` starts it. A step has one sequence per context group.
 
     activations   bytes of the tensors that a forward pass creates and leaves for the backward pass
     peak          the most bytes of living tensors during a step, with parameters, gradients and
@@ -19,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,7 +151,6 @@ def torchs(model: nn.Module) -> Training:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
 
-    dist.init_process_group("gloo")
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -239,27 +233,30 @@ def search(training: Training, args: argparse.Namespace, tensors: TensorBytes) -
         length = min(args.longest, length + max(args.grain, int(step) // args.grain * args.grain))
 
 
-def main() -> None:
-    """Measure all lengths, and write the figures of this rank."""
-    args = arguments()
+def measured(args: argparse.Namespace, *, by_torch: bool = False) -> list[dict[str, Any]]:
+    """Measure all lengths, and return the figures of this rank."""
+    torch.set_num_threads(1)
     longest = args.longest if args.limit else max(args.lengths)
     tensors = TensorBytes() if args.count or args.limit else None
     with tensors or contextlib.nullcontext():
-        training = (torchs if args.torch else ours)(build(args, longest))
+        training = (torchs if by_torch else ours)(build(args, longest))
         if args.limit:
             assert tensors is not None
             found = search(training, args, tensors)
         else:
             found = [measure(training, args, length, tensors) for length in args.lengths]
-    path = Path(f"{args.file}.{os.environ.get('RANK', '0')}")
-    path.write_text(json.dumps([asdict(each) for each in found]))
+    return [asdict(each) for each in found]
+
+
+def measured_by_torch(rank: int, size: int, store: str, args: argparse.Namespace) -> None:
+    """Train with torch's `context_parallel` on this rank."""
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    measured(args, by_torch=True)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="start of the names of the result files")
-    parser.add_argument("--torch", action="store_true", help="use torch's context_parallel")
     parser.add_argument("--count", action="store_true", help="count the activations' bytes")
     parser.add_argument("--lengths", type=lambda text: [int(x) for x in text.split(",")])
     parser.add_argument("--steps", type=int, default=1, help="measured steps per length")
@@ -273,7 +270,3 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=512)
     return parser.parse_args(words)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ LENGTH, WORDS, WIDTH, HEADS = 256, 16, 32, 4
 
 world = sw.init(seed=0)
 with world.alike():  # the same data on every worker
-    phrases = torch.randint(WORDS, (160, 8))
+    phrases = torch.randint(WORDS, (96, 8))
 texts = phrases.repeat(1, LENGTH // 8 + 1)[:, : LENGTH + 1]  # each text repeats its phrase
 
 
@@ -58,8 +58,8 @@ class Model(nn.Module):
 model = Model()
 engine = sw.Engine(model, torch.optim.AdamW(model.parameters(), lr=5e-3))
 samples = [sample(text) for text in texts]
-loader = sw.Loader(samples[:128], batch_size=16, shuffle=True)
-held_out = sw.Loader(samples[128:], batch_size=16)
+loader = sw.Loader(samples[:64], batch_size=16, shuffle=True)
+held_out = sw.Loader(samples[64:], batch_size=16)
 
 for epoch in loader.epochs(4):
     loss_sum, tokens = 0.0, 0.0

@@ -97,6 +97,8 @@ sw.world().print("trained")
 """
 
 
+# tests/unit/planning/test_absent_parts.py counts the same bytes without a run.
+@pytest.mark.full
 def test_context_methods(tmp_path):
     script, file = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(ATTENTION)
