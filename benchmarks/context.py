@@ -10,13 +10,13 @@ that recomputes activations, 2 and 4 workers with both methods of --context, and
 `context_parallel`. Each contender starts again in each round and trains on the same sequence. Each
 worker has one thread.
 
-Activations are the bytes of the tensors that a forward pass leaves for the backward pass. The peak
-is that of all tensors of a worker during a step, with its states and its part of shared memory, but
-without Python and the libraries. Another run measures these, and only for the first model others
-measure times. The CPU time of a step is the sum over all workers. Unlike the wall-clock time, it
-hardly depends on other programs.
+Activations are the bytes of the tensors that a forward pass leaves for the backward pass. The CPU
+time of a step is the sum over all workers. Unlike the wall-clock time, it hardly depends on other
+programs.
 
-The longest sequence is searched with growing lengths until a worker's peak exceeds --limit MB.
+The longest sequence is searched with growing lengths until a worker's peak exceeds --limit MB. The
+peak is that of all its tensors during a step, with its states and its part of shared memory, but
+without Python and the libraries.
 """
 
 import argparse
@@ -30,11 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
 
-from torch import multiprocessing
-
-import context_worker
 import figure
-import shardwise as sw
 
 RECOMPUTED = ("activations", "recomputed")
 GATHERED = ("context_method", "gathered")
@@ -52,7 +48,6 @@ class Line:
     """Names and values of settings of a run, one after the other."""
     torch: bool = False
     activations: int = 0
-    peak: int = 0
     ms: list[float] = field(default_factory=list)
     """Median milliseconds per step of each round."""
     cpu_ms: list[float] = field(default_factory=list)
@@ -97,27 +92,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = {"lines": [asdict(x) for x in lines], "longest": [asdict(x) for x in longest]}
         figure.keep(options, facts, method=method, **results)
 
-    for line in lines:
-        print(f"memory: {line.model}, {line.label}", file=sys.stderr)
-        if ranks := _run(line, options, ["--lengths", options.length, "--count"]):
-            line.activations = max(each[0]["activations"] for each in ranks)
-            line.peak = max(each[0]["peak"] for each in ranks)
-            line.loss = ranks[0][0]["losses"][-1]
-        keep()
-    timed = [line for line in lines if line.model == options.models[0] and not line.note]
-    for number in range(options.rounds):
-        # Another one begins each round, so that nobody always follows the same neighbour.
-        by = number % len(timed)
-        for line in [*timed[by:], *timed[:by]]:
-            print(f"round {number + 1}: {line.label}", file=sys.stderr)
-            _turn(line, options)
-            keep()
     for line in longest:
         print(f"longest: {line.label}", file=sys.stderr)
         words = ["--limit", options.limit, "--lengths", options.start, "--grain", options.grain]
-        if ranks := _run(line, options, words):
-            line.peaks = {each["length"]: each["peak"] for each in ranks[0]}
+        line.peaks = {each["length"]: each["peak"] for each in _run(line, options, words)[0]}
         keep()
+    for number in range(options.rounds):
+        # Another one begins each round, so that nobody always follows the same neighbour.
+        by = number % len(lines)
+        for line in [*lines[by:], *lines[:by]]:
+            if not line.note:
+                print(f"round {number + 1}: {line.model}, {line.label}", file=sys.stderr)
+                _turn(line, options)
+                keep()
     show({"machine": facts, "method": method, **_plain(lines, longest)}, options.plot)
     return 0
 
@@ -130,11 +117,13 @@ def _plain(lines: Sequence[Line], longest: Sequence[Line]) -> dict[str, object]:
 
 def _turn(line: Line, options: argparse.Namespace) -> None:
     """Run a contender once, and add its figures."""
-    words = ["--lengths", options.length, "--steps", options.steps]
+    words = ["--lengths", options.length, "--steps", options.steps, "--count"]
     ranks = _run(line, options, words)
     if not ranks:
         return
     first = [each[0] for each in ranks]
+    line.activations = max(each["activations"] for each in first)
+    line.loss = first[0]["losses"][-1]
     line.ms.append(1e3 * median(max(s) for s in zip(*(r["seconds"] for r in first), strict=True)))
     cpu = zip(*(r["cpu_seconds"] for r in first), strict=True)
     line.cpu_ms.append(1e3 * median(sum(each) for each in cpu))
@@ -142,6 +131,12 @@ def _turn(line: Line, options: argparse.Namespace) -> None:
 
 def _run(line: Line, options: argparse.Namespace, words: Sequence[object]) -> list[list[dict]]:
     """Run a contender, and return each rank's figures by length. A failure becomes its note."""
+    # Not at the top, because --show needs no torch.
+    from torch import multiprocessing
+
+    import context_worker
+    import shardwise as sw
+
     sizes = {name: getattr(options, name) for name in ("width", "layers", "heads", "vocabulary")}
     sizes |= {"kv-heads": options.kv_heads, "model": line.model}
     flags = [text for name, value in sizes.items() for text in (f"--{name}", str(value))]
@@ -182,7 +177,7 @@ def show(whole: dict, plot: Path | None) -> None:
     for note in dict.fromkeys(x["note"] for x in whole["lines"] if x["note"]):
         names = [f"{x['label']} ({x['model']})" for x in whole["lines"] if x["note"] == note]
         figure.show("", f"{', '.join(names)}: `{note}`")
-    if whole["longest"] and whole["longest"][0]["peaks"]:
+    if whole["longest"]:
         figure.show("", *_longest_table(whole["longest"], method["limit"]))
         if plot:
             draw(whole["longest"], method["limit"], plot)
@@ -205,13 +200,12 @@ def _table(lines: Sequence[dict], method: dict) -> list[str]:
                 x["label"],
                 figure.number(x["activations"], ".1f", figure.MB),
                 f"{part:.2f}" if x["size"] > 1 else "",
-                figure.number(x["peak"], ".0f", figure.MB),
                 *(cell for name in ("ms", "cpu_ms") if timed for cell in _times(x, base, name)),
                 figure.number(x["loss"], ".4f"),
             ]
         )
     title = f"{lines[0]['model']}, {method['length']} tokens"
-    head = [title, "activations, MB/worker", "x workers / one", "peak, MB/worker"]
+    head = [title, "activations, MB/worker", "x workers / one"]
     head += ["ms/step", "x recomputed", "CPU ms/step", "x recomputed"] if timed else []
     return figure.table([*head, "loss"], rows)
 
@@ -234,12 +228,18 @@ def fitting(line: dict, limit: float) -> int:
 
 def _longest_table(lines: Sequence[dict], limit: float) -> list[str]:
     base = fitting(lines[0], limit)
+    start = min(map(int, lines[0]["peaks"]))
     rows = [
-        [x["label"], f"{fitting(x, limit):,}", figure.number(fitting(x, limit) / base, ".2f")]
+        [
+            x["label"],
+            figure.number(x["peaks"][str(start)], ".1f", figure.MB),
+            f"{fitting(x, limit):,}",
+            f"{fitting(x, limit) / base:.2f}",
+        ]
         for x in lines
-        if x["peaks"]
     ]
-    return figure.table([f"at most {limit:g} MB per worker", "longest, tokens", "x 1 worker"], rows)
+    peak = f"peak with {start} tokens, MB/worker"
+    return figure.table(["llama", peak, f"longest with {limit:g} MB, tokens", "x 1 worker"], rows)
 
 
 def draw(lines: Sequence[dict], limit: float, path: Path) -> None:
@@ -274,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--models", type=figure.words, default=["llama", "gpt"], help="llama,gpt")
     add("--sizes", type=figure.numbers, default=[2, 4], help="numbers of workers: 2,4")
     add("--length", type=figure.positive, default=1024, help="tokens of a sequence: 1024")
-    add("--rounds", type=figure.positive, default=2, help="of the first model: 2")
+    add("--rounds", type=figure.positive, default=1, help="turns of each contender: 1")
     add("--steps", type=figure.positive, default=3, help="measured steps per round: 3")
     add("--limit", type=float, default=80, metavar="MB", help="peak of a worker: 80; 0: none")
     add("--start", type=figure.positive, default=512, help="first length of the search: 512")

@@ -7,8 +7,8 @@
                   optimizer state, and this rank's part (Pss) of the memory that ranks share
     seconds       wall-clock time of each step, and the CPU time of the process
 
-With --count and --limit, a dispatch mode counts bytes, which takes some time. Other runs measure
-times.
+A dispatch mode counts bytes, which takes some time. With --count, it is active in the forward pass
+of one more step. With --limit it is always active, and no times are reported.
 """
 
 from __future__ import annotations
@@ -184,30 +184,39 @@ def measure(
     *,
     warm_up: bool = True,
 ) -> Measured:
-    """Train on sequences of `length`. With `tensors`, also measure bytes.
+    """Train on sequences of `length`. With `tensors`, also measure the peak.
 
     With `warm_up`, there is one more step before the others. In it, the engine tests the model.
     """
     found = Measured(length)
     for number in range(0 if warm_up else 1, args.steps + 1):
-        whole = draw(args, length)
-        before = tensors.current if tensors else 0
         if tensors:
-            tensors.peak = before
+            tensors.peak = tensors.current
         started, used = time.perf_counter(), time.process_time()
-        with training.block(whole):
-            part = training.share(whole)
-            loss = training.forward(part)
-            if tensors:
-                found.activations = tensors.current - before
-            training.backward(loss)
-        found.losses.append(training.step())
+        found.losses.append(_step(training, args, length))
         if number:
             found.seconds.append(time.perf_counter() - started)
             found.cpu_seconds.append(time.process_time() - used)
             if tensors:
                 found.peak = max(found.peak, tensors.peak + part_of_shared())
+    if args.count:
+        _step(training, args, length, found)
     return found
+
+
+def _step(
+    training: Training, args: argparse.Namespace, length: int, counted: Measured | None = None
+) -> float:
+    """Train one step, and return its loss. With `counted`, count the activations."""
+    whole = draw(args, length)
+    with training.block(whole):
+        part = training.share(whole)
+        with TensorBytes() if counted else contextlib.nullcontext() as tensors:
+            loss = training.forward(part)
+            if counted:
+                counted.activations = tensors.current
+        training.backward(loss)
+    return training.step()
 
 
 def search(training: Training, args: argparse.Namespace, tensors: TensorBytes) -> list[Measured]:
@@ -237,7 +246,7 @@ def measured(args: argparse.Namespace, *, by_torch: bool = False) -> list[dict[s
     """Measure all lengths, and return the figures of this rank."""
     torch.set_num_threads(1)
     longest = args.longest if args.limit else max(args.lengths)
-    tensors = TensorBytes() if args.count or args.limit else None
+    tensors = TensorBytes() if args.limit else None
     with tensors or contextlib.nullcontext():
         training = (torchs if by_torch else ours)(build(args, longest))
         if args.limit:
