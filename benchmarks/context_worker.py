@@ -38,7 +38,7 @@ from helpers import gpt
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs, labels and positions, each (rows, length)."""
 
-GROWTH = 1.6
+GROWTH = 2.5
 """Largest ratio of two lengths in the search for the longest one."""
 
 
