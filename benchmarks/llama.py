@@ -36,13 +36,17 @@ class Block(nn.Module):
         k = self.key(y).view(rows, sequence, self.kv_heads, -1).transpose(1, 2)
         v = self.value(y).view(rows, sequence, self.kv_heads, -1).transpose(1, 2)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        # Repeated by hand: not every attention kernel takes fewer key heads than query heads.
-        groups = self.heads // self.kv_heads
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = self.attend(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).reshape(rows, sequence, -1))
         y = self.norm_2(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return causal attention: (rows, heads, sequence, head width)."""
+        # Repeated by hand: not every attention kernel takes fewer key heads than query heads.
+        groups = self.heads // self.kv_heads
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py                  # all models and placements
     python benchmarks/plan.py mlp gpt2         # some models, on one rank
+    python benchmarks/plan.py --placements --only context
     python benchmarks/plan.py --placements     # placements only: ranks, recomputation, disks, saves
     python benchmarks/plan.py --docs           # and puts the tables into docs/plan_accuracy.md
 
@@ -38,7 +39,7 @@ from shardwise.layout.placement import Placement, Tier
 from shardwise.tools.plan import observer
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict
-from shardwise.tools.plan.observe import ObservedStep, Script, observe_sizes
+from shardwise.tools.plan.observe import ObservedStep, Script, Way, observe_sizes
 from shardwise.tools.plan.record import StepRecord
 
 GOAL, LOW = 0.03, -0.02
@@ -65,6 +66,16 @@ class Setup:
         flags = " ".join(each.replace(str(tempfile.gettempdir()), "DIR") for each in self.flags)
         return f"-n {self.ranks} {flags}" + (", with a save" if self.saves else "")
 
+    @property
+    def way(self) -> Way:
+        """The settings of the observation."""
+        given = dict(zip(self.flags[::2], self.flags[1::2], strict=True))
+        return Way(
+            given.get("--activations", "kept"),
+            context=int(given.get("--context", 1)),
+            method=given.get("--context-method", ""),
+        )
+
 
 STEPS = 4
 """Steps of a placement: so many take each buffer of gradients in its turn."""
@@ -80,6 +91,8 @@ SETUPS = (
     Setup("gpt2", 2, ("--zero", "2", *DISK)),
     Setup("gpt2", 1, (), saves=True),
     Setup("gpt2", 2, ("--zero", "3"), saves=True),
+    Setup("llama", 2, ("--context", "2", "--context-method", "ulysses")),
+    Setup("llama", 2, ("--context", "2", "--context-method", "gathered", "--zero", "3")),
 )
 
 
@@ -95,7 +108,8 @@ def main() -> None:
     if not options.placements:
         made.append((TITLES[0], list(_shown(models_table(options.models or known)))))
     if options.placements or not options.models:
-        made.append((TITLES[1], list(_shown(placements_table(SETUPS)))))
+        setups = [each for each in SETUPS if options.only in each.name]
+        made.append((TITLES[1], list(_shown(placements_table(setups)))))
     for title, lines in made:
         if options.docs:
             plan_docs.put(title, [f"`{_command()}`: {facts}.\n", *lines])
@@ -141,7 +155,7 @@ def compare(name: str, folder: Path) -> tuple[MemoryPlan, int] | str:
     """Return the prediction for a model and the bytes that it takes, or why one of them failed."""
     record, log, measured_file = (folder / f"{name}.{end}" for end in ("json", "log", "measured"))
     _in_fork(
-        lambda: observer.main([str(record), "0", "1", str(plan_measure.MODELS), name]),
+        lambda: observer.main([str(record), "0", "1", "1", "", str(plan_measure.MODELS), name]),
         log,
     )
     if not record.exists():
@@ -181,13 +195,12 @@ def placements_table(setups: Sequence[Setup]) -> Iterator[str]:
     yield "| model | flags | planned | measured | error | of it shared |"
     yield "|---|---|--:|--:|--:|--:|"
     errors: list[float] = []
-    steps: dict[tuple[str, str], ObservedStep] = {}
+    steps: dict[tuple[str, Way], ObservedStep] = {}
     for setup in setups:
-        activations = "recomputed" if "recomputed" in setup.flags else "kept"
-        key = setup.model, activations
+        key = setup.model, setup.way
         if key not in steps:
             script = Script((str(plan_measure.MODELS), setup.model))
-            steps[key] = observe_sizes(script, activations=activations)
+            steps[key] = observe_sizes(script, setup.way)
         planned = plan_of(setup, steps[key]).peak
         total, shared = measured(setup)
         errors.append(planned / total - 1)
@@ -204,8 +217,9 @@ def plan_of(setup: Setup, step: ObservedStep) -> MemoryPlan:
     row = Placement.zero(level)
     if "--offload-optimizer" in setup.flags:
         row = row.resting(optimizer=Tier.parse(DISK[1]))
-    share = step.large.total_batch // setup.ranks
-    choice = Choice(row=row, data=setup.ranks, micro_batch=share)
+    context = setup.way.context
+    share = step.large.total_batch * context // setup.ranks
+    choice = Choice(row=row, data=setup.ranks, context=context, micro_batch=share)
     return predict(step.at(share), choice, HARDWARE)
 
 
@@ -229,6 +243,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("models", nargs="*", help="some models of plan_models.py, on one rank")
     parser.add_argument("--placements", action="store_true", help="the second table only")
+    parser.add_argument("--only", default="", metavar="FLAG", help="placements with this flag only")
     parser.add_argument("--docs", action="store_true", help="write docs/plan_accuracy.md")
     return parser.parse_args()
 

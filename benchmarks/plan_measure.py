@@ -124,7 +124,7 @@ def _measured(file: Path, save: Path | None, steps: int, tensors: TensorBytes) -
                 self.save(save)
             if MeasuredEngine.ended == steps * MeasuredEngine.made:
                 private = tensors.peak - MeasuredEngine.before + sum(for_files)
-                found = {"private": private, "shared": _part_of_shared()}
+                found = {"private": private, "shared": part_of_shared()}
                 rank = os.environ.get("RANK", "0")
                 Path(f"{file}.{rank}").write_text(json.dumps(found))
                 raise SystemExit(0)
@@ -146,7 +146,7 @@ def _count_buffers() -> list[int]:
     return found
 
 
-def _part_of_shared() -> int:
+def part_of_shared() -> int:
     """Return this process's part of the memory that several processes map."""
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("Pss_Shmem"))

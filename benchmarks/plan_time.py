@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _rows(options: argparse.Namespace, hardware: Path) -> Iterator[Row]:
     for name in (FIRST, *(each for each in options.configs if each != FIRST)):
-        step = observe_sizes(Script((str(SCRIPT), name)), activations="kept")
+        step = observe_sizes(Script((str(SCRIPT), name)))
         for ranks in options.ranks:
             for level in options.zero if ranks > 1 else (0,):
                 predicted = predict(step, ranks, level, hardware)

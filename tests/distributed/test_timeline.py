@@ -12,6 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.timeline import Row, recorder
 from tests.disk import on_a_disk
+from tests.distributed.contexts import Problem
 
 WIDTH = 96
 STEPS = 3
@@ -77,6 +78,35 @@ def check_nesting(events):
 
 def names(events, category):
     return [e["name"] for e in events if e.get("cat") == category and e["ph"] == "X"]
+
+
+def attend(world, path):
+    """Record the second step of a model whose sequences are split. In the first, it is tested."""
+    problem = Problem()
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+    for number in range(2):
+        (batch,) = problem.batches(number)
+        if number:
+            sw.start_timeline(path)
+        engine.backward(problem.loss_of(model, world.share(batch)))
+        engine.step()
+    sw.stop_timeline()
+    engine.close()
+
+
+@pytest.mark.parametrize(("method", "calls"), [("ulysses", 2), ("gathered", 3)])
+def test_attention_exchanges_have_their_own_row(group, tmp_path, method, calls):
+    path = tmp_path / "context.json"
+    group(2, context=2, context_method=method)(attend, path)
+    for rank in range(2):
+        events = events_of(path, rank)
+        check_nesting(events)
+        # Two layers, forward and backward.
+        assert names(events, "attention exchanges") == ["all-to-all"] * (2 * calls * 2)
+        titles = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        assert titles[Row.ATTENTION] == "attention exchanges"
+        assert not {"all-to-all"} & set(names(events, "communication"))
 
 
 @pytest.mark.parametrize("transport", ["auto", "gloo"])

@@ -78,6 +78,15 @@ def test_correct_scripts_have_no_cause(
     assert result.steps == 6
 
 
+@pytest.mark.parametrize("method", ["ulysses", pytest.param("gathered", marks=pytest.mark.full)])
+def test_parts_of_sequences_train_as_whole_ones(method: str, tmp_path: Path) -> None:
+    script = str(Path(__file__).parents[2] / "examples" / "recipes" / "long_sequences.py")
+    settings = {"zero": "3", "context": "2", "context_method": method}
+    result = judged((script,), RunPlacement(size=2, settings=settings), tmp_path, steps=3)
+    assert result.verdict is TrainingVerdict.ROUNDING, "\n".join(sentences(result))
+    assert result.own.same_counts
+
+
 def test_losses_in_fp32_beside_gradients_in_fp64_agree(tmp_path: Path) -> None:
     result = judged((str(SCRIPTS / "narrow_loss.py"),), RunPlacement(size=2), tmp_path, steps=4)
     assert result.verdict is TrainingVerdict.ROUNDING, "\n".join(sentences(result))

@@ -61,6 +61,79 @@ def test_commands_of_meshes_run_as_printed(tmp_path):
         assert "trained" in done.stdout
 
 
+ATTENTION = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shardwise as sw
+
+ROWS, LENGTH, HEADS, FEATURES = 2, 64, 4, 8
+WIDTH = HEADS * FEATURES
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(16, WIDTH)
+        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)  # half as many K/V heads
+
+    def forward(self, ids):
+        x = self.words(ids)
+        rows, length, _ = x.shape
+        q = self.q(x).view(rows, length, HEADS, FEATURES).transpose(1, 2)
+        k, v = self.kv(x).view(rows, length, HEADS, FEATURES).transpose(1, 2).chunk(2, 1)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return F.linear(mixed.transpose(1, 2).flatten(2), self.words.weight)
+
+
+sw.init(seed=0)
+model = Model()
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 16
+for x, y in sw.Loader(torch.utils.data.TensorDataset(ids, ids), batch_size=ROWS):
+    engine.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))
+    engine.step()
+sw.world().print("trained")
+"""
+
+
+# tests/unit/planning/test_absent_parts.py counts the same bytes without a run.
+@pytest.mark.full
+def test_context_methods(tmp_path):
+    script, file = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(ATTENTION)
+    command = [sys.executable, "-m", "shardwise", "plan", "--on", "2xH100", "--context", "2"]
+    done = subprocess.run(
+        [*command, "--json", str(file), str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = json.loads(file.read_text())["placements"]
+    one = next(x for x in lines if "--zero 0" in x["command"] and "--context" not in x["command"])
+    found = {
+        method: next(
+            x for x in lines if f"--zero 0 --context 2 --context-method {method}" in x["command"]
+        )
+        for method in ("ulysses", "gathered")
+    }
+    # Forward and backward. Ulysses sends queries, keys, values and results of the part; the other
+    # method sends keys and values, and one of two chunks of queries and results.
+    rows, part, features = 2, 32, 8
+    both = 2 * 4 * rows * part * features / 2  # bytes of one head to the other rank, in both passes
+    assert found["ulysses"]["context_bytes"] == both * (4 + 2 + 2 + 4)
+    assert found["gathered"]["context_bytes"] == 2 * both * (2 + 2) + both * (4 + 4)
+    assert one["context_bytes"] == 0
+    # Two rows on two workers, or the halves of two rows: as many activations.
+    saved = {x["command"]: x["bytes_at_peak"]["saved"] for x in (one, found["ulysses"])}
+    assert len(set(saved.values())) == 1, saved
+    words = [sys.executable, "-m", *shlex.split(found["ulysses"]["command"])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert "trained" in done.stdout, done.stderr
+
+
 def test_says_which_meshes_a_script_excludes(tmp_path):
     found = planned(tmp_path, BARE, "--on", "2xH100")
     assert not any("--pipeline" in each["command"] for each in found["placements"])

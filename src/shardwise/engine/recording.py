@@ -20,7 +20,8 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
 from shardwise.model.module_records import ForwardInputs, Named, other_tensors
 from shardwise.states.step_totals import StepStats
-from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
+from shardwise.world.sequence_parts import dim_of, lengths_of
+from shardwise.world.tensor_log import Part, TensorLog
 
 
 class Recording:
@@ -33,7 +34,9 @@ class Recording:
         self._state = state
         self._world = world = state.world
         self._log = TensorLog(folder, world.rank)
-        self._inputs = ForwardInputs(_named(state.spec), lambda: world.current_batch.batch)
+        self._inputs = ForwardInputs(
+            _named(state.spec), lambda: world.current_batch.batch, recorded=self._records
+        )
         self._rows = 0
         self._log.note("rank", {"driver": "engine"})
         # Record step 0, the state before training.
@@ -57,17 +60,32 @@ class Recording:
         reported = tensors.trained.reported()
         counts = self._world.counts
         fed, samples = self._inputs.taken()
-        # Ranks of a replica have the same batches, so only one of them records inputs and samples.
+        # Ranks of a replica or context group have the same samples, so only one of them records
+        # samples and rows. `_records` chooses the elements.
+        fed.rows *= counts
         figures = figures | {
             "lr": [float(g["lr"]) for o in spec.optimizers for g in o.param_groups if "lr" in g],
             "numbers": _numbers(tensors, reported),
             "parameters": _parameters(spec),
             "order": self._inputs.order,
-            "fed": vars(fed) if counts else vars(FeedTotals()),
+            "fed": vars(fed),
             "samples": samples if counts else [],
         }
         with torch.no_grad():
             self._log.write(self._state.number, self._rows, figures, _parts(tensors, reported))
+
+    def _records(self, tensor: Tensor) -> bool:
+        """Return whether this rank records `tensor`, an input of a model.
+
+        The ranks of a replica have the same inputs, so only the first one records them. Each rank
+        of a context group records its parts, and the first one also inputs that are not split.
+        """
+        world, batch = self._world, self._world.current_batch.batch
+        if world.counts or batch is None or not batch.sequence:
+            return world.counts
+        own = lengths_of(batch.sequence, world.context_size)[world.context_rank]
+        is_part = dim_of(tensor.shape, own, batch.sequence) is not None
+        return is_part and world.rank % world.mesh.replica == 0
 
     def close(self) -> None:
         """Stop recording, and remove the hooks that record the model's inputs."""

@@ -31,6 +31,7 @@ class ForwardInputs:
         models: The models, with their name prefixes.
         current: Returns the most recently delivered batch.
         hooked: Returns whether a module may have hooks. Default: all may.
+        recorded: Returns whether this rank records a tensor of the inputs. Default: it records all.
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class ForwardInputs:
         models: Named,
         current: Callable[[], Batch | None],
         hooked: Callable[[nn.Module], bool] = lambda module: True,
+        recorded: Callable[[Tensor], bool] = lambda tensor: True,
     ) -> None:
         self._current = current
+        self._recorded = recorded
         self._depth = 0
         self._fed, self._samples = FeedTotals(), list[int]()
         self._batch: Batch | None = None
@@ -71,7 +74,7 @@ class ForwardInputs:
         batch = self._current()
         if batch is not None and batch.samples == 0:
             return  # a stand-in does not count
-        self._fed.add((args, kwargs))
+        self._fed.add((args, kwargs), self._recorded)
         if batch is not None and batch is not self._batch:
             self._batch = batch
             self._samples += batch.indices

@@ -32,6 +32,7 @@ class Row(IntEnum):
     CHECKPOINT = 4
     BACKGROUND = 5
     BESIDE = 6
+    ATTENTION = 7
     COMMUNICATION = 10
     TIERS = 40
 
@@ -47,6 +48,7 @@ _TITLES = {
     Row.CHECKPOINT: "checkpoint",
     Row.BACKGROUND: "checkpoint, in the background",
     Row.BESIDE: "waits beside",
+    Row.ATTENTION: "attention exchanges",
     Row.COMMUNICATION: "communication",
     Row.TIERS: "tiers",
 }
@@ -204,13 +206,14 @@ class Span:
 class Launched:
     """A collective in flight. The first call to `done` records it."""
 
-    __slots__ = ("_about", "_began", "_name", "_recorder")
+    __slots__ = ("_about", "_began", "_name", "_recorder", "_row")
 
     def __init__(
-        self, recorder: TimelineRecorder, name: str, about: Mapping[str, int | str]
+        self, recorder: TimelineRecorder, name: str, row: Row, about: Mapping[str, int | str]
     ) -> None:
         self._recorder: TimelineRecorder | None = recorder
         self._name = name
+        self._row = row
         self._about = about
         self._began = time.monotonic_ns()
 
@@ -220,7 +223,7 @@ class Launched:
         if recorder is not None:
             now = time.monotonic_ns()
             recorder.notes.append(
-                TimelineEvent(Row.COMMUNICATION, self._name, self._began, now, self._about)
+                TimelineEvent(self._row, self._name, self._began, now, self._about)
             )
 
 
@@ -239,14 +242,17 @@ def span(
     return _OFF if recorder is None else Span(recorder, name, row, about)
 
 
-def launched(what: str, buffer: Tensor, bucket: int | None = None) -> Launched | None:
+def launched(
+    what: str, buffer: Tensor, bucket: int | None = None, row: Row = Row.COMMUNICATION
+) -> Launched | None:
     """Start the event of a collective over `buffer`. Returns None if no timeline is recorded."""
     recorder = active
     if recorder is None:
         return None
     about: dict[str, int | str] = {} if bucket is None else {"bucket": bucket}
     about |= {"bytes": buffer.nbytes, "dtype": str(buffer.dtype).removeprefix("torch.")}
-    return Launched(recorder, what if bucket is None else f"{what} of bucket {bucket}", about)
+    name = what if bucket is None else f"{what} of bucket {bucket}"
+    return Launched(recorder, name, row, about)
 
 
 def watch(watcher: Watcher) -> None:

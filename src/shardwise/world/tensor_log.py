@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,8 @@ class FeedTotals:
     """Totals of all inputs to an engine's models since the last step.
 
     They consist of the number of elements, the sums of the elements' hashes, values and squares,
-    and the number of rows. None of these depends on how rows are divided among ranks.
+    and the number of rows. None of these depends on how rows, or the tokens of a row, are divided
+    among ranks.
     """
 
     elements: int = 0
@@ -58,10 +59,13 @@ class FeedTotals:
     sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
     rows: int = 0
 
-    def add(self, nest: Any) -> None:
-        """Add the tensors of a nested batch. For sparse tensors, only their rows are counted."""
+    def add(self, nest: Any, recorded: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """Add the tensors of a nested batch. For sparse tensors, only their rows are counted.
+
+        Elements are counted only of the tensors for which `recorded` returns True.
+        """
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
-        for value in filter(fingerprints.can_be_taken, tensors):
+        for value in filter(recorded, filter(fingerprints.can_be_taken, tensors)):
             value = value.detach()
             if value.is_complex():
                 value = torch.view_as_real(value)

@@ -32,6 +32,7 @@ from shardwise.tools.plan.record import (
     Operation,
     ParameterRecord,
     RoutedTokens,
+    SequenceExchange,
     StepRecord,
     UnitUse,
 )
@@ -218,6 +219,21 @@ def test_experts_on_several_ranks_exchange_tokens() -> None:
     # No other rank holds the same experts, so their values are neither reduced nor published.
     assert spread["publishing parameters"] == pytest.approx(replicated["publishing parameters"] / 2)
     assert spread["update"] == pytest.approx(replicated["update"])
+
+
+def test_attention_over_parts_of_sequences_exchanges_tokens() -> None:
+    cluster = _cluster()
+    exchanged = (
+        SequenceExchange(8_000_000, 0, "forward"),
+        SequenceExchange(4_000_000, -1, "backward"),
+    )
+    record = replace(_record(), context=4, exchanged=exchanged)
+    choice = Choice(row=Placement.zero(0), data=4, context=4, micro_batch=1, bucket_mb=1e6)
+    assert choice.samples == 1  # of one context group
+    # The first rank sends 3 of 4 parts over the links inside the host.
+    sent = sum(3 * (n / 4 / cluster.inside.bandwidth + cluster.inside.latency) for n in (8e6, 4e6))
+    assert step_estimate(record, choice, cluster).parts["token exchanges"] == pytest.approx(sent)
+    assert record.sent_bytes == 9_000_000
 
 
 @pytest.mark.parametrize(

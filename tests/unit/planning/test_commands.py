@@ -15,7 +15,7 @@ from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.memory import MemoryPlan
-from shardwise.tools.plan.observe import ObservedStep, Script
+from shardwise.tools.plan.observe import PLAIN, ObservedStep, Script
 from shardwise.tools.plan.plans import Plan, PlanRequest
 from shardwise.tools.plan.search import Line, Question
 
@@ -31,7 +31,7 @@ SHOW = "shardwise() { printf '%s\\0' \"$@\" ==; }\n"
 
 def plan_of(script, on):
     cluster = parse_cluster(on, read_catalogue(user=False))
-    question = Question({("kept", 1): ObservedStep(None)}, cluster)
+    question = Question({PLAIN: ObservedStep(None)}, cluster)
     return Plan(PlanRequest(script, on), question)
 
 

@@ -9,6 +9,7 @@ from shardwise.layout.placement import Placement, Tier
 from shardwise.tools.plan import search
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.memory import Hardware, predict
+from shardwise.tools.plan.observe import PLAIN
 from shardwise.tools.plan.record import (
     GroupRecord,
     Operation,
@@ -132,7 +133,8 @@ def test_host_memory_is_the_share_of_one_device(monkeypatch, per_host):
             clock=None,
             capacity=2,
         )
-        mesh = SimpleNamespace(data=8, tensor=1, expert=1, pipeline=1, schedule="1f1b")
-        line = search.measure(question, mesh, Placement.zero(2), ("kept", 1), (1, 1))
+        axes = {"tensor": 1, "expert": 1, "context": 1, "pipeline": 1}
+        mesh = SimpleNamespace(data=8, schedule="1f1b", **axes)
+        line = search.measure(question, mesh, Placement.zero(2), PLAIN, (1, 1))
         assert line.over_host == over
         assert line.fits == (over == 0)

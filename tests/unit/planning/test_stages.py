@@ -100,3 +100,6 @@ def test_lists_meshes_of_a_cluster():
     # Three layers are too few for two stages on each of two ranks, and for four stages.
     assert not any(each.schedule == "interleaved" or each.pipeline == 4 for each in found)
     assert {each.pipeline for each in meshes(cluster, [1], 0, 16)} == {1}
+    # Two rows employ all 4 devices only if each row is split over 2 of them.
+    found = list(meshes(cluster, [1], 0, 2, contexts=[2, 4]))
+    assert [(each.data, each.context) for each in found] == [(2, 1), (4, 2), (4, 4)]

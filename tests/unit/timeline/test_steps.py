@@ -46,6 +46,14 @@ def one_step(
     ]
 
 
+def test_attention_exchanges_are_exposed_communication() -> None:
+    exchange = event(0, "attention exchanges", "all-to-all", 1020, 1025, bytes=500)
+    (step,) = steps_of([*one_step(rank=0, begin=1000), exchange])[0]
+    assert step.nbytes == 4500
+    assert step.spent["communication"] == pytest.approx(0.015)
+    assert step.spent["forward"] == pytest.approx(0.025)
+
+
 def test_divides_a_step_into_kinds() -> None:
     (step,) = steps_of(one_step(rank=3, begin=1000, wait=5, late=7))[3]
     assert (step.rank, step.number, step.nbytes) == (3, 1, 4000)

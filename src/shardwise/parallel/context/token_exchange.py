@@ -14,13 +14,18 @@ Elements are only moved, so attention is bit-identical to that of a single proce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
 from shardwise.layout.bucket_layout import even_cuts
-from shardwise.parallel.expert.dispatch import all_to_all
+from shardwise.parallel.expert import dispatch
+from shardwise.timeline.recorder import Row
+
+all_to_all = partial(dispatch.all_to_all, row=Row.ATTENTION)
+"""Exchanges tokens, as for experts. A timeline shows these exchanges on a separate row."""
 
 
 def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives) -> list[Tensor]:

@@ -69,9 +69,10 @@ class _AllToAll(torch.autograd.Function):
         counts: list[list[int]],
         group: Collectives,
         pending: list[Handle] | None,
+        row: recorder.Row,
     ) -> Tensor:
-        ctx.args = [list(column) for column in zip(*counts, strict=True)], group
-        received, handle = _start(rows, counts, group)
+        ctx.args = [list(column) for column in zip(*counts, strict=True)], group, row
+        received, handle = _start(rows, counts, group, row)
         if pending is None:
             handle.wait()
         else:
@@ -80,11 +81,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        counts, group = ctx.args
-        return _AllToAll.apply(grad, counts, group, None), None, None, None  # type: ignore[no-untyped-call]
+        counts, group, row = ctx.args
+        sent: Tensor = _AllToAll.apply(grad, counts, group, None, row)  # type: ignore[no-untyped-call]
+        return sent, None, None, None, None
 
 
-def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[Tensor, Handle]:
+def _start(
+    rows: Tensor, counts: list[list[int]], group: Collectives, row: recorder.Row
+) -> tuple[Tensor, Handle]:
     """Start an exchange of `rows` (n, D). Return the receive buffer and the handle to wait for."""
     width = rows.shape[1:].numel()
     number = sum(row[group.rank] for row in counts)
@@ -95,7 +99,7 @@ def _start(rows: Tensor, counts: list[list[int]], group: Collectives) -> tuple[T
     # Python integers, so the numbers of elements cannot overflow.
     elements = [[count * width for count in row] for row in counts]
     sent = rows.detach().contiguous().view(-1)
-    launched = recorder.launched("all-to-all", sent)
+    launched = recorder.launched("all-to-all", sent, row=row)
     handle = group.all_to_all(sent, elements, memory).noted(launched)
 
     def finish() -> None:
@@ -113,6 +117,7 @@ def all_to_all(
     counts: list[list[int]],
     group: Collectives,
     pending: list[Handle] | None = None,
+    row: recorder.Row = recorder.Row.COMMUNICATION,
 ) -> Tensor:
     """Exchange rows between ranks. Differentiable. Collective, even for a rank without rows.
 
@@ -123,11 +128,12 @@ def all_to_all(
         group: The ranks.
         pending: If given, the function returns while the exchange is running, and appends its
             handle. Do not read the result before the handle's `wait` has returned.
+        row: The timeline's row that shows the exchange and its backward pass.
 
     Returns:
         The rows for this rank, in the order of the sending ranks.
     """
-    return _AllToAll.apply(rows, counts, group, pending)  # type: ignore[no-any-return, no-untyped-call]
+    return _AllToAll.apply(rows, counts, group, pending, row)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Exchange:

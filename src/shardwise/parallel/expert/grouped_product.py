@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.parallel.tensor.known_modules import signature
 from shardwise.tiers.copy_stream import to_device
-from shardwise.world.randomness import preserved
+from shardwise.world.cpu_generators import preserved
 
 DTYPES = (torch.bfloat16,)
 """Dtypes of the grouped kernel on CUDA."""

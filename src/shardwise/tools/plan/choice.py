@@ -12,7 +12,8 @@ class Choice:
     """A candidate configuration: the placement of the states, and the mesh of devices.
 
     It uses `data` x `tensor` x `pipeline` devices. In each step, each of the `data` replicas runs
-    `micro_batches` backward passes of `micro_batch` samples.
+    `micro_batches` backward passes of `micro_batch` samples. With `context`, replicas share
+    samples, and each has a part of every sequence.
     """
 
     row: Placement
@@ -25,6 +26,9 @@ class Choice:
     schedule: str = "1f1b"
     expert: int = 1
     """Number of replicas over which each layer's experts are spread."""
+    context: int = 1
+    """Number of data-parallel ranks across which each sequence is split."""
+    context_method: str = ""
     bucket_mb: float = 25.0
     in_rows: bool = False
     """Whether engine.forward_backward splits the rows it receives into micro-batches. If False,
@@ -42,7 +46,7 @@ class Choice:
     @property
     def samples(self) -> int:
         """The number of samples per step, across all replicas."""
-        return self.data * self.micro_batch * self.micro_batches
+        return self.data // self.context * self.micro_batch * self.micro_batches
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,7 @@ def parallelism_of(choice: Choice) -> Parallelism:
         tensor=choice.tensor,
         pipeline=choice.pipeline,
         expert=choice.expert,
+        context=choice.context,
         schedule=choice.schedule,
         stages_per_rank=choice.stages_per_rank,
         micro_batch=choice.micro_batch,
@@ -110,8 +111,6 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     # Numbers of elements, because the bytes per element depend on the purpose (see `Bytes`).
     held, trained, experts = _parameters(record, run.expert)
     exchanges = _exchanges(record, run, cluster)
-    # A recomputation sends the tokens again.
-    again = 2 if record.activations == "recomputed" else 1
     group = run.tensor_group(cluster)
     # A record made with tensor ranks already contains one rank's part only.
     parts = run.tensor // record.tensor
@@ -135,8 +134,8 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
                 shared,
                 trained=trained[unit] / part,
                 experts=experts[unit],
-                exchange_forward=exchanges[unit],
-                exchange_backward=again * exchanges[unit],
+                exchange_forward=exchanges[unit, "forward"],
+                exchange_backward=exchanges[unit, "backward"],
             )
         )
     return works
@@ -167,14 +166,29 @@ def _outputs(record: StepRecord) -> dict[int, int]:
     return outputs
 
 
-def _exchanges(record: StepRecord, run: Parallelism, cluster: Cluster) -> dict[int, float]:
-    """Return the seconds that each unit spends sending tokens to experts and back, per pass."""
-    seconds: dict[int, float] = defaultdict(float)
+def _exchanges(
+    record: StepRecord, run: Parallelism, cluster: Cluster
+) -> dict[tuple[int, str], float]:
+    """Return the seconds that each unit and phase spends exchanging tokens with other ranks.
+
+    The exchanges are those with the ranks that hold experts, and those of attention over sequences
+    that are split across ranks.
+    """
+    seconds: dict[tuple[int, str], float] = defaultdict(float)
+    # A recomputation sends the tokens again.
+    again = 2 if record.activations == "recomputed" else 1
     group = run.expert_group(cluster)
     for each in record.routed:
         unit = each.unit if each.unit >= 0 else AFTER
         # Assumes that all experts get equally many tokens.
-        seconds[unit] += 2 * all_to_all_seconds(each.nbytes, group)
+        there_and_back = 2 * all_to_all_seconds(each.nbytes, group)
+        seconds[unit, "forward"] += there_and_back
+        seconds[unit, "backward"] += again * there_and_back
+    # The record contains the exchanges of both passes, and of recomputations.
+    group = run.context_group(cluster)
+    for sent in record.exchanged:
+        unit = sent.unit if sent.unit >= 0 else AFTER
+        seconds[unit, sent.phase] += all_to_all_seconds(sent.nbytes, group)
     return seconds
 
 

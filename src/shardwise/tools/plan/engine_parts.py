@@ -7,14 +7,16 @@ shape.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.comm import Solo
+from shardwise.comm import Handle, Solo
+from shardwise.comm.base import Counts
 from shardwise.engine import tensor_parallel, unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
@@ -208,6 +210,33 @@ class AbsentRanks(Solo):
         # no other process is needed.
         super().__init__()
         self.size = size
+
+
+class AbsentParts(AbsentRanks):
+    """A stand-in for a context group of `size` ranks, of which only the first exists.
+
+    Calls `note` with the number of bytes of each exchange.
+    """
+
+    def __init__(self, size: int, note: Callable[[int], None]) -> None:
+        super().__init__(size)
+        self._note = note
+
+    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
+        self._note(sent.numel() * sent.element_size())
+        if isinstance(received, FakeTensor):
+            return Handle()
+        # Values of the batch, of which only the first part is known. Positions, which increase
+        # along the sequence, continue in the other parts. All other values are repeated.
+        own = sent[: counts[0][0]]
+        steps = own.diff()
+        rises = not own.is_floating_point() and bool(((steps == 0) | (steps == 1)).all())
+        rise = int(own[-1] - own[0] + 1) if rises and own[-1] > own[0] else 0
+        first = 0
+        for number, row in enumerate(counts):
+            received[first : first + row[0]] = own[: row[0]] + number * rise
+            first += row[0]
+        return Handle()
 
 
 def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:

@@ -41,6 +41,7 @@ def command() -> Command:
         "seed",
         "adopt",
         "islands",
+        "context",
     }
     return Command(
         "plan",
@@ -81,6 +82,7 @@ def _plan(
     }
     command_line.check_settings(settings)
     _refuse_islands(settings.pop("islands", "1"))
+    context = int(settings.pop("context", "0"))
     if calibrate:
         file = import_module("shardwise.tools.plan.plan_command").show_calibration()
         click.echo(f"measured: {file}; next: shardwise plan --on here train.py", err=True)
@@ -120,6 +122,7 @@ def _plan(
         budget=budget,
         hardware=() if hardware is None else (hardware,),
         disk=disk or "",
+        context=context if context > 1 else 0,
         explain=explain,
         json_file=json_file,
         page=None if page is None else Path(page),

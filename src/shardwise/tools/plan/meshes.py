@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.tools.plan.cluster import Cluster
@@ -23,6 +23,7 @@ class AxisSizes:
     pipeline: int = 1
     schedule: str = "1f1b"
     expert: int = 1
+    context: int = 1
 
 
 def tensor_sizes(cluster: Cluster) -> list[int]:
@@ -30,6 +31,11 @@ def tensor_sizes(cluster: Cluster) -> list[int]:
     # Tensor groups stay within a host, because each layer all-reduces its output several times per
     # step. That is too often for slow links.
     return [size for size in _powers(cluster.per_host) if cluster.devices % size == 0]
+
+
+def context_sizes(cluster: Cluster) -> list[int]:
+    """Return the candidate context-parallel sizes above 1, as for tensor parallelism."""
+    return tensor_sizes(cluster)[1:]
 
 
 def pipeline_sizes(devices: int, layers: int) -> list[int]:
@@ -43,9 +49,16 @@ def _powers(most: int) -> list[int]:
 
 
 def meshes(
-    cluster: Cluster, tensor: list[int], layers: int, total: int, experts: int = 0
+    cluster: Cluster,
+    tensor: list[int],
+    layers: int,
+    total: int,
+    experts: int = 0,
+    contexts: Sequence[int] = (),
 ) -> Iterator[AxisSizes]:
     """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
+
+    Also yields the meshes with a context-parallel size in `contexts`.
 
     `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
     `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
@@ -63,6 +76,11 @@ def meshes(
             for expert in _powers(min(data, experts))[1:] if parts == stages == 1 else ():
                 if data % expert == 0:
                     yield AxisSizes(data=data, expert=expert)
+    for context in contexts:
+        # The ranks of a context group have the same samples.
+        groups = cluster.devices // context
+        groups = min(groups, total) if total else groups
+        yield AxisSizes(data=groups * context, context=context)
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from shardwise.tools.plan.record import (
     GroupRecord,
     LayerRecord,
     RoutedTokens,
+    SequenceExchange,
     StepRecord,
     UnitUse,
 )
@@ -60,6 +61,11 @@ class Observation:
     written: bool = False
     tensor: int = 1
     """Number of tensor-parallel ranks. The first one is observed."""
+    context: int = 1
+    """Number of context-parallel ranks. The first one is observed."""
+    method: str = ""
+    """The `--context-method`."""
+    exchanged: list[SequenceExchange] = field(default_factory=list)
     layers: list[LayerRecord] = field(default_factory=list)
     routed: list[RoutedTokens] = field(default_factory=list)
     pipelined: bool = False
@@ -70,11 +76,13 @@ class Observation:
     current: ClassVar[Observation | None] = None
 
     @classmethod
-    def begin(cls, path: Path, tensor: int) -> Observation:
+    def begin(cls, path: Path, tensor: int, context: int = 1, method: str = "") -> Observation:
         """Start recording, and set `current` to the new observation."""
         # Operators receive both real tensors (the batch) and fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        cls.current = cls(path, fake, StepRecorder(fake), tensor=tensor)
+        cls.current = cls(
+            path, fake, StepRecorder(fake), tensor=tensor, context=context, method=method
+        )
         cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
         return cls.current
 
@@ -106,6 +114,8 @@ def finish(observation: Observation) -> None:
         layers=tuple(observation.layers),
         no_pipeline=_why_no_pipeline(observation),
         routed=tuple(observation.routed),
+        context=observation.context,
+        exchanged=tuple(observation.exchanged),
     ).write(observation.path)
     observation.written = True
     # The record is complete, so running the rest of the script would only take time.

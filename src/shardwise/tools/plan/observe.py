@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.errors import LaunchError
 from shardwise.launch.flags import ADOPTED
@@ -115,41 +116,57 @@ def warm_observers(script: Script) -> WarmRanks:
     )
 
 
+class Way(NamedTuple):
+    """The settings of an observation: those of a placement that change the operations."""
+
+    activations: str = "kept"
+    tensor: int = 1
+    context: int = 1
+    method: str = ""
+    """The `--context-method`, or "" without context parallelism."""
+
+    def __str__(self) -> str:
+        axes = f", --tensor {self.tensor}" if self.tensor > 1 else ""
+        axes += f", --context {self.context} ({self.method})" if self.context > 1 else ""
+        return f"activations {self.activations}{axes}"
+
+
+PLAIN = Way()
+"""An observation on one rank, without recomputation."""
+
+
 def observe_sizes(
     script: Script,
-    *,
-    activations: str,
-    tensor: int = 1,
+    way: Way = PLAIN,
     on_run: OnRun = lambda _: None,
     warm: WarmRanks | None = None,
 ) -> ObservedStep:
-    """Observe `script` with its own batch size and with half of it.
+    """Observe the first rank of `script` with its own batch size and with half of it.
 
-    If `tensor` > 1, observe the first of `tensor` tensor-parallel ranks. With `warm`, fork the
-    processes from there. Raises LaunchError if the script cannot be observed. The message names the
-    line of the script.
+    With `warm`, fork the processes from there. Raises LaunchError if the script cannot be observed.
+    The message names the line of the script.
     """
-    configured = replace(script, flags=(*script.flags, "--activations", activations))
-    how = f"activations {activations}" + (f", --tensor {tensor}" if tensor > 1 else "")
-    on_run(f"its own batch, {how}")
-    large = observe(configured, tensor=tensor, warm=warm)
+    configured = replace(script, flags=(*script.flags, "--activations", way.activations))
+    on_run(f"its own batch, {way}")
+    large = observe(configured, way=way, warm=warm)
     half = large.batch_size // 2
     # Without an sw.Loader, the observer cannot change the batch size.
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
-    on_run(f"half of the batch, {how}")
-    return ObservedStep(large, observe(configured, half, tensor=tensor, warm=warm))
+    on_run(f"half of the batch, {way}")
+    return ObservedStep(large, observe(configured, half, way=way, warm=warm))
 
 
 def observe(
-    script: Script, samples: int | None = None, *, tensor: int = 1, warm: WarmRanks | None = None
+    script: Script, samples: int | None = None, *, way: Way = PLAIN, warm: WarmRanks | None = None
 ) -> StepRecord:
     """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         # The record is written to a file rather than a pipe, to keep it separate from the script's
         # output.
         path = Path(folder) / "record.json"
-        arguments = [str(path), str(samples or 0), str(tensor), *script.run_words]
+        sizes = [str(samples or 0), str(way.tensor), str(way.context), way.method]
+        arguments = [str(path), *sizes, *script.run_words]
         cold = ["-m", OBSERVER, *arguments]
         # Always observe on the CPU: the shapes of fake tensors do not depend on the device.
         command = [
@@ -203,7 +220,9 @@ def _advice(why: str) -> str:
 
 def _alike(one: StepRecord, other: StepRecord) -> bool:
     """Return whether two records have the same operations and tensors."""
-    lengths = [(len(r.operations), len(r.tensors), len(r.routed)) for r in (one, other)]
+    lengths = [
+        (len(r.operations), len(r.tensors), len(r.routed), len(r.exchanged)) for r in (one, other)
+    ]
     if lengths[0] != lengths[1]:
         return False
     # Sizes can only be fitted if operation n and tensor n correspond in both records.
@@ -247,6 +266,10 @@ def _fitted(small: StepRecord, large: StepRecord, samples: int) -> StepRecord:
         routed=tuple(
             replace(b, nbytes=line(a.nbytes, b.nbytes))
             for a, b in zip(small.routed, large.routed, strict=True)
+        ),
+        exchanged=tuple(
+            replace(b, nbytes=line(a.nbytes, b.nbytes))
+            for a, b in zip(small.exchanged, large.exchanged, strict=True)
         ),
         batch_size=samples,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from shardwise.parallel.pipeline import runner
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
 from shardwise.tools.plan.engine_parts import (
+    AbsentParts,
     ObservedParameter,
     note_experts,
     note_layers,
@@ -35,7 +37,7 @@ from shardwise.tools.plan.engine_parts import (
     split_first_part,
 )
 from shardwise.tools.plan.observation import Observation, finish
-from shardwise.tools.plan.record import RoutedTokens, UnitUse
+from shardwise.tools.plan.record import RoutedTokens, SequenceExchange, UnitUse
 from shardwise.world.world import World
 from shardwise.world.world import current as current_world
 
@@ -66,12 +68,17 @@ class ObservedEngine(Engine):
         world.expect_no_engine()
         if self.settings.context > 1:
             raise ConfigError(
-                f"--context {self.settings.context}: shardwise plan cannot predict parts of "
-                "sequences yet. Leave it out."
+                f"--context {self.settings.context} is set by the script or its configuration, but "
+                "shardwise plan chooses it. Leave it out, or write shardwise plan --context C."
             )
+        if observation.context > 1:
+            world.context = AbsentParts(observation.context, self._note_exchange)
+            world.settings = replace(world.settings, context_method=observation.method)
         spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         if observation.tensor > 1:
             spec = split_first_part(spec, tensor_plan or {}, observation.tensor)
+        if spec.context is not None:
+            spec.context.skip_trial()
         self._spec = spec
         self.backwards = 0
         self.stepped = False
@@ -88,6 +95,8 @@ class ObservedEngine(Engine):
         self._take_memory(noted.parameters)
         self._enter_settings(world)
         self._hook_modules(noted.modules, inside)
+        if spec.context is not None:
+            spec.context.install()
         for module, number, divisible in experts:
             hook = self._routing(number, divisible)
             attach(module.register_forward_pre_hook, hook, with_kwargs=True)
@@ -212,6 +221,13 @@ class ObservedEngine(Engine):
 
         return route
 
+    def _note_exchange(self, nbytes: int) -> None:
+        """Record an exchange between context-parallel ranks."""
+        recorder = self._observation.recorder
+        if recorder.active:
+            phase = "backward" if recorder.backward else "forward"
+            self._observation.exchanged.append(SequenceExchange(nbytes, recorder.unit, phase))
+
     def _leaving(self, number: int) -> Callable[..., None]:
         recorder = self._observation.recorder
 
@@ -277,10 +293,15 @@ class ObservedEngine(Engine):
         if len(self._observation.engines) > 1:
             located = (each.parameter for each in self._spec.located())
             own = [parameter for parameter in located if parameter.requires_grad]
+        context = self._spec.context
+        if context is not None:
+            context.begin_backward(loss, 1.0)
         try:
             torch.autograd.backward(loss, retain_graph=retain_graph, inputs=own)
         finally:
             recorder.active = recorder.backward = False
+            if context is not None:
+                context.run.end_backward()
         self.backwards += 1
         # As in the real engine, mark the batch as used by a backward pass.
         self.world.current_batch.train()
@@ -295,6 +316,8 @@ class ObservedEngine(Engine):
         cut: bool = True,
     ) -> Tensor:
         """Record the forward and backward pass of the first micro-batch. Return a loss of 0."""
+        if self._spec.context is not None:
+            raise self._spec.context.refuse("engine.forward_backward")
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
         is_weighted = weight is not None

@@ -1,9 +1,9 @@
 """Runs a script with an engine that observes its first step, for `shardwise plan`.
 
-    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR SCRIPT ...
+    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SCRIPT ...
 
-SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR is the
-number of tensor-parallel ranks.
+SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR and
+CONTEXT are the numbers of tensor-parallel and context-parallel ranks, METHOD the --context-method.
 
 The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' memory.
 At the end of the first step, the record is written to FILE and the script exits.
@@ -30,18 +30,21 @@ from shardwise.tiers.host_memory import MAPPED
 from shardwise.tools.plan.observation import Observation, finish
 from shardwise.tools.plan.observed_engine import ObservedEngine
 from shardwise.tools.plan.step_recorder import user_place
+from shardwise.world.world import World
 
 
 def main(arguments: list[str]) -> None:
     """Observe a script. `arguments` is the command line described in the module docstring."""
-    path, samples, tensor, *words = arguments
-    observation = Observation.begin(Path(path), int(tensor))
+    path, samples, tensor, context, method, *words = arguments
+    observation = Observation.begin(Path(path), int(tensor), int(context), method)
     # Replace Engine before the script runs, so that the script imports the replacement. The
     # integrations with other libraries import it from these three modules.
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
     skip_initial_values()
+    if observation.context > 1:
+        _split_sequences(observation.context)
     try:
         if program.set_up_python(words):  # a module, with -m
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -89,6 +92,13 @@ def _replace_loader(observation: Observation, samples: int) -> None:
             return super().steps()
 
     import_module("shardwise.data.loader").Loader = ObservedLoader  # type: ignore[attr-defined]
+
+
+def _split_sequences(context: int) -> None:
+    """Make the Loader and `world.share` return the first of `context` parts of every sequence."""
+    # The mesh keeps one rank, because the other ranks of the context group do not exist.
+    World.context_size = property(lambda world: context)  # type: ignore[assignment]
+    World.context_rank = property(lambda world: 0)  # type: ignore[assignment]
 
 
 @cache

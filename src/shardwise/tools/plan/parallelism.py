@@ -24,6 +24,7 @@ class Parallelism:
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     micro_batch: int = 1
@@ -48,7 +49,7 @@ class Parallelism:
     @property
     def batch(self) -> int:
         """The global batch size in samples."""
-        return self.data * self.micros * self.micro_batch
+        return self.data // self.context * self.micros * self.micro_batch
 
     def data_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that average gradients with each other."""
@@ -62,6 +63,10 @@ class Parallelism:
     def expert_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that together hold every expert once."""
         return group_of(cluster, self.expert, 1)
+
+    def context_group(self, cluster: Cluster) -> Group:
+        """Return a group of ranks that hold parts of the same sequences."""
+        return group_of(cluster, self.context, 1)
 
     def tensor_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that split each layer between them."""

@@ -37,6 +37,7 @@ def plan(
     tokens: float | None = None,
     within: float | None = None,
     budget: float | None = None,
+    context: int = 0,
     **settings: str,
 ) -> Plan:
     """Predict the memory, time and cost of a script, like `shardwise plan --on ON SCRIPT`.
@@ -47,6 +48,8 @@ def plan(
         tokens: Total number of tokens to train on. Needed for the cost.
         within: Maximum duration of the run in days.
         budget: Maximum cost of the run in dollars.
+        context: Context-parallel size to try, or 0 to try several if memory is short or devices
+            would be idle.
         settings: Flags of `shardwise run`, such as precision="bf16-mixed".
 
     Returns:
@@ -63,7 +66,8 @@ def plan(
     """
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
-    return make_plan(PlanRequest(Script(words, tuple(flags)), on, tokens, within, budget))
+    asked = Script(words, tuple(flags))
+    return make_plan(PlanRequest(asked, on, tokens, within, budget, context=context))
 
 
 def show_plan(request: PlanRequest) -> int:

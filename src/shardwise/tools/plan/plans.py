@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import LaunchError
-from shardwise.messages.printable import in_bytes
+from shardwise.errors import ConfigError, LaunchError
+from shardwise.messages.printable import in_bytes, many
 from shardwise.tools.plan import search
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.clock import step_estimate
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
 from shardwise.tools.plan.cost import Cost, cost_of, is_within
-from shardwise.tools.plan.meshes import tensor_sizes
-from shardwise.tools.plan.observe import ObservedStep, OnRun, Script, observe_sizes, warm_observers
+from shardwise.tools.plan.meshes import context_sizes, tensor_sizes
+from shardwise.tools.plan.observe import (
+    PLAIN,
+    ObservedStep,
+    OnRun,
+    Script,
+    Way,
+    observe_sizes,
+    warm_observers,
+)
 from shardwise.tools.plan.record import StepRecord
-from shardwise.tools.plan.search import Line, Question, Way
+from shardwise.tools.plan.search import Line, Question
+
+Observe = Callable[[Way], ObservedStep]
+"""Observes the script once."""
 
 OWN_BATCHES = ("accelerate", "transformers", "lightning")
 """Libraries that give every worker its own batches when they run with --adopt."""
+
+METHODS = ("ulysses", "gathered")
+"""The values of --context-method to try."""
 
 LONGEST = 8
 """Size in bytes of the largest element type, float64."""
@@ -40,6 +54,7 @@ class PlanRequest:
         budget: Cost limit in dollars.
         hardware: Additional catalogue files or folders.
         disk: Folder for states offloaded to disk, or "" for none.
+        context: Context-parallel size to try, or 0 to try several if the script needs them.
         explain: Whether to print the tensors at the peak.
         json_file: Path of the JSON output.
         page: Folder for the HTML page.
@@ -52,6 +67,7 @@ class PlanRequest:
     budget: float | None = None
     hardware: tuple[Path, ...] = ()
     disk: str = ""
+    context: int = 0
     explain: bool = False
     json_file: Path | None = None
     page: Path | None = None
@@ -160,8 +176,30 @@ class Plan:
                 "no sw.Loader divides the batch: the plan gives every worker as many rows as one "
                 "worker has here, at every number of workers"
             )
+        yield from self._context_notes()
         yield from question.excluded
         yield from (f"assumed: {each}" for each in record.assumed)
+
+    def _context_notes(self) -> Iterator[str]:
+        """Yield the bytes that attention sends with each context-parallel size and method."""
+        steps = self.question.steps
+        sent = {w: s.large for w, s in steps.items() if w.context > 1 and w.activations == "kept"}
+        for context in sorted({way.context for way in sent}):
+            methods = " and ".join(
+                f"{in_bytes(record.sent_bytes)} with {way.method}"
+                for way, record in sent.items()
+                if way.context == context
+            )
+            batch = many(self.record.batch_size, "sample")
+            yield (
+                f"with --context {context}, attention sends {methods} per worker and micro-batch "
+                f"of {batch}"
+            )
+        if sent:
+            yield (
+                "a run with --context first tests the model: everything except attention must "
+                "process each token independently"
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as values that JSON can represent."""
@@ -185,6 +223,7 @@ class Plan:
             "bytes_at_peak": line.memory.at_peak(),
             "states_bytes": line.memory.states,
             "tier_bytes": line.memory.tiers,
+            "context_bytes": self._context_bytes(line),
             "missing_bytes": line.over,
             "missing_host_bytes": line.over_host,
             "seconds_per_step": None if estimate is None else estimate.seconds,
@@ -192,6 +231,13 @@ class Plan:
             "cost": None if (cost := self.cost(line)) is None else asdict(cost),
             "within": self.is_within(line),
         }
+
+    def _context_bytes(self, line: Line) -> int:
+        """Return the bytes that a rank sends for attention in a step."""
+        choice, question = line.choice, self.question
+        activations = "recomputed" if choice.recomputed else "kept"
+        way = Way(activations, choice.tensor, choice.context, choice.context_method)
+        return question.record(way, choice.micro_batch).sent_bytes * choice.micro_batches
 
 
 def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
@@ -203,31 +249,83 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
     with warm_observers(request.script) as warm:
         observe = partial(observe_sizes, request.script, on_run=on_run, warm=warm)
-        steps: dict[Way, ObservedStep] = {("kept", 1): observe(activations="kept")}
+        steps: dict[Way, ObservedStep] = {PLAIN: observe(PLAIN)}
         excluded = list(_observe_parts(request.script, cluster, steps, observe))
         # `question` refers to `steps`. Recomputation is added to it below if it is needed.
         question = Question(steps, cluster, step_estimate, request.disk, tuple(excluded))
         lines = search.search(question)
-        if not any(line.fits and line.choice.micro_batches == 1 for line in lines):
+        is_short = not any(line.fits and line.choice.micro_batches == 1 for line in lines)
+        # Parts of sequences save memory, and employ devices that would have no samples.
+        is_idle = all(line.choice.devices < cluster.devices for line in lines)
+        if request.context or is_short or is_idle:
+            excluded += _observe_contexts(request, cluster, steps, observe)
+            question = replace(question, excluded=tuple(excluded))
+            lines = search.search(question)
+        if is_short:
             # Recomputation adds a second forward pass, about a third of the work. Try it only if
             # memory is short.
-            for _, parts in list(steps):
-                steps["recomputed", parts] = observe(activations="recomputed", tensor=parts)
+            for way in list(steps):
+                recomputed = way._replace(activations="recomputed")
+                steps[recomputed] = observe(recomputed)
             lines = search.search(question)
     return Plan(request, question, lines)
+
+
+def _observe_contexts(
+    request: PlanRequest, cluster: Cluster, steps: dict[Way, ObservedStep], observe: Observe
+) -> Iterator[str]:
+    """Observe the script with each context-parallel size and method, and add them to `steps`.
+
+    Yields the reasons why some are impossible.
+    """
+    script = request.script
+    if owner := _owner_of_batches(script):
+        if request.context:
+            raise ConfigError(
+                f"--context {request.context} cannot be combined with --adopt {owner}, which does "
+                "not split the sequences of its batches. Leave out one of them."
+            )
+        return
+    sizes = [request.context] if request.context else context_sizes(cluster)
+    if request.context and cluster.devices % request.context:
+        fits = [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
+        raise ConfigError(
+            f"--context {request.context} does not divide {cluster.devices} devices. Write one of "
+            f"{', '.join(map(str, fits))}."
+        )
+    if not (request.context or steps[PLAIN].large.attends):
+        return  # most models without attention have no sequences
+    failed: dict[str, str] = {}
+    for size in sizes:
+        for method in METHODS:
+            # A model that cannot run on 2 parts cannot run on 4 either. Heads that cannot be
+            # spread over 2 ranks cannot be spread over 4.
+            if method in failed:
+                continue
+            way = Way(context=size, method=method)
+            try:
+                steps[way] = observe(way)
+            except LaunchError as error:
+                failed[method] = str(error)
+                yield f"--context {size} with {method} was not tried: {error}"
+
+
+def _owner_of_batches(script: Script) -> str | None:
+    """Return the adopted library that gives every worker its own batches, or None."""
+    return next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None)
 
 
 def _observe_parts(
     script: Script,
     cluster: Cluster,
     steps: dict[Way, ObservedStep],
-    observe: Callable[..., ObservedStep],
+    observe: Observe,
 ) -> Iterator[str]:
     """Observe the script with each tensor-parallel size, and add the results to `steps`.
 
     Yields the reasons why tensor or pipeline parallelism is impossible.
     """
-    if owner := next((name for name in script.adopt.split(",") if name in OWN_BATCHES), None):
+    if owner := _owner_of_batches(script):
         if cluster.devices > 1:
             yield (
                 f"--tensor and --pipeline were not tried: {owner} gives every worker separate "
@@ -238,11 +336,11 @@ def _observe_parts(
     # into 2 parts cannot be split into 4 either.
     for parts in tensor_sizes(cluster)[1:]:
         try:
-            steps["kept", parts] = observe(activations="kept", tensor=parts)
+            steps[Way(tensor=parts)] = observe(Way(tensor=parts))
         except LaunchError as error:
             yield f"--tensor {parts} was not tried: {error}"
             break
-    if cluster.devices > 1 and (why := steps["kept", 1].large.no_pipeline):
+    if cluster.devices > 1 and (why := steps[PLAIN].large.no_pipeline):
         stages = "a PipelineModule defines its number of stages" if script.adopt else why
         yield f"--pipeline was not tried: {stages}"
 

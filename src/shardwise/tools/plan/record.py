@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 
-VERSION = 5
+VERSION = 6
 """Version of the file format. Increase it with every change of the format."""
 
 
@@ -179,6 +179,21 @@ class RoutedTokens:
 
 
 @dataclass(frozen=True)
+class SequenceExchange:
+    """An exchange between context-parallel ranks, which hold parts of the same sequences.
+
+    Attributes:
+        nbytes: Bytes that a rank sends, including its own part of them, which stays.
+        unit: Index into StepRecord.units, or -1 outside units.
+        phase: "forward" or "backward".
+    """
+
+    nbytes: int
+    unit: int
+    phase: str
+
+
+@dataclass(frozen=True)
 class LayerRecord:
     """A layer, which is assigned to one pipeline stage.
 
@@ -246,6 +261,10 @@ class StepRecord:
     """Reason why the model cannot be split into pipeline stages, or "" if it can."""
     routed: tuple[RoutedTokens, ...] = ()
     """The tokens of each pass through a layer with experts."""
+    context: int = 1
+    """Number of context-parallel ranks. The record contains the first rank's part."""
+    exchanged: tuple[SequenceExchange, ...] = ()
+    """The exchanges between context-parallel ranks, in program order."""
 
     @cached_property
     def parts(self) -> dict[range, StepRecord]:
@@ -258,6 +277,16 @@ class StepRecord:
     def flops(self) -> int:
         """Total floating-point operations of the forward and backward pass."""
         return sum(each.flops for each in self.operations)
+
+    @property
+    def attends(self) -> bool:
+        """Whether the step calls `scaled_dot_product_attention`, which `--context` supports."""
+        return any("scaled_dot_product" in each.name for each in self.operations)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a context-parallel rank sends to the others for this micro-batch."""
+        return sum(each.nbytes for each in self.exchanged) * (self.context - 1) // self.context
 
     def write(self, path: Path) -> None:
         """Write the record to `path` as JSON."""
@@ -288,6 +317,7 @@ _KINDS: dict[str, type] = {
     "assumed": Assumption,
     "layers": LayerRecord,
     "routed": RoutedTokens,
+    "exchanged": SequenceExchange,
 }
 
 

@@ -20,7 +20,7 @@ from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import HERE, Cluster
 from shardwise.tools.plan.memory import Hardware, MemoryPlan, predict, predict_pipeline
 from shardwise.tools.plan.meshes import AxisSizes, meshes
-from shardwise.tools.plan.observe import ObservedStep
+from shardwise.tools.plan.observe import PLAIN, ObservedStep, Way
 from shardwise.tools.plan.record import StepRecord
 
 RESERVED = 2 * 2**30
@@ -55,9 +55,6 @@ class Line:
 Clock = Callable[[StepRecord, Choice, Cluster], Estimate]
 """A function that predicts the time of a step, such as `clock.step_estimate`."""
 
-Way = tuple[str, int]
-"""Settings of an observation: `--activations`, and the number of tensor-parallel ranks."""
-
 
 @dataclass(frozen=True)
 class Question:
@@ -68,7 +65,7 @@ class Question:
         cluster: The cluster.
         clock: Function that predicts the time of a step, or None to predict only memory.
         disk: Folder for states offloaded to disk, or "" for none.
-        excluded: Reasons why tensor or pipeline parallelism was not tried.
+        excluded: Reasons why tensor, pipeline or context parallelism was not tried.
     """
 
     steps: dict[Way, ObservedStep]
@@ -97,14 +94,16 @@ class Question:
     @property
     def step(self) -> ObservedStep:
         """The step observed without tensor parallelism or recomputation."""
-        return self.steps["kept", 1]
+        return self.steps[PLAIN]
 
     @property
     def meshes(self) -> list[AxisSizes]:
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
-        parts = sorted({parts for _, parts in self.steps})
-        return list(meshes(self.cluster, parts, layers, record.total_batch, self._experts))
+        parts = sorted({way.tensor for way in self.steps})
+        contexts = sorted({way.context for way in self.steps} - {1})
+        total = record.total_batch
+        return list(meshes(self.cluster, parts, layers, total, self._experts, contexts))
 
     @property
     def _experts(self) -> int:
@@ -116,8 +115,9 @@ class Question:
         return min((r.experts for r in record.routed), default=0) if fits and divisible else 0
 
     def ways(self, mesh: AxisSizes) -> list[Way]:
-        """Return the observations made with the mesh's tensor-parallel size."""
-        return [way for way in self.steps if way[1] == mesh.tensor]
+        """Return the observations made with the mesh's tensor- and context-parallel sizes."""
+        sizes = mesh.tensor, mesh.context
+        return [way for way in self.steps if (way.tensor, way.context) == sizes]
 
     def record(self, way: Way, samples: int) -> StepRecord:
         """Return the record of a micro-batch of `samples` samples, observed with `way`."""
@@ -135,7 +135,8 @@ class Question:
         """
         record = self.step.large
         # Round up, because the replica with the most samples decides whether the placement fits.
-        share = -(-record.total_batch // mesh.data) if record.total_batch else record.batch_size
+        groups = mesh.data // mesh.context
+        share = -(-record.total_batch // groups) if record.total_batch else record.batch_size
         counts = [min(share, PER_STAGE * mesh.pipeline) if mesh.pipeline > 1 else 1]
         # Two kinds of loop can split a batch: those with loader.steps() (`accumulates`), and those
         # with engine.forward_backward (which also allows a pipeline).
@@ -165,7 +166,7 @@ def _order(line: Line) -> tuple[bool, float, float, int]:
         return True, float(line.over + line.over_host), 0.0, 0
     seconds = line.estimate.seconds if line.estimate is not None else math.inf
     away = sum(tier.kind != "device" for tier in choice.row.tiers)
-    split = choice.tensor * choice.pipeline * choice.expert
+    split = choice.tensor * choice.pipeline * choice.expert * choice.context
     cost = away + choice.recomputed + choice.micro_batches / 1e3 + split
     return False, seconds, cost, choice.row.level
 
@@ -220,7 +221,7 @@ def _largest_that_fits(
 
 def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
     """Return whether the engine would reject this number of micro-batches or recomputation."""
-    if mesh.schedule == "zero-bubble" and way[0] == "recomputed":
+    if mesh.schedule == "zero-bubble" and way.activations == "recomputed":
         return True
     # These two schedules run micro-batches in rounds of one per pipeline rank.
     return mesh.schedule in ("interleaved", "zero-bubble") and count % mesh.pipeline != 0
@@ -239,11 +240,13 @@ def measure(
         data=mesh.data,
         micro_batch=size[0],
         micro_batches=size[1],
-        recomputed=way[0] == "recomputed",
+        recomputed=way.activations == "recomputed",
         tensor=mesh.tensor,
         pipeline=mesh.pipeline,
         schedule=mesh.schedule,
         expert=mesh.expert,
+        context=mesh.context,
+        context_method=way.method,
         in_rows=not record.no_pipeline,
     )
     predicted = predict_pipeline if mesh.pipeline > 1 else predict
@@ -269,6 +272,8 @@ def flags_of(line: Line) -> list[str]:
     words = ["--zero", str(row.level)] if choice.data > 1 else []
     if choice.expert > 1:
         words += ["--expert", str(choice.expert)]
+    if choice.context > 1:
+        words += ["--context", str(choice.context), "--context-method", choice.context_method]
     if choice.tensor > 1:
         words += ["--tensor", str(choice.tensor)]
     if choice.pipeline > 1:
@@ -324,6 +329,7 @@ def _changes(one: Line, other: Line) -> int:
             a.recomputed != b.recomputed,
             a.tensor != b.tensor,
             a.expert != b.expert,
+            (a.context, a.context_method) != (b.context, b.context_method),
             (a.pipeline, a.schedule) != (b.pipeline, b.schedule),
         )
     )

@@ -30,7 +30,7 @@ _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
 _FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
 """The order of precedence. If two kinds cover the same moment, it counts for the earlier one."""
 
-_LAUNCHED = Row.COMMUNICATION.title
+_LAUNCHED = {Row.COMMUNICATION.title, Row.ATTENTION.title}
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _of_rank(rank: int, events: Sequence[Mapping[str, Any]]) -> list[StepTimes]:
     marks = [mark for mark in marks if mark["args"]["engine"] == first]
     kinds = _kinds(events)
     waits = _waits(events)
-    launched = [event for event in events if event["cat"] == _LAUNCHED]
+    launched = [event for event in events if event["cat"] in _LAUNCHED]
     # Communication is hidden if a collective is in flight while the rank is not blocked by
     # communication.
     under_way = minus(union(map(_ends, launched)), kinds[EXPOSED])
@@ -150,6 +150,8 @@ def _kind(event: Mapping[str, Any]) -> str | None:
     # A collective runs in parallel with other work. It is exposed only while it blocks the rank.
     if category == WAIT or (category == Row.COMPUTE.title and name in _BLOCKING):
         return EXPOSED
+    if category == Row.ATTENTION.title:
+        return EXPOSED  # attention waits for its exchanges
     if category in (Row.DATA.title, Row.CHECKPOINT.title):
         return str(category)
     if category == Row.COMPUTE.title:

@@ -20,8 +20,8 @@ TRAINING = (
 TIERS = ("offload_params", "offload_gradients", "offload_optimizer", "offload_activations")
 MICRO = ("micro_batch_size", "microbatches")
 LAYERS = ("tensor", "pipeline")
-AXES = (*LAYERS, "expert")
-OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches")
+AXES = (*LAYERS, "expert", "context")
+OF_LAYERS = ("sequence_parallel", "schedule", "stages", "microbatches", "context_method")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +172,8 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
             # Remove flags that are only valid with the axis.
             if "tensor" in names:
                 candidate = candidate.without("sequence_parallel")
+            if "context" in names:
+                candidate = candidate.without("context_method")
             yield candidate
 
 
