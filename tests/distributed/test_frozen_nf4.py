@@ -40,13 +40,18 @@ def is_base(name):
 
 
 @torch.no_grad()
-def round_base(model):
-    """Round the base weights of `model` to NF4, one block at a time."""
+def round_to_nf4(weight):
+    """Round `weight` in place, one block at a time."""
     values = torch.tensor(VALUES, dtype=torch.float64)
+    for block in weight.view(-1).split(BLOCK):
+        scale = block.abs().max()
+        block.copy_(values[(block.unsqueeze(1) / scale - values).abs().argmin(1)] * scale)
+
+
+def round_base(model):
     for name, parameter in model.named_parameters():
-        for block in parameter.view(-1).split(BLOCK) if is_base(name) else ():
-            scale = block.abs().max()
-            block.copy_(values[(block.unsqueeze(1) / scale - values).abs().argmin(1)] * scale)
+        if is_base(name):
+            round_to_nf4(parameter)
 
 
 def optimizer_of(model, kind):

@@ -104,7 +104,14 @@ class Question:
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
         parts = sorted({parts for _, parts in self.steps})
+        if self.has_narrow_weights:  # the engine rejects them with split layers and experts
+            return list(meshes(self.cluster, [1], 0, record.total_batch, 0))
         return list(meshes(self.cluster, parts, layers, record.total_batch, self._experts))
+
+    @property
+    def has_narrow_weights(self) -> bool:
+        """True if frozen weights are stored in 4 bits."""
+        return any(each.quantised for each in self.step.large.parameters)
 
     @property
     def _experts(self) -> int:
@@ -194,7 +201,8 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
         for tier in tiers:
             if level in (0, 2, 3):
                 yield row.resting(optimizer=tier)
-            if level == 3:
+            # The engine rejects frozen weights in 4 bits with offloaded parameters.
+            if level == 3 and not question.has_narrow_weights:
                 yield row.resting(parameters=tier, optimizer=tier)
 
 
