@@ -229,7 +229,7 @@ class EngineSpec:
         raise ModelError(
             "--frozen-weights nf4 has no effect on this model: no nn.Linear in it has a frozen "
             "weight. Freeze the base weights (requires_grad_(False), or PEFT's get_peft_model) "
-            "before sw.Engine(...), or remove the flag."
+            'before sw.Engine(...), or pass frozen_weights="full" to this engine.'
         )
 
     @cached_property

@@ -39,11 +39,11 @@ VALUES = (
 )
 """The value of each code, in fp32 (QLoRA, appendix E)."""
 
-_CHUNK = 2**17
-"""Elements that are rounded at a time on a CPU, so that temporaries stay in its cache.
+_CHUNK = {"cpu": 2**17}
+"""Device type -> elements that are converted at a time. On a CPU, temporaries stay in its cache."""
 
-An accelerator rounds 8 times as many, because each call costs more there.
-"""
+_LARGE_CHUNK = 2**24
+"""Elements on an accelerator, where launches cost more than memory. Temporaries take 0.2 GB."""
 
 
 def nbytes_of(numel: int, itemsize: int) -> int:
@@ -127,7 +127,7 @@ class NF4Storage(Storage):
             self.codes[begin // 2 : end // 2].copy_(pairs[:, 0] * 16 + pairs[:, 1])
 
     def _chunks(self, numel: int) -> list[tuple[int, int]]:
-        length = _CHUNK if self.device.type == "cpu" else 8 * _CHUNK
+        length = _CHUNK.get(self.device.type, _LARGE_CHUNK)
         return [(low, min(low + length, numel)) for low in range(0, numel, length)]
 
     @property
