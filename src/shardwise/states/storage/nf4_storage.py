@@ -47,11 +47,11 @@ _LARGE_CHUNK = 2**24
 
 
 def nbytes_of(numel: int, itemsize: int) -> int:
-    """Return the size in bytes of `numel` elements in NF4, and of their scales.
+    """Return the size in bytes of `numel` elements in NF4, in full blocks with their scales.
 
-    `numel` is a multiple of BLOCK. `itemsize` is the size of a scale in bytes.
+    `itemsize` is the size of a scale in bytes.
     """
-    return numel // 2 + numel // BLOCK * itemsize
+    return -(-numel // BLOCK) * (BLOCK // 2 + itemsize)
 
 
 class NF4Storage(Storage):
