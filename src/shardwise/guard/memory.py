@@ -62,7 +62,7 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
     longer than a step.
     """
     is_scattered = spec.placement.is_sharded("optimizer")
-    found = []
+    found: list[Piece] = []
     for named, slots, own, storage in states.parameters.kept():
         names = _within(slots, own[0], own[1], [each.name for each in named])
         is_shard = spec.placement.is_sharded("parameters")
