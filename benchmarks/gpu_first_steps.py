@@ -155,6 +155,7 @@ def right(run: Run) -> None:
     for how in ("recomputed", "cpu"):
         cases[f"activations {how}, the same bits"] = lambda h=how: _activations(world, h)
     cases["optimizer state in 8 bits"] = lambda: _eight_bits(world)
+    cases["frozen weights in 4 bits"] = lambda: _four_bits(world)
     cases["head and loss in chunks"] = lambda: _chunks(world)
     # The compiler has no code for the simulated device of the tests.
     for row in () if run.is_simulated else (0, 3):
@@ -200,6 +201,34 @@ def _eight_bits(world: Any) -> None:
     training.assert_close(sharded, replicated, 1e-3)  # norms of other buckets round differently
     for ours, theirs in zip(replicated.losses, plain.losses, strict=True):
         assert abs(ours / theirs - 1) < 0.01, f"a loss is {ours:.5f}, not {theirs:.5f}"
+
+
+def _four_bits(world: Any) -> None:
+    """Frozen weights in 4 bits give the losses of a training on the rounded weights."""
+    import torch
+    from tests.gpu import training
+
+    import shardwise as sw
+
+    def losses(*, in_advance: bool = False, **settings: Any) -> list[float]:
+        model, _ = training.build(world)
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        if in_advance:  # closing an engine leaves the rounded weights in the model
+            sw.Engine(model, optimizer, frozen_weights="nf4").close()
+        engine = sw.Engine(model, optimizer, **settings)
+        found = []
+        for step in range(5):
+            engine.backward(training.loss_of(model, *training.batch(world, step)))
+            found.append(engine.step().loss)
+        engine.close()
+        return found
+
+    expected = losses(in_advance=True)
+    for zero in (0, 3):
+        ours = losses(frozen_weights="nf4", zero=zero)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=0)
 
 
 def _chunks(world: Any) -> None:

@@ -100,6 +100,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--reduce-dtype": ("", "--reduce-dtype param"),
     "--compile": ("", "--compile"),
     "--optimizer-state": ("", "--optimizer-state 8bit"),
+    "--frozen-weights": ("", "--frozen-weights nf4"),
     "--chunked-loss": ("", "--chunked-loss"),
     "--nonfinite": ("", "--nonfinite skip"),
     "--survive": ("workers", "--survive 1"),

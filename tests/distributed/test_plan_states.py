@@ -67,8 +67,14 @@ def planned_and_laid(world, kind, level, precision, bucket_mb, state="full"):
     """Return, for each rank, the plan's and the engine's bytes of each state."""
     torch.manual_seed(0)
     model = Model()
+    settings = {"precision": precision, "bucket_mb": bucket_mb}
+    if state == "nf4":
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        linear[0].weight.requires_grad_(False)
+        settings["frozen_weights"] = state
+    else:
+        settings["optimizer_state"] = state
     given = optimizers(kind, model)
-    settings = {"precision": precision, "bucket_mb": bucket_mb, "optimizer_state": state}
     engine = sw.Engine(model, given, zero=level, **settings)
     laid = engine._states.bytes_by_state()
     record = record_of(engine, precision)
@@ -81,7 +87,7 @@ def planned_and_laid(world, kind, level, precision, bucket_mb, state="full"):
 @each_value(size=[1, 2, 3, 4], level=[0, 1, 2, 3])
 def test_planned_states_equal_the_engines(group, size, level):
     cases = [("groups", "fp32", 0.004), ("sgd", "bf16", 25.0), ("whole", "fp32", 0.01)]
-    cases.append(("groups", "bf16", 0.004, "8bit"))
+    cases += [("groups", "bf16", 0.004, "8bit"), ("groups", "bf16", 0.004, "nf4")]
     for kind, precision, *options in cases:
         for planned, laid in group(size)(planned_and_laid, kind, level, precision, *options):
             assert planned == laid, (kind, precision, options)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def quietly():
     transformers.utils.logging.disable_progress_bar()
 
 
-def stock(folder, total, **options):
+def stock(folder, total, model=None, **options):
     """Create a stock Trainer in a single process, with batches of `total` rows."""
     quietly()
     fresh()
@@ -76,7 +77,7 @@ def stock(folder, total, **options):
             patch.delenv(name)
         patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
         return transformers.Trainer(
-            gpt2(),
+            gpt2() if model is None else model,
             arguments(folder, **batches(total), **options),
             train_dataset=texts(),
             eval_dataset=texts(7, seed=2),
@@ -498,6 +499,36 @@ def test_adapters_of_peft(group, tmp_path):
     pytest.importorskip("peft", reason="the peft package is not there")
     for zero in (0, 3):
         ranks(group, 2)(lora_case, zero, str(tmp_path / str(zero)))
+
+
+def nf4_case(world, zero, folder):
+    """Train, save and merge adapters on a base in 4 bits, next to a stock Trainer."""
+    import shardwise.transformers
+    from tests.distributed.test_frozen_nf4 import round_to_nf4
+
+    rounded = lora()
+    for name, parameter in rounded.named_parameters():
+        if name.endswith(("c_attn.base_layer.weight", "c_proj.weight", "c_fc.weight")):
+            round_to_nf4(parameter)
+    plain = stock(folder, 4, model=rounded, max_steps=3)
+    plain.train()
+    kind = partial(shardwise.transformers.Trainer, frozen_weights="nf4")
+    trainer = ours(world, folder, 4 // world.size, lora(), zero, kind, max_steps=3)
+    trainer.train()
+    torch.testing.assert_close(figures(trainer), figures(plain), rtol=1e-4, atol=1e-6)
+    trainer.save_model(f"{folder}/adapter")
+    world.barrier()
+    saved = safetensors.torch.load_file(f"{folder}/adapter/adapter_model.safetensors")
+    assert all("lora_" in name for name in saved)
+    trainer.accelerator.free_memory()
+    merged, expected = (t.model.merge_and_unload().state_dict() for t in (trainer, plain))
+    torch.testing.assert_close(dict(merged), dict(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_adapters_of_peft_on_a_base_in_4_bits(group, tmp_path, zero):
+    pytest.importorskip("peft", reason="the peft package is not there")
+    ranks(group, 2)(nf4_case, zero, str(tmp_path))
 
 
 def prepared_case(world, folder):

@@ -364,7 +364,7 @@ class Accelerator(Clipping, Stock):
         trained = None if self._are_whole else self._trained.of_model(model)
         if trained is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
-        if not trained.engine.placement.is_sharded("parameters"):
+        if not trained.engine.settings.hides_parameters:
             return copied_state(super().get_state_dict(model, unwrap))
         return trained.engine.model_state_dict(model)
 

@@ -45,7 +45,7 @@ def _make_gathering(stock: Method) -> Method:
     def save_pretrained(model: Any, *arguments: Any, **keywords: Any) -> Any:
         trained, writes = engine_of_model(model), keywords.get("is_main_process")
         has_weights = writes is None or keywords.get("state_dict") is not None
-        if trained is None or not trained.engine.placement.is_sharded("parameters"):
+        if trained is None or not trained.engine.settings.hides_parameters:
             return stock(model, *arguments, **keywords)
         if has_weights:
             return _saved(stock, model, arguments, keywords)

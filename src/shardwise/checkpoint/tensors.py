@@ -22,6 +22,7 @@ from shardwise.checkpoint.tensor_spans import (
     StoredTensors,
     TensorSpans,
 )
+from shardwise.comm import Solo
 from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
 from shardwise.layout.shards import Shard
 from shardwise.model.optimizer_access import held
@@ -376,9 +377,11 @@ class EngineTensors:
         return [value] if pipeline is None else pipeline.group.gather_objects(value)
 
     def frozen(self) -> Iterator[StoredTensors]:
-        """Yield this rank's spans of sharded frozen parameters."""
+        """Yield this rank's spans of frozen parameters that are sharded or in 4 bits."""
+        sharded = self.spec.placement.is_sharded("parameters")
         for slab in self.states.parameters.frozen:
-            yield tensor_spans.of_sharded_bucket(slab, self._among)
+            among = self._among if sharded else self._everywhere
+            yield tensor_spans.of_sharded_bucket(slab, among)
 
     def beside(self) -> Iterator[StoredTensors]:
         """Yield this rank's spans of everything that is not trained.
@@ -431,6 +434,8 @@ class EngineTensors:
         for kind, name, value in chain(self.trained.reordered(reported), beside):
             yield tensor_spans.of_tensor(name, value, *self._copies(kind), kind)
         for slab in self.states.parameters.frozen:
-            for named, value in tensor_spans.reordered_bucket(slab, self.spec.shard_group):
+            sharded = self.spec.placement.is_sharded("parameters")
+            group = self.spec.shard_group if sharded else Solo()
+            for named, value in tensor_spans.reordered_bucket(slab, group):
                 copies = self._copies(tensor_spans.MODEL)
                 yield tensor_spans.of_tensor(named.name, value, *copies)

@@ -284,6 +284,12 @@ class Settings:
         ("full", "8bit"),
         rare=True,
     )
+    frozen_weights: str = _choice(
+        "precision",
+        "nf4: store frozen linear weights in 4 bits (QLoRA)",
+        ("full", "nf4"),
+        rare=True,
+    )
     chunked_loss: bool = _switch(
         "precision", "Transformers: compute head and loss in chunks of tokens", rare=True
     )
@@ -398,6 +404,16 @@ class Settings:
         return self.optimizer_state == "8bit"
 
     @property
+    def quantises_frozen(self) -> bool:
+        """True if frozen linear weights are stored in 4 bits."""
+        return self.frozen_weights == "nf4"
+
+    @property
+    def hides_parameters(self) -> bool:
+        """True if some parameters have no values between forward and backward passes."""
+        return self.quantises_frozen or self.placement.is_sharded("parameters")
+
+    @property
     def placement(self) -> Placement:
         """The placement that `zero` or `shard` selects, or ZERO_0 if neither is set.
 
@@ -492,6 +508,10 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         lambda settings: settings.quantises_state and settings.placement.level > 0,
         "second copies of the optimizer state are in full precision",
     ),
+    "frozen_weights": (
+        lambda settings: settings.quantises_frozen,
+        "a lost worker's forward pass leaves weights expanded",
+    ),
     "tensor": (lambda settings: settings.tensor > 1, _GROUPS),
     "expert": (lambda settings: settings.expert > 1, _GROUPS),
     "context": (lambda settings: settings.context > 1, _GROUPS),
@@ -536,6 +556,26 @@ def check_survival(settings: Settings) -> None:
             )
 
 
+_SPLIT_WEIGHTS = ("tensor", "expert", "pipeline")
+"""Axes that split weights, or move them between ranks, in full precision."""
+
+
+def _check_frozen_weights(settings: Settings) -> None:
+    """Raise ConfigError if a setting cannot be combined with --frozen-weights nf4."""
+    if not settings.quantises_frozen:
+        return
+    if axes := [axis for axis in _SPLIT_WEIGHTS if getattr(settings, axis) > 1]:
+        raise ConfigError(
+            f"--frozen-weights nf4 cannot be combined with {flag(axes[0])} "
+            f"{getattr(settings, axes[0])} yet. Leave one of them out."
+        )
+    if settings.offload_params not in (None, DEVICE):
+        raise ConfigError(
+            f"--frozen-weights nf4 cannot be combined with --offload-params "
+            f"{settings.offload_params}: 4-bit weights stay on the device. Leave one of them out."
+        )
+
+
 _LOSS_ELSEWHERE = ("tensor", "pipeline", "context")
 """Axes whose engines compute the loss of a model themselves, or split its head."""
 
@@ -549,6 +589,7 @@ def check_contradictions(settings: Settings) -> None:
             f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
             "saves memory, and on a disk the state needs none. Leave one of them out."
         )
+    _check_frozen_weights(settings)
     if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):
         raise ConfigError(
             f"--chunked-loss cannot be combined with {flag(axes[0])} {getattr(settings, axes[0])} "

@@ -152,7 +152,7 @@ class DeepSpeedEngine(Configured):
         if not _all_engines:  # replace Tensor.backward once, for all engines
             manual_backward.lead_backwards(_backwards)
         _all_engines[:] = [each for each in _all_engines if each() is not None] + [ref(self)]
-        if parts.engine is not None and parts.engine.placement.is_sharded("parameters"):
+        if parts.engine is not None and parts.engine.settings.hides_parameters:
             mark_sharded(module.parameters())
 
     def __getattr__(self, name: str) -> Any:
@@ -378,7 +378,7 @@ class DeepSpeedEngine(Configured):
         """
         engine = self._parts.engine
         in_parts = engine is not None and (
-            engine.placement.is_sharded("parameters") or not self.world.mesh.is_flat
+            engine.settings.hides_parameters or not self.world.mesh.is_flat
         )
         if engine is None or not in_parts:
             found = dict(self.module.state_dict())

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn, optim
 
+from shardwise.comm import Solo
 from shardwise.config import flag
 from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
@@ -32,11 +33,16 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import Parameters, ReplicatedParameters
+from shardwise.states.parameters.quantised_parameters import (
+    QuantisedParameters,
+    ReplicatedWithQuantised,
+)
 from shardwise.states.parameters.residency import Residency
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
 from shardwise.states.second_copies import SecondCopies
+from shardwise.states.shard_groups import ShardGroups
 from shardwise.states.step_hooks import Kept, StepHooks
-from shardwise.states.storage.quantised_storage import BLOCK, SIGNED_KEYS
+from shardwise.states.storage import nf4_storage, quantised_storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
 
@@ -192,7 +198,9 @@ def build(
         by_spans=quantised or any(factory.on_disk for factory in storage_factories.values()),
         quantised=quantised,
         # With replicated parameters and sharded optimizer state, ranks must exchange updates.
-        sends=scattered and shown is None and spec.shard_group.size > 1,
+        sends=scattered
+        and not spec.placement.is_sharded("parameters")
+        and spec.shard_group.size > 1,
         known=masters,
     )
     # Averages are stored and sharded like the optimizer state.
@@ -231,7 +239,7 @@ def _gradients(
         stray=usage_checks.stray_backward,
         elsewhere=_counted_elsewhere(spec, parameters),
     )
-    if shown is not None:
+    if shown is not None and spec.placement.is_sharded("parameters"):
         # With sharded parameters, launch a unit's buckets only once all ranks have passed the unit
         # in the backward pass. Otherwise a rank could wait in a bucket for one waiting in a gather.
         buckets: dict[int, list[int]] = defaultdict(list)
@@ -357,7 +365,7 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
         reason = "it stores the state of torch's own optimizers that update each element by itself"
     elif not kind.tensor_keys:
         reason = f"{name} with these options keeps no state"
-    elif unknown := sorted(kind.tensor_keys - SIGNED_KEYS.keys()):
+    elif unknown := sorted(kind.tensor_keys - quantised_storage.SIGNED_KEYS.keys()):
         reason = f"rounding the {unknown[0]} of {name} would change what it computes"
     else:
         return
@@ -461,11 +469,27 @@ def _parameters(
     owners: Mapping[nn.Parameter, ParameterGroup],
     factory: StorageFactory,
 ) -> tuple[Parameters, ShardedUnits | None]:
-    """Create the parameters for the placement and, if sharded, the units that gather them."""
+    """Create the parameters for the placement and, if sharded, the units that gather them.
+
+    Also creates units if frozen weights are stored in 4 bits.
+    """
+    quantised = spec.quantised_weights
+    quantised.difference_update(t.parameter for t in named)
+    value_of = partial(initial_values.value_of, group=spec.data_group, peers=spec.peers)
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])
         published = spec.placement.is_sharded("optimizer")
-        return ReplicatedParameters(named, buckets, spec.shard_groups, published=published), None
+        if not quantised:
+            groups = spec.shard_groups
+            return ReplicatedParameters(named, buckets, groups, published=published), None
+        frozen = [t for t in located if t.parameter in quantised]
+        sections = unit_assignment.divide(spec.models, spec.prefixes, frozen, spec.settings.units)
+        specs = [_spec(spec, t, None, sections.unit_of[t.parameter]) for t in frozen]
+        narrow = QuantisedParameters(frozen, _buckets(spec, specs, ranks=1), factory, value_of)
+        replicated = ReplicatedWithQuantised(
+            named, buckets, spec.shard_groups, narrow, published=published
+        )
+        return replicated, _units(spec, sections, narrow, ShardGroups(Solo()))
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = sections.unit_of
     # A freed parameter is NaN, so that accidental uses are noticed. Integers have no NaN, so they
@@ -478,13 +502,19 @@ def _parameters(
         _buckets(spec, [_spec(spec, t, None, units[t.parameter]) for t in frozen]),
         spec.shard_groups,
         factory,
-        partial(initial_values.value_of, group=spec.data_group, peers=spec.peers),
+        value_of,
+        quantised,
     )
-    residency = unit_assignment.make_residency(
-        sections, parameters, spec.gather_groups, spec.gather_order
-    )
+    return parameters, _units(spec, sections, parameters, spec.gather_groups)
+
+
+def _units(
+    spec: EngineSpec, sections: Sections, parameters: ShardedParameters, groups: ShardGroups
+) -> ShardedUnits:
+    """Create the units of `parameters`, and the hooks that gather them in `groups`."""
+    residency = unit_assignment.make_residency(sections, parameters, groups, spec.gather_order)
     unit_assignment.attach_unit_hooks(sections, residency, spec.unit_hooks)
-    return parameters, ShardedUnits(sections, residency, unit_assignment.refuse_copies(sections))
+    return ShardedUnits(sections, residency, unit_assignment.refuse_copies(sections))
 
 
 def _spec(
@@ -501,6 +531,7 @@ def _spec(
             *(unit, number, owner and owner.index, named.dtype, named.device),
             spec.stage_of(named.parameter),
             named.shard is not None,
+            named.parameter in spec.quantised_weights,
         ),
         # Never divide such a tensor between ranks, because its optimizer needs all of its elements.
         whole=owner is not None and owner.whole,
@@ -515,17 +546,23 @@ def _room(shard: Shard, axis: str) -> int:
     return -(-shard.most // (len(shard.ranges) if axis == EXPERT_COPIES else 1))
 
 
-def _buckets(spec: EngineSpec, specs: Sequence[bucket_layout.Spec]) -> list[bucket_layout.Bucket]:
+def _buckets(
+    spec: EngineSpec, specs: Sequence[bucket_layout.Spec], ranks: int | None = None
+) -> list[bucket_layout.Bucket]:
+    """Lay out `specs` for `ranks` ranks (default: those that shard the states)."""
+    ranks = spec.shard_group.size if ranks is None else ranks
     capacity = int(spec.settings.bucket_mb * 2**20)
+    # A quantised block must not contain elements of two ranks or parameters.
+    blocks = [quantised_storage.BLOCK] if spec.settings.quantises_state else []
+    blocks += [nf4_storage.BLOCK] if spec.settings.quantises_frozen else []
     copies = 1 if spec.experts is None else spec.experts.copies.size
     buckets = bucket_layout.lay_out(
         specs,
-        ranks=spec.shard_group.size,
+        ranks=ranks,
         capacity=capacity,
-        # A block of quantised state must not contain elements of two ranks or parameters.
-        grain=math.lcm(spec.summation.grain, BLOCK if spec.settings.quantises_state else 1),
+        grain=math.lcm(spec.summation.grain, *blocks),
         expert_copies=copies,
     )
     # This is cheap, and an error in the layout would silently corrupt training.
-    bucket_layout.check(buckets, specs, spec.shard_group.size, copies)
+    bucket_layout.check(buckets, specs, ranks, copies)
     return buckets

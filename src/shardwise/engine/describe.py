@@ -11,6 +11,7 @@ from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.layout.placement import STATES
 from shardwise.messages.printable import in_bytes, printable
+from shardwise.states.parameters.sharded_parameters import ShardedParameters
 
 
 @dataclass
@@ -104,7 +105,7 @@ def _rows(states: States) -> list[_Row]:
     # If parameters are replicated, a bucket may span several units, so there is only one row.
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)
-    if states.shown is not None:
+    if states.shown is not None and isinstance(states.parameters, ShardedParameters):
         sections = states.shown.sections
         rows = {n: _Row([section.name]) for n, section in enumerate(sections.sections)}
         unit_of = sections.unit_of

@@ -14,7 +14,7 @@ from shardwise.comm import Collectives, GatherOrder, Solo, shard_within_hosts
 from shardwise.config import Settings
 from shardwise.config.outer_optimizer import StalenessRule
 from shardwise.engine.context_parallel import ContextParallel
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ModelError
 from shardwise.islands import hooks as island_hooks
 from shardwise.islands.checkpoint import IslandSets
 from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
@@ -32,6 +32,7 @@ from shardwise.parallel.tensor.parameter_uses import ParameterUses
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.states.gradients.gradient_sum import Summation, in_tree
 from shardwise.states.optimizer.optimizer_trial import OptimizerKinds
+from shardwise.states.parameters.base_weights import find_base_weights
 from shardwise.states.parameters.named_parameters import Census, NamedParameter, locate
 from shardwise.states.parameters.parameters_at_rest import unguarded
 from shardwise.states.shard_groups import ShardGroups
@@ -212,6 +213,23 @@ class EngineSpec:
     def optimizer_kinds(self) -> OptimizerKinds:
         """Cached results of the trial updates that classify optimizers."""
         return OptimizerKinds()
+
+    @cached_property
+    def quantised_weights(self) -> set[nn.Parameter]:
+        """Frozen parameters stored in 4 bits: those that were frozen when the engine was created.
+
+        A parameter that is trained leaves the set for good, because rounding it when it is frozen
+        again would undo its training. Raises ModelError if there is none at the start.
+        """
+        if not self.settings.quantises_frozen:
+            return set()
+        if weights := find_base_weights(self.models, self.located()):
+            return weights
+        raise ModelError(
+            "--frozen-weights nf4 has no effect on this model: no nn.Linear in it has a frozen "
+            "weight. Freeze the base weights (requires_grad_(False), or PEFT's get_peft_model) "
+            'before sw.Engine(...), or pass frozen_weights="full" to this engine.'
+        )
 
     @cached_property
     def prefixes(self) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from shardwise.errors import UsageError
 from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW, widen_state
 from shardwise.states.optimizer.optimizer_kind import common_state, placed, state_shape
+from shardwise.states.parameters.sharded_parameters import ShardedParameters
 
 MASTERS = "fp32_master_weights"
 WIDE = "fp32_gradients"
@@ -99,7 +100,8 @@ def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
     """
     masters = states.gathering.wide_masters()
     # Sharded parameters can only be written in full_parameters, which updates the masters itself.
-    for index in states.parameters.written() if states.shown is None else ():
+    is_sharded = isinstance(states.parameters, ShardedParameters)
+    for index in () if is_sharded else states.parameters.written():
         parameter = states.parameters.named[index].parameter
         if parameter in masters:
             masters[parameter] = parameter.detach().float()

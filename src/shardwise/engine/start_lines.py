@@ -21,6 +21,7 @@ from shardwise.model import units
 from shardwise.model.activations import Activations
 from shardwise.model.precision import NARROW
 from shardwise.model.sync_batch_norm import is_out_of_reach
+from shardwise.states.storage import nf4_storage
 from shardwise.states.storage.quantised_storage import nbytes_of
 from shardwise.world.world import World
 
@@ -203,11 +204,15 @@ def _run_line(world: World, spec: EngineSpec) -> str:
 
 
 def precision_in_words(spec: EngineSpec) -> str:
-    """Return the precision preset, or for fp32 the dtypes of the trained parameters."""
+    """Return the precision preset, or for fp32 the dtypes of the trained parameters.
+
+    Adds that frozen weights are stored in 4 bits, if they are.
+    """
+    narrow = ", frozen linear weights in nf4" if spec.settings.quantises_frozen else ""
     if spec.settings.precision != "fp32":
-        return spec.settings.precision
+        return spec.settings.precision + narrow
     dtypes = dict.fromkeys(t.dtype for t in spec.located() if t.parameter.requires_grad)
-    return " and ".join(_DTYPES.get(dtype, str(dtype)) for dtype in dtypes)
+    return " and ".join(_DTYPES.get(dtype, str(dtype)) for dtype in dtypes) + narrow
 
 
 _DTYPES = {
@@ -290,7 +295,10 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
             else:
                 total += moments * slot.numel * wide
     for named, _ in states.parameters.frozen_bytes():
-        total += sum(each.shape.numel() * each.dtype.itemsize for each in named)
+        for each in named:
+            numel, size = each.shape.numel(), each.dtype.itemsize
+            is_narrow = each.parameter in spec.quantised_weights
+            total += nf4_storage.nbytes_of(numel, size) if is_narrow else numel * size
     return total
 
 

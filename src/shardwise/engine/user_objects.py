@@ -234,6 +234,9 @@ class UserObjects:
         # A forward pass that writes to a sharded parameter raises anyway.
         if spec.placement.is_sharded("parameters") or frozen.is_meta:
             return False
+        # A rank without the values cannot sum their bits.
+        if frozen in spec.quantised_weights:
+            return False
         return spec.is_here(frozen) and spec.shard_of(frozen) is None
 
     def _release_other_stages(self) -> None:
@@ -334,7 +337,8 @@ class UserObjects:
         self._take_back_states()
         states = self.states
         # Sharded parameters have no copy on another rank that could differ.
-        alone = states.shown is not None or self._world.size == 1
+        sharded = self.spec.placement.is_sharded("parameters")
+        alone = sharded or self._world.size == 1
         if alone and not states.optimizer.has_masters:
             return
         if written := states.parameters.written():

@@ -69,7 +69,8 @@ def full_parameters(
                 written = _spread_writes(spec, states, group)
                 states.parameters.meet()
                 for slab, flat in buckets.items():
-                    written |= set(slab.written(flat))
+                    if spec.placement.is_sharded("parameters"):  # otherwise they have no masters
+                        written |= set(slab.written(flat))
                     slab.store(flat)
         if write:
             states.parameters.settle()

@@ -20,7 +20,7 @@ from shardwise.checkpoint.spec_view import SpecView, StatesView
 from shardwise.guard.findings import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Finding
 from shardwise.layout.bucket_layout import ALIGNMENT, Slot
 from shardwise.layout.fingerprints import can_be_taken
-from shardwise.states.storage.quantised_storage import BLOCK as BLOCK_OF_STATE
+from shardwise.states.storage.nf4_storage import NF4Storage
 from shardwise.states.storage.quantised_storage import QuantisedStorage
 
 BLOCK = 4096
@@ -63,12 +63,13 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
     longer than a step.
     """
     is_scattered = spec.placement.is_sharded("optimizer")
-    found = []
+    found: list[Piece] = []
     for named, slots, own, storage in states.parameters.kept():
-        if storage.memory is not None:
-            by_slot = [each.name for each in named]
-            names = _within(slots, own[0], own[1], by_slot)
-            is_shard = spec.placement.is_sharded("parameters")
+        names = _within(slots, own[0], own[1], [each.name for each in named])
+        is_shard = spec.placement.is_sharded("parameters")
+        if isinstance(storage, NF4Storage):
+            found += _codes_and_scales(storage, names, PARAMETER, is_shard=is_shard)
+        elif storage.memory is not None:
             found.append(Piece(PARAMETER, storage.loaded(), names, is_shard))
     names_of = [each.name for each in states.parameters.named]
     for index, interval in enumerate(states.optimizer.intervals):
@@ -83,7 +84,8 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
         if interval.moments:
             for key, storage in interval.moments.items():
                 if isinstance(storage, QuantisedStorage):  # otherwise it is on a disk
-                    found += _quantised(storage, key, names, is_shard=is_scattered)
+                    of_key = [(f"{name}.{key}", first, end) for name, first, end in names]
+                    found += _codes_and_scales(storage, of_key, OPTIMIZER, is_shard=is_scattered)
             continue
         for segment, state in states.optimizer.state_of(index):
             for key, value in sorted(state.items()):
@@ -106,17 +108,21 @@ def pieces_of(spec: SpecView, states: StatesView) -> list[Piece]:
     return found
 
 
-def _quantised(
-    storage: QuantisedStorage, key: str, names: Sequence[tuple[str, int, int]], *, is_shard: bool
+def _codes_and_scales(
+    storage: QuantisedStorage | NF4Storage,
+    names: Sequence[tuple[str, int, int]],
+    kind: str,
+    *,
+    is_shard: bool,
 ) -> Iterator[Piece]:
-    """Yield the codes and the scales of an 8-bit state: entry `key` of the tensors in `names`."""
-    codes = [(f"{name}.{key} (codes)", first, end) for name, first, end in names]
-    scales = [
-        (f"{name}.{key} (scales)", first // BLOCK_OF_STATE, -(-end // BLOCK_OF_STATE))
-        for name, first, end in names
-    ]
-    yield Piece(OPTIMIZER, storage.codes, codes, is_shard)
-    yield Piece(OPTIMIZER, storage.scales, scales, is_shard)
+    """Yield the codes and the scales of a quantised state, with the tensors `names` in it."""
+    for what, values in (("codes", storage.codes), ("scales", storage.scales)):
+        # Elements with a common code byte or scale. Tensors start at multiples of a scale's.
+        share = storage.numel // max(1, values.numel())
+        inside = [
+            (f"{name} ({what})", first // share, -(-end // share)) for name, first, end in names
+        ]
+        yield Piece(kind, values, inside, is_shard)
 
 
 def other_pieces(spec: SpecView, states: StatesView) -> list[Piece]:

@@ -323,7 +323,7 @@ class StrategyTraining:
 
         If parameters are sharded, rank 0 gets it and the other ranks get an empty dict.
         """
-        sharded = [e for e in self.engines if e.engine.placement.is_sharded("parameters")]
+        sharded = [e for e in self.engines if e.engine.settings.hides_parameters]
         if not sharded:
             return copied_state(module.state_dict(), "cpu")
         if len(sharded) == 1 and sharded[0].models == [module]:

@@ -12,7 +12,12 @@ from shardwise.layout.placement import Placement, Tier
 from shardwise.parallel.pipeline import schedule as tables
 from shardwise.tools.plan.catalogue import GIB, Curve, Device, NetworkLink
 from shardwise.tools.plan.choice import Choice
-from shardwise.tools.plan.clock import bytes_of, step_estimate
+from shardwise.tools.plan.clock import (
+    EXPANSION_BYTES,
+    ROUNDING_BYTES,
+    bytes_of,
+    step_estimate,
+)
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.collectives import (
     Group,
@@ -271,6 +276,20 @@ def test_step_on_one_device_is_products_and_update() -> None:
     assert bytes_of(_record(), 25.0).update == 12 + 24
     assert parts["update"] == pytest.approx(2 * PARAMETERS * 36 / 0.5e12)
     assert set(parts) == {"matrix products", "update"}
+
+
+def test_quantised_states_and_weights_cost_traffic() -> None:
+    record, (group,) = _record(), _record().groups
+    narrow = replace(record, groups=(replace(group, quantised=True),))
+    assert bytes_of(narrow, 25.0).update == 12 + 24 + 2 * ROUNDING_BYTES
+    base = ParameterRecord("base", (10**6,), "bfloat16", 2, 0, -1, -1, quantised=True)
+    frozen = replace(record, parameters=(*record.parameters, base))
+    for level, data in ((0, 1), (0, 2), (3, 2)):
+        choice = Choice(row=Placement.zero(level), data=data, micro_batch=1, micro_batches=1)
+        parts = step_estimate(frozen, choice, _cluster()).parts
+        # Expanded in forward and in backward, by each rank or by the rank that stores them.
+        count = 10**6 / (data if level == 3 else 1)
+        assert parts["memory traffic"] == pytest.approx(2 * EXPANSION_BYTES * count / 0.5e12)
 
 
 def test_rows_wait_for_different_collectives() -> None:

@@ -160,11 +160,13 @@ class _Buffer:
 
 
 class AllGathers(BucketGathers):
-    """Gathers each bucket across its group, into a borrowed buffer."""
+    """Gathers each bucket across its group, into a borrowed buffer.
 
-    collective = True
+    `collective` is False if the groups have only this rank, and gathers need no common order.
+    """
 
-    def __init__(self, groups: ShardGroups) -> None:
+    def __init__(self, groups: ShardGroups, *, collective: bool = True) -> None:
+        self.collective = collective
         self._groups = groups
         # First in, first out: a buffer that was just returned is overwritten as late as possible.
         self._spare: dict[tuple[int, torch.dtype, torch.device, str], deque[_Buffer]] = {}
@@ -191,7 +193,7 @@ class AllGathers(BucketGathers):
 
         # If intervals are in memory, this thread can start the copies and collectives at once. A
         # disk must be read first, in a separate thread; `Gather.wait` then starts the collectives.
-        if all(bucket.storage.memory is not None for bucket in buckets):
+        if not any(bucket.storage.is_on_disk for bucket in buckets):
             return Gather(buffers, wholes, [], send, self._load_and_send(buckets, wholes, send))
         if self._reader is None:
             # A single thread, because only one thread at a time may use a disk store.

@@ -81,6 +81,8 @@ class AtRest:
     """The parameter's class while it is gathered."""
     kind: type[nn.Parameter]
     """The parameter's class at rest."""
+    because: str
+    """Text for messages: why the parameter has no values."""
 
     def mark(self, parameter: nn.Parameter) -> None:
         """Attach this placeholder to `parameter`, which then cannot be copied or pickled."""
@@ -95,10 +97,13 @@ _MARK = "_shardwise_at_rest"
 _MARKS = (_MARK, "__deepcopy__", "__reduce_ex__")
 
 
-def at_rest(parameter: nn.Parameter, name: str, like: Tensor) -> AtRest:
+SHARDED = "sharded: this worker holds only a part of it"
+
+
+def at_rest(parameter: nn.Parameter, name: str, like: Tensor, because: str = SHARDED) -> AtRest:
     """Return the placeholder for `parameter`, with the shape, NaN values and address of `like`."""
     own = type(parameter)
-    form = AtRest(name, _unusable(like), like, own, _resting(own))
+    form = AtRest(name, _unusable(like), like, own, _resting(own), because)
     _known[like.data_ptr()] = form
     return form
 
@@ -233,8 +238,8 @@ def _touched(
     if func in _SHOWN_AS_TEXT:
         form = _form(args[0])
         return (
-            f"<{form.name}, sharded: shape {tuple(form.like.shape)}, {form.like.dtype}, "
-            "whole inside of engine.full_parameters()>"
+            f"<{form.name}, {form.because.partition(':')[0]}: shape {tuple(form.like.shape)}, "
+            f"{form.like.dtype}, whole inside of engine.full_parameters()>"
         )
     if func in _DIFFERENTIATES:
         with _lifted(args, kwargs):
@@ -341,41 +346,41 @@ def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
 def _refusal(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Exception:
     """Return the error for an operation that needs the values of a parameter at rest."""
     leaves = pytree.tree_leaves((args, dict(kwargs)))
-    name = next((form.name for leaf in leaves if (form := _found(leaf))), "A sharded parameter")
+    form = next((form for leaf in leaves if (form := _found(leaf))), None)
+    name, because = ("A sharded parameter", SHARDED) if form is None else (form.name, form.because)
     what = operation_name(func)
     if func in _CASTS:
         return ParameterAccess(
-            f"{name} was cast or moved ({what}) while it is sharded: this worker holds only a part "
-            "of it. Cast or move the model before sw.Engine(...); for lower precision use "
-            f"--precision. {_TO_READ}"
+            f"{name} was cast or moved ({what}) while it is {because}. Cast or move the model "
+            f"before sw.Engine(...); for lower precision use --precision. {_TO_READ}"
         )
     if any(_found(target) is not None for target in written_arguments(what, args, kwargs)):
-        return write_error(name, what)
-    return _read_error(name, what)
+        return write_error(name, what, because)
+    return _read_error(name, what, because)
 
 
 def used_outside(parameter: nn.Parameter) -> ParameterAccess:
     """Return the error for code that uses `parameter` outside any forward pass."""
-    return _read_error(name_of(parameter), "outside of its module")
+    form: AtRest = parameter.__dict__[_MARK]
+    return _read_error(form.name, "outside of its module", form.because)
 
 
-def _read_error(name: str, what: str) -> ParameterAccess:
+def _read_error(name: str, what: str, because: str) -> ParameterAccess:
+    instead = " With --zero 2, every worker has all parameters." if because == SHARDED else ""
     return ParameterAccess(
-        f"{name} was read ({what}) while it is sharded: this worker holds only a part of it, "
-        "except while the forward of its module runs. Call the module itself, not another method "
+        f"{name} was read ({what}) while it is {because}, except while the forward of its "
+        "module runs. Call the module itself, not another method "
         "of it and not module.forward(x). If a loss needs the parameter (a penalty), compute "
         "that term in the forward of the module that registers it, and return it. For a moving "
-        f"average of weights use --ema-decay. {_TO_READ} With --zero 2, every worker has all "
-        "parameters."
+        f"average of weights use --ema-decay. {_TO_READ}{instead}"
     )
 
 
-def write_error(name: str, what: str) -> ParameterAccess:
-    """Return the error for the operation `what`, which writes into a sharded parameter."""
+def write_error(name: str, what: str, because: str = SHARDED) -> ParameterAccess:
+    """Return the error for the operation `what`, which writes into a parameter at rest."""
     return ParameterAccess(
-        f"{name} was written ({what}) while it is sharded: this worker holds only a part of it, so "
-        "nothing was changed. To write it, on every worker: "
-        "with engine.full_parameters(write=True): ..."
+        f"{name} was written ({what}) while it is {because}, so nothing was changed. To write it, "
+        "on every worker: with engine.full_parameters(write=True): ..."
     )
 
 

@@ -56,7 +56,11 @@ class Residency:
         self._parameters = parameters
         self.units = units
         shared = all(bucket.common is not None for unit in units for bucket in unit.buckets)
-        self._gathers = SharedMemoryGathers() if shared else AllGathers(groups)
+        self._gathers = (
+            SharedMemoryGathers()
+            if shared
+            else AllGathers(groups, collective=parameters.is_collective)
+        )
         self._order = order
         self._first = 0
         if self._gathers.collective:

@@ -8,11 +8,11 @@ them.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm import Handle
 from shardwise.errors import BrokenView
@@ -21,6 +21,7 @@ from shardwise.model.meta import make_real
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters import ParameterPlaces, Parameters, check_place
 from shardwise.states.parameters.parameters_at_rest import (
+    SHARDED,
     AtRest,
     SwappingData,
     at_rest,
@@ -30,6 +31,7 @@ from shardwise.states.parameters.parameters_at_rest import (
 from shardwise.states.parameters.read_only import read_only
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.shard_groups import ShardGroups
+from shardwise.states.storage.nf4_storage import NF4Storage
 from shardwise.states.storage.storage import MemoryStorage, Storage
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -38,8 +40,14 @@ class ShardedParameters(Parameters):
     """Sharded parameters, trained and frozen. Each rank stores its own interval of every bucket.
 
     `sharded_buckets` lists the buckets of trained parameters in order, then the frozen ones.
-    `value_of` returns a parameter's initial value, in the parameter's shape.
+    `value_of` returns a parameter's initial value, in the parameter's shape. The parameters in
+    `quantised` are stored in 4 bits. They share no bucket with others.
     """
+
+    at_rest_because = SHARDED
+    """Text for messages: why a parameter has no values between forward and backward passes."""
+    is_collective = True
+    """False if each rank stores all values itself, so that ranks gather independently."""
 
     def __init__(
         self,
@@ -50,6 +58,7 @@ class ShardedParameters(Parameters):
         groups: ShardGroups,
         factory: StorageFactory,
         value_of: Callable[[NamedParameter], Tensor],
+        quantised: Set[nn.Parameter] = frozenset(),
     ) -> None:
         super().__init__(named, buckets)
         self._group = groups.data
@@ -66,7 +75,7 @@ class ShardedParameters(Parameters):
             )
             for bucket in frozen_buckets
         ]
-        self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory)
+        self.sharded_buckets = self._make_buckets([*buckets, *shifted], factory, quantised)
         self._at_rest = {
             bucket: _BucketAtRest(
                 [self._form_at_rest(slot.parameter) for slot in bucket.layout.slots]
@@ -94,10 +103,11 @@ class ShardedParameters(Parameters):
             self._nans[kind] = torch.full(
                 (len(self._all),), torch.nan, dtype=each.dtype, device=each.device
             )
-        return at_rest(each.parameter, each.alias, self._nans[kind][number].expand(each.shape))
+        like = self._nans[kind][number].expand(each.shape)
+        return at_rest(each.parameter, each.alias, like, self.at_rest_because)
 
     def _make_buckets(
-        self, buckets: Sequence[Bucket], factory: StorageFactory
+        self, buckets: Sequence[Bucket], factory: StorageFactory, quantised: Set[nn.Parameter]
     ) -> list[ShardedBucket]:
         """Allocate this rank's interval of every bucket."""
         groups = [self._groups.of(bucket) for bucket in buckets]
@@ -105,7 +115,9 @@ class ShardedParameters(Parameters):
         named = [tuple(self._all[slot.parameter] for slot in b.slots) for b in buckets]
         kinds = [(each[0].dtype, each[0].device) for each in named]
         shared: list[Tensor | None] = [None] * len(buckets)
-        if factory.is_device:
+        # Shared memory would hold every bucket in full precision. All units are gathered in the
+        # same way, so the other buckets do not use it either.
+        if factory.is_device and not quantised:
             shared = [
                 group.common(bucket.numel, *kind)
                 for group, bucket, kind in zip(groups, buckets, kinds, strict=True)
@@ -120,7 +132,14 @@ class ShardedParameters(Parameters):
             if common is not None
         ]
         if len(storages) < len(buckets):
-            storages = factory.make("parameters", lengths, kinds)
+            narrow = [each[0].parameter in quantised for each in named]
+            full = [index for index, is_narrow in enumerate(narrow) if not is_narrow]
+            some = [lengths[index] for index in full], [kinds[index] for index in full]
+            made = iter(factory.make("parameters", *some))
+            storages = [
+                NF4Storage(length, *kind) if is_narrow else next(made)
+                for length, kind, is_narrow in zip(lengths, kinds, narrow, strict=True)
+            ]
         return [
             ShardedBucket(*parts)
             for parts in zip(buckets, named, owns, storages, shared, strict=True)
@@ -285,8 +304,9 @@ class ShardedParameters(Parameters):
         """Discard the record of lost writes, and return the error for one to `named`."""
         self.forget_writes()
         return BrokenView(
-            f"{named.alias} was written while sharded: the write changed a temporary copy and is "
-            "lost. To write parameters: with engine.full_parameters(module, write=True)."
+            f"{named.alias} was written while {self.at_rest_because.partition(':')[0]}: the write "
+            "changed a temporary copy and is lost. To write parameters: with "
+            "engine.full_parameters(module, write=True)."
         )
 
     def remember(self) -> None:

@@ -41,6 +41,8 @@ class Storage(ABC):
     """Device of a span while it is in use."""
     memory: Tensor | None = None
     """The full interval if it is always in memory, else None."""
+    is_on_disk = False
+    """True if reading a span waits for a disk."""
     copy_stream: CopyStream | None = None
     """Copies between host memory and the accelerator, or None if they are not needed."""
 
@@ -204,6 +206,8 @@ class DiskStorage(Storage):
     accelerator are asynchronous. The host waits only for disk reads. The disk's threads wait for
     copies before they write or reuse a buffer.
     """
+
+    is_on_disk = True
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.collectives import all_reduce_seconds, all_to_all_seconds
-from shardwise.tools.plan.operations import Work, busy
+from shardwise.tools.plan.operations import Busy, Work, busy, memory_seconds
 from shardwise.tools.plan.parallelism import Parallelism
 from shardwise.tools.plan.record import Operation, StepRecord
 from shardwise.tools.plan.stage_records import part_of, stage_layers
@@ -30,6 +30,14 @@ efficiency, ASSUMED to devices with an assumed one."""
 
 BEFORE, AFTER = -2, -1
 """Numbers of the two extra units, for operations before the first unit and after the last."""
+
+ROUNDING_BYTES = 96
+"""Bytes that torch's operations read and write to expand one element of 8-bit optimizer state to
+fp32 (21) and to round it again (75), in states/storage/quantised_storage.py."""
+
+EXPANSION_BYTES = 22
+"""Bytes read and written to expand a frozen weight from 4 bits to bf16, in
+states/storage/nf4_storage.py."""
 
 PEAKS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -81,7 +89,7 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
 
     16-bit parameters have fp32 masters, and their gradients are reduced in fp32. An update reads
     the gradient twice (once for the norm), clears it, and reads and writes each state. With 16-bit
-    parameters, it also writes the parameter itself.
+    parameters, it also writes the parameter itself. State in 8 bits is expanded and rounded, too.
     """
     trained = [each for each in record.parameters if each.group >= 0]
     elements = sum(each.numel for each in trained) or 1
@@ -89,12 +97,17 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
     stored = sum(each.nbytes for each in trained) / elements
     master = max(4.0, stored)
     moments = sum(each.numel * len(record.groups[each.group].moments) for each in trained)
+    narrow = sum(
+        each.numel * len(group.moments)
+        for each in trained
+        if (group := record.groups[each.group]).quantised
+    )
     states = master * (1 + moments / elements)
     written = stored if stored < master else 0.0
     return Bytes(
         parameter=stored,
         gradient=master,
-        update=3 * master + 2 * states + written,
+        update=3 * master + 2 * states + written + ROUNDING_BYTES * narrow / elements,
         on_disk=2 * states,
         bucket=bucket_mb * 2**20,
     )
@@ -109,7 +122,7 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
     order = [BEFORE, *dict.fromkeys(unit for unit in used if unit >= 0), AFTER]
     outputs = _outputs(record)
     # Numbers of elements, because the bytes per element depend on the purpose (see `Bytes`).
-    held, trained, experts = _parameters(record, run.expert)
+    held, trained, experts, expanded = _parameters(record, run.expert)
     exchanges = _exchanges(record, run, cluster)
     group = run.tensor_group(cluster)
     # A record made with tensor ranks already contains one rank's part only.
@@ -125,6 +138,10 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
             for phase in ("forward", "backward")
         )
         part = parts if split else 1
+        # Frozen weights in 4 bits are expanded in each pass. Each rank expands what it stores.
+        count = expanded[unit] / (run.data if run.placement.is_sharded("parameters") else 1)
+        expansion = Busy(memory=memory_seconds(count * EXPANSION_BYTES, cluster.device))
+        forward, backward = forward + expansion, backward + expansion
         works.append(
             UnitWork(
                 forward,
@@ -194,10 +211,10 @@ def _exchanges(
 
 def _parameters(
     record: StepRecord, expert: int
-) -> tuple[dict[int, float], dict[int, float], dict[int, float]]:
-    """Return three maps from units to parameter elements: all, the trained ones, and experts'.
+) -> tuple[dict[int, float], dict[int, float], dict[int, float], dict[int, float]]:
+    """Return four maps from units to parameter elements: all, trained, experts', and in 4 bits.
 
-    If experts are spread over `expert` ranks, the first two do not include them.
+    If experts are spread over `expert` ranks, only the third map includes them.
 
     A parameter outside units belongs to BEFORE (for example an embedding) if its gradient is
     complete only after the backward pass of all units, and to AFTER otherwise.
@@ -207,6 +224,7 @@ def _parameters(
     held: dict[int, float] = defaultdict(float)
     trained: dict[int, float] = defaultdict(float)
     experts: dict[int, float] = defaultdict(float)
+    expanded: dict[int, float] = defaultdict(float)
     for each in record.parameters:
         unit = each.unit
         if unit < 0:
@@ -216,7 +234,8 @@ def _parameters(
             continue
         held[unit] += each.numel
         trained[unit] += each.numel if each.group >= 0 else 0
-    return held, trained, experts
+        expanded[unit] += each.numel if each.quantised else 0
+    return held, trained, experts, expanded
 
 
 def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[Work]:

@@ -45,6 +45,8 @@ class ObservedParameter:
     """Number of experts in its layer, or 0 if it does not belong to an expert."""
     expert: int = -1
     """Index of its expert, or -1 if it holds all experts of its layer."""
+    quantised: bool = False
+    """True if it is frozen and stored in 4 bits."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ def note_spec(
                 named,
                 first_unit + sections.unit_of[named.parameter],
                 first_group + owners[named.parameter] if named.parameter in owners else -1,
+                quantised=named.parameter in spec.quantised_weights,
             )
             for named in located
         ],
@@ -185,6 +188,7 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
         layer=each.layer,
         experts=each.experts,
         expert=each.expert,
+        quantised=each.quantised,
     )
 
 

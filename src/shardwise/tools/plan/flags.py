@@ -37,6 +37,7 @@ def command() -> Command:
         "module",
         "precision",
         "optimizer_state",
+        "frozen_weights",
         "units",
         "seed",
         "adopt",

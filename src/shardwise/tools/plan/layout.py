@@ -6,12 +6,14 @@ rules as `engine.build`, so the result equals `engine.describe()` to the byte.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.layout import bucket_layout
 from shardwise.layout.bucket_layout import Bucket, Spec
 from shardwise.layout.placement import STATES, Placement
+from shardwise.states.storage import nf4_storage
 from shardwise.states.storage.quantised_storage import BLOCK, nbytes_of
 from shardwise.states.storage.storage import SPAN
 from shardwise.tools.plan.record import GroupRecord, ParameterRecord, StepRecord
@@ -40,6 +42,17 @@ class LaidBucket:
         """The size of the full bucket in bytes, in the dtype of its parameters."""
         return self.layout.numel * self.itemsize
 
+    quantised: bool = False
+    """True if its parameters are stored in 4 bits."""
+
+    def stored(self, rank: int) -> int:
+        """Return the bytes of a frozen bucket that `rank` stores."""
+        # If only 4-bit weights are in buckets, every rank stores all of them.
+        share = self.share(rank if len(self.layout.cuts) > 2 else 0)
+        if self.quantised:
+            return nf4_storage.nbytes_of(share, self.itemsize)
+        return share * self.itemsize
+
     def share(self, rank: int) -> int:
         """Return the number of elements that `rank` owns."""
         first, end = self.layout.interval(rank // self.holders)
@@ -55,7 +68,8 @@ class LaidBucket:
 class StateLayout:
     """The buckets of a record with placement `row` on `ranks` ranks.
 
-    `frozen` are buckets of frozen parameters, which exist only if parameters are sharded. `apart`
+    `frozen` are buckets of frozen parameters, which exist only if parameters are sharded or in 4
+    bits. `apart`
     is True if devices have their own memory, so that the tier `cpu` is separate from it. Experts
     are spread over groups of `expert` ranks. The layout applies to the last rank of a group, which
     has the most experts.
@@ -76,7 +90,7 @@ class StateLayout:
         """
         sizes = zip(*(self.bucket_bytes(bucket, rank) for bucket in self.buckets), strict=True)
         by_state = dict(zip(STATES, map(sum, sizes), strict=True))
-        by_state["parameters"] += sum(each.share(rank) * each.itemsize for each in self.frozen)
+        by_state["parameters"] += sum(each.stored(rank) for each in self.frozen)
         return by_state
 
     def bucket_bytes(self, bucket: LaidBucket, rank: int) -> tuple[int, int, int]:
@@ -140,18 +154,18 @@ class StateLayout:
     @property
     def unlaid_bytes(self) -> int:
         """The bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
-        # Frozen parameters are in buckets only if parameters are sharded.
         laid = self.row.is_sharded("parameters")
         return sum(
             each.held(self.expert) * each.itemsize
             for each in self.record.parameters
-            if each.group < 0 and not (laid and each.is_float)
+            if each.group < 0 and not each.quantised and not (laid and each.is_float)
         )
 
     def unit_bytes(self) -> list[int]:
         """Return the bytes of each unit's gathered parameters."""
         by_unit = [0] * len(self.record.units)
-        for bucket in (*self.buckets, *self.frozen):
+        trained = self.buckets if self.row.is_sharded("parameters") else ()
+        for bucket in (*trained, *self.frozen):
             by_unit[bucket.unit] += bucket.nbytes
         return by_unit
 
@@ -173,7 +187,11 @@ def lay_out(
     # Units are gathered one by one, so a bucket must not contain parameters of two units.
     by_unit = row.is_sharded("parameters")
     trained = [each for each in record.parameters if each.group >= 0]
-    frozen = [each for each in record.parameters if each.group < 0 and each.is_float]
+    frozen = [
+        each
+        for each in record.parameters
+        if each.group < 0 and each.is_float and (by_unit or each.quantised)
+    ]
     # If no tensor has to be split, optimizers other than torch's receive full tensors, as they
     # would without the engine.
     cuts_nothing = (ranks == 1 or not row.is_sharded("optimizer")) and not any(
@@ -185,9 +203,15 @@ def lay_out(
         row,
         ranks,
         _laid(record, trained, ranks, capacity, expert, by_unit=by_unit, as_given=cuts_nothing),
-        _laid(record, frozen, ranks, capacity, expert, by_unit=True, as_given=False)
-        if by_unit
-        else (),
+        _laid(
+            record,
+            frozen,
+            ranks if by_unit else 1,
+            capacity,
+            expert,
+            by_unit=True,
+            as_given=False,
+        ),
         apart,
         expert,
     )
@@ -213,7 +237,7 @@ def _laid(
         whole = group is not None and (not group.elementwise or (as_given and not group.known))
         # A bucket never mixes units (if gathered by unit), parameter groups or dtypes.
         owner = (group.number, group.index) if group is not None else (-1, None)
-        key = (each.unit if by_unit else 0, *owner, each.dtype)
+        key = (each.unit if by_unit else 0, *owner, each.dtype, each.quantised)
         is_split = expert > 1 and each.experts > 0
         # As in engine.build: all ranks count the same size, because they hold different experts.
         most = each.numel if each.expert >= 0 else each.held(expert)
@@ -230,12 +254,19 @@ def _laid(
         )
     buckets = []
     # As in the engine, blocks of quantised state determine where all parameters start.
-    grain = BLOCK if any(group.quantised for group in record.groups) else 1
+    grain = math.lcm(
+        BLOCK if any(group.quantised for group in record.groups) else 1,
+        nf4_storage.BLOCK if any(each.quantised for each in record.parameters) else 1,
+    )
     for layout in bucket_layout.lay_out(
         specs, ranks=ranks, capacity=capacity, expert_copies=ranks // expert, grain=grain
     ):
         first = parameters[layout.slots[0].parameter]
         group = record.groups[first.group] if first.group >= 0 else None
         holders = expert if layout.axis == bucket_layout.EXPERT_COPIES else 1
-        buckets.append(LaidBucket(layout, first.itemsize, first.dtype, first.unit, group, holders))
+        buckets.append(
+            LaidBucket(
+                layout, first.itemsize, first.dtype, first.unit, group, holders, first.quantised
+            )
+        )
     return tuple(buckets)

@@ -260,7 +260,9 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     """
     gathered = np.zeros(len(record.operations) + 1, dtype=np.int64)
     # With shared memory, a rank reads the other ranks' shards in place, without a gathered copy.
-    if not layout.row.is_sharded("parameters") or hardware.shares or layout.ranks == 1:
+    # 4-bit weights are always expanded into a copy.
+    sharded = layout.row.is_sharded("parameters") and not hardware.shares and layout.ranks > 1
+    if not sharded and not any(bucket.quantised for bucket in layout.frozen):
         return gathered
     sizes = layout.unit_bytes()
     resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
@@ -273,6 +275,8 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     for number, operation in enumerate(record.operations):
         unit = operation.unit
         coming = (after if operation.phase == "forward" else before).get(unit, -1)
+        if not layout.row.is_sharded("parameters"):
+            coming = -1  # 4-bit weights that no rank shares are expanded only when needed
         here = sizes[unit] if unit >= 0 and unit not in resting else 0
         gathered[number] = always + here + (sizes[coming] if coming >= 0 else 0)
     return gathered

@@ -93,6 +93,7 @@ class ParameterRecord:
         layer: Index into StepRecord.layers.
         experts: Number of experts in its layer, or 0 if it does not belong to an expert.
         expert: Index of its expert, or -1 if it holds all experts along its first dim.
+        quantised: True if it is frozen and stored in 4 bits.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ParameterRecord:
     layer: int = 0
     experts: int = 0
     expert: int = -1
+    quantised: bool = False
 
     @property
     def numel(self) -> int:

@@ -100,10 +100,17 @@ class Question:
     def meshes(self) -> list[AxisSizes]:
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
-        parts = sorted({way.tensor for way in self.steps})
         contexts = sorted({way.context for way in self.steps} - {1})
         total = record.total_batch
+        if self.has_narrow_weights:  # the engine rejects them with split layers and experts
+            return list(meshes(self.cluster, [1], 0, total, 0, contexts))
+        parts = sorted({way.tensor for way in self.steps})
         return list(meshes(self.cluster, parts, layers, total, self._experts, contexts))
+
+    @property
+    def has_narrow_weights(self) -> bool:
+        """True if frozen weights are stored in 4 bits."""
+        return any(each.quantised for each in self.step.large.parameters)
 
     @property
     def _experts(self) -> int:
@@ -195,7 +202,8 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
         for tier in tiers:
             if level in (0, 2, 3):
                 yield row.resting(optimizer=tier)
-            if level == 3:
+            # The engine rejects frozen weights in 4 bits with offloaded parameters.
+            if level == 3 and not question.has_narrow_weights:
                 yield row.resting(parameters=tier, optimizer=tier)
 
 

@@ -13,7 +13,7 @@ TRAINING = (
     *("precision", "optimizer_state", "reduce_dtype", "exact", "batch", "sync_batch_norm"),
     *("ema_decay", "nonfinite", "seed", "device", "config", "timeout", "warn_after"),
     # The whole loss rounds scores to fp32, also in fp64.
-    *("save_failure", "chunked_loss"),
+    *("save_failure", "chunked_loss", "frozen_weights"),
 )
 """Settings that define the training rather than its placement. The reference uses them too."""
 
