@@ -10,6 +10,8 @@ from tests.random_losses.reference import STEPS
 MOMENTS = ("forward", "backward", "reduce", "exchange", "confirm", "halfway", "update")
 PUBLISHES = ("publish", "published")
 """Moments in the update of sharded optimizer state."""
+GATHERS = ("gather", "gathered")
+"""Moments around the gather of a unit of sharded parameters."""
 
 SAVES = ("saving", "save", "begun", "written")
 LATER = 0.05
@@ -56,10 +58,11 @@ def draw(seed: int) -> Run:
     """Draw the run of `seed`."""
     rng = Random(seed)
     size = rng.choice([2, 3, 3, 4])
+    zero = rng.choice([0, 1, 2, 2, 3, 3])
     ranks = rng.sample(range(size), rng.choice([1, 1, 2]) if size > 2 else 1)
     losses = []
     for rank in ranks:
-        moment = rng.choice([*MOMENTS, *PUBLISHES, *SAVES])
+        moment = rng.choice([*MOMENTS, *(GATHERS if zero == 3 else PUBLISHES), *SAVES])
         # The script saves after each fourth step, and after the last one.
         at = rng.choice([4, 8, 12]) if moment in SAVES else rng.randrange(STEPS)
         losses.append(
@@ -74,7 +77,7 @@ def draw(seed: int) -> Run:
     return Run(
         size=size,
         most=rng.choice([1, max(1, size - 1)]),
-        zero=rng.choice([0, 1, 2, 2]),
+        zero=zero,
         transport=rng.choice(["auto", "auto", "gloo"]),
         loop=rng.choice(["steps", "plain"]),
         kind=rng.choice(["sgd", "adamw"]),

@@ -464,11 +464,6 @@ _INCOMPATIBLE_WITH_BEHIND: dict[str, tuple[Callable[[Settings], bool], str]] = {
 _GROUPS = "it makes groups of workers, and these groups are not made again after a loss"
 
 _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = {
-    "zero": (
-        lambda settings: settings.placement.is_sharded("parameters"),
-        "a worker that is lost in a forward pass leaves units that nobody can gather; --zero 2 "
-        "keeps second copies of the optimizer state",
-    ),
     "shard_within": (
         lambda settings: settings.shard_within == "host" and settings.placement.level > 0,
         _GROUPS,

@@ -26,6 +26,7 @@ from shardwise.comm.socket_mesh import SocketMesh
 from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import ReplicatedParameters
+from shardwise.states.parameters.unshard import WholeUnits
 
 loop, kind, out, *kills = sys.argv[1:]
 world = sw.init(seed=3, precision="fp64")
@@ -48,7 +49,7 @@ if kind == "sgd":
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-engine = sw.Engine(model, optimizer)
+engine = sw.Engine(model, optimizer, units=["0", "3"])
 engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
@@ -123,6 +124,7 @@ if mine:
     around(Draft, "begin", before="save")
     around(CheckpointSaver, "_begin", after="begun")
     around(CheckpointSaver, "_write", after="written")
+    around(WholeUnits, "unshard", before="gather", after="gathered")
     halfway(SocketMesh, "send")
     halfway(torch.distributed, "isend")
 
@@ -182,7 +184,8 @@ with torch.no_grad():
     seen = sum(len(index) for _, _, index in loader)
 assert world.sum(torch.tensor(seen)).item() == 50
 engine.save("checkpoints")
-weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+with engine.full_parameters():
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
 states = engine._states
 stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
 if states.copies is not None:
