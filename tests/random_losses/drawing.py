@@ -41,15 +41,22 @@ class Run:
     size: int
     most: int
     zero: int
+    offload: tuple[str, ...]
     transport: str
     loop: str
     kind: str
     losses: tuple[Loss, ...]
 
+    @property
+    def placement(self) -> list[str]:
+        """The flags that say where each state is stored."""
+        offload = [word for name in self.offload for word in (f"--offload-{name}", "cpu")]
+        return ["--zero", str(self.zero), *offload]
+
     def __str__(self) -> str:
         losses = ", ".join(loss.word for loss in self.losses)
         return (
-            f"-n {self.size} --survive {self.most} --zero {self.zero} --transport "
+            f"-n {self.size} --survive {self.most} {' '.join(self.placement)} --transport "
             f"{self.transport}, {self.loop}, {self.kind}: {losses}"
         )
 
@@ -78,6 +85,7 @@ def draw(seed: int) -> Run:
         size=size,
         most=rng.choice([1, max(1, size - 1)]),
         zero=zero,
+        offload=rng.choice([(), (), ("optimizer",), ("params", "optimizer")][: 4 - (zero < 3)]),
         transport=rng.choice(["auto", "auto", "gloo"]),
         loop=rng.choice(["steps", "plain"]),
         kind=rng.choice(["sgd", "adamw"]),

@@ -73,7 +73,7 @@ class Runner:
         )
 
     def _run(self, run: Run, launcher: Launcher) -> Ran:
-        flags = ["-n", str(run.size), "--survive", str(run.most), "--zero", str(run.zero)]
+        flags = ["-n", str(run.size), "--survive", str(run.most), *run.placement]
         flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
         losses = [loss.word for loss in run.losses]
         words = ["run", *flags, script("survives"), run.loop, run.kind, "out", *losses]
