@@ -28,6 +28,7 @@ CASES = [
     (3, 2, "auto", "steps", "sgd", "1:forward:6:TERM"),
     (3, 3, "gloo", "steps", "sgd", "1:gathered:4"),
     (3, 3, "auto", "plain", "adamw", "0:gather:6"),
+    (3, 3, "auto", "steps", "writes", "1:backward:8"),
 ]
 MORE = [
     (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
