@@ -119,8 +119,9 @@ class PassChannel(ReplaceableGroup):
         return _TolerantHandle(handle, self._attempt)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        # The gather order takes the smallest number of all rows. Alone, a rank decides for itself.
-        return self._attempt(lambda: self.inner.gather_rows(row), row.unsqueeze(0))
+        # Agreements, such as the gather order, take the smallest number of all rows. With its own
+        # row in place of the other ranks', a rank decides for itself.
+        return self._attempt(lambda: self.inner.gather_rows(row), row.repeat(self.size, 1))
 
     def _attempt(self, call: Callable[[], T], otherwise: T) -> T:
         """Return the result of `call`, or `otherwise` if a rank is lost in the current step."""
