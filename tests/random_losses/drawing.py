@@ -10,6 +10,8 @@ from tests.random_losses.reference import STEPS
 MOMENTS = ("forward", "backward", "reduce", "exchange", "confirm", "halfway", "update")
 PUBLISHES = ("publish", "published")
 """Moments in the update of sharded optimizer state."""
+GATHERS = ("gather", "gathered")
+"""Moments around the gather of a unit of sharded parameters."""
 
 SAVES = ("saving", "save", "begun", "written")
 LATER = 0.05
@@ -39,15 +41,22 @@ class Run:
     size: int
     most: int
     zero: int
+    offload: tuple[str, ...]
     transport: str
     loop: str
     kind: str
     losses: tuple[Loss, ...]
 
+    @property
+    def placement(self) -> list[str]:
+        """The flags that say where each state is stored."""
+        offload = [word for name in self.offload for word in (f"--offload-{name}", "cpu")]
+        return ["--zero", str(self.zero), *offload]
+
     def __str__(self) -> str:
         losses = ", ".join(loss.word for loss in self.losses)
         return (
-            f"-n {self.size} --survive {self.most} --zero {self.zero} --transport "
+            f"-n {self.size} --survive {self.most} {' '.join(self.placement)} --transport "
             f"{self.transport}, {self.loop}, {self.kind}: {losses}"
         )
 
@@ -56,10 +65,11 @@ def draw(seed: int) -> Run:
     """Draw the run of `seed`."""
     rng = Random(seed)
     size = rng.choice([2, 3, 3, 4])
+    zero = rng.choice([0, 1, 2, 2, 3, 3])
     ranks = rng.sample(range(size), rng.choice([1, 1, 2]) if size > 2 else 1)
     losses = []
     for rank in ranks:
-        moment = rng.choice([*MOMENTS, *PUBLISHES, *SAVES])
+        moment = rng.choice([*MOMENTS, *(GATHERS if zero == 3 else PUBLISHES), *SAVES])
         # The script saves after each fourth step, and after the last one.
         at = rng.choice([4, 8, 12]) if moment in SAVES else rng.randrange(STEPS)
         losses.append(
@@ -74,7 +84,8 @@ def draw(seed: int) -> Run:
     return Run(
         size=size,
         most=rng.choice([1, max(1, size - 1)]),
-        zero=rng.choice([0, 1, 2, 2]),
+        zero=zero,
+        offload=rng.choice([(), (), ("optimizer",), ("params", "optimizer")][: 4 - (zero < 3)]),
         transport=rng.choice(["auto", "auto", "gloo"]),
         loop=rng.choice(["steps", "plain"]),
         kind=rng.choice(["sgd", "adamw"]),

@@ -30,7 +30,7 @@ COMMAND = Command(
         "saved",
         "in the evaluation",
     ),
-    wrong=("other result", "ended", "hang", "left behind"),
+    wrong=("other result", "ended", "late", "hang", "left behind"),
 )
 _CONTINUED = re.compile(r"continues? after (\d+\.\d+) s")
 _LOST = re.compile(r"^shardwise: rank (\d+) ended", re.MULTILINE)
@@ -73,7 +73,7 @@ class Runner:
         )
 
     def _run(self, run: Run, launcher: Launcher) -> Ran:
-        flags = ["-n", str(run.size), "--survive", str(run.most), "--zero", str(run.zero)]
+        flags = ["-n", str(run.size), "--survive", str(run.most), *run.placement]
         flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
         losses = [loss.word for loss in run.losses]
         words = ["run", *flags, script("survives"), run.loop, run.kind, "out", *losses]
@@ -102,6 +102,10 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
         check(folder, run.kind, left)
     except AssertionError as error:
         return "other result", str(error)[:300]
+    waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]
+    is_stopped = any(loss.name == "STOP" for loss in run.losses)
+    if waits and max(waits) > TIMEOUT / 2 and not is_stopped:
+        return "late", f"the others continued after {max(waits)} s"
     if "shardwise: lost rank" not in ran.out:
         return "exact, lost too late", ""
     return "exact", ""

@@ -30,10 +30,12 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
         torch.set_default_dtype(torch.float32)
     model[1].eval()
     optimizer: torch.optim.Optimizer = (
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-        if kind == "sgd"
-        else torch.optim.AdamW(model.parameters(), lr=0.01)
+        torch.optim.AdamW(model.parameters(), lr=0.01)
+        if kind == "adamw"
+        else torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     )
+    if kind == "writes":
+        model[0].bias.requires_grad_(False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
     losses = []
     for epoch in (order[:50], order[50:]):
@@ -46,6 +48,10 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
             optimizer.step()
             scheduler.step()
             losses.append(loss.item())
+            if kind == "writes" and len(losses) == 5:
+                with torch.no_grad():
+                    for number in (0, 3):
+                        model.get_submodule(str(number)).bias.add_(0.25)
     return losses, torch.cat([each.detach().flatten() for each in model.parameters()])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.net.restarts import SAVED
 from tests.disk import wait_until
-from tests.random_losses.drawing import MOMENTS, PUBLISHES
+from tests.random_losses.drawing import GATHERS, MOMENTS, PUBLISHES
 from tests.random_losses.reference import STEPS, check
 from tests.system.launcher import Launcher, script
 
@@ -26,13 +26,21 @@ CASES = [
     (3, 2, "auto", "steps", "adamw", "2:publish:4"),
     (3, 1, "auto", "plain", "adamw", "0:begun:4"),
     (3, 2, "auto", "steps", "sgd", "1:forward:6:TERM"),
+    (3, 3, "gloo", "steps", "sgd", "1:gathered:4"),
+    (3, 3, "auto", "plain", "adamw", "0:gather:6"),
+    (3, 3, "auto", "steps", "writes", "1:backward:8"),
 ]
 MORE = [
-    (3, at % 3, transport, loop, "sgd", f"{rank}:{moment}:{at}")
-    for number, moment in enumerate((*MOMENTS, *PUBLISHES))
+    (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
+    for number, (moment, zero) in enumerate(
+        [
+            *((moment, number % 3) for number, moment in enumerate((*MOMENTS, *PUBLISHES))),
+            *((moment, 3) for moment in (*MOMENTS, *GATHERS)),
+        ]
+    )
     for transport in ("auto", "gloo")
     for loop in ("steps", "plain")
-    for rank, at in [(number % 3, 2 * number)]
+    for rank, at in [(number % 3, (2 * number + 1) % STEPS)]
 ]
 
 

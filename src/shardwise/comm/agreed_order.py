@@ -81,9 +81,9 @@ class AgreedOrder:
     """
 
     def __init__(self, agree: Callable[[int], int], *, alone: bool = False) -> None:
-        """Create an empty order. `alone` is True if there is no other rank."""
+        """Create an empty order. `alone` is True if there is no other rank, and may change."""
         self._agree = agree
-        self._alone = alone
+        self.alone = alone
         self._names: list[str] = []
         self._staying: set[int] = set()
         self._members: list[_Member] = []
@@ -243,7 +243,7 @@ class AgreedOrder:
     @property
     def _may_ask(self) -> bool:
         """True if ranks ask each other for further entries at the end of the list."""
-        return self._order is None or self._alone or self._order.kept < SETTLED
+        return self._order is None or self.alone or self._order.kept < SETTLED
 
     def serve(self) -> Iterator[int]:
         """Yield the entries that other ranks need in uneven passes, until no rank needs any."""

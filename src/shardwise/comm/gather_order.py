@@ -82,6 +82,12 @@ class GatherOrder:
         row = torch.tensor([float(wanted)], dtype=torch.float64, device=self.group.small_device)
         return int(self.group.gather_rows(row).min())
 
+    def follow(self, size: int) -> None:
+        """Continue with the `size` ranks that are left after a loss, with an empty order."""
+        self._size = size
+        self._order.alone = size == 1
+        self.abandon()
+
     # -- members -------------------------------------------------------------------------
 
     def join(

@@ -154,6 +154,9 @@ class GlooExchange:
         # Destroying torch's group ends the progress thread's waits, which would otherwise block
         # `close`.
         self._end()
+        # The last reference: torch closes the sockets when it destroys the group, and other ranks
+        # may wait for their end.
+        self._group = None
         self.progress_thread.close()
 
     def _start(

@@ -485,13 +485,14 @@ excludes it."""
 
 
 _GROUPS = "it makes groups of workers, and these groups are not made again after a loss"
+_DISK = "second copies of states are stored in memory"
+
+
+def _is_on_disk(tier: Tier | None) -> bool:
+    return tier is not None and tier.kind == "nvme"
+
 
 _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = {
-    "zero": (
-        lambda settings: settings.placement.is_sharded("parameters"),
-        "a worker that is lost in a forward pass leaves units that nobody can gather; --zero 2 "
-        "keeps second copies of the optimizer state",
-    ),
     "shard_within": (
         lambda settings: settings.shard_within == "host" and settings.placement.level > 0,
         _GROUPS,
@@ -500,10 +501,9 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         lambda settings: settings.ema_decay is not None and settings.placement.level > 0,
         "a lost worker's part of the averages has no second copy",
     ),
-    "offload_optimizer": (
-        lambda settings: any(tier != DEVICE for tier in settings.placement.tiers),
-        "it is tested only with states on the device",
-    ),
+    "offload_params": (lambda settings: _is_on_disk(settings.offload_params), _DISK),
+    "offload_gradients": (lambda settings: _is_on_disk(settings.offload_gradients), _DISK),
+    "offload_optimizer": (lambda settings: _is_on_disk(settings.offload_optimizer), _DISK),
     "optimizer_state": (
         lambda settings: settings.quantises_state and settings.placement.level > 0,
         "second copies of the optimizer state are in full precision",

@@ -174,15 +174,17 @@ def build(
     storage_factories = {
         state: StorageFactory(spec.placement.tier(state), spec.shard_group) for state in STATES
     }
-    parameters, shown = _parameters(spec, located, named, owners, storage_factories["parameters"])
-    gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     scattered = spec.placement.is_sharded("optimizer")
+    has_copies = bool(spec.settings.survive) and scattered and spec.shard_group.size > 1
+    factory = storage_factories["parameters"]
+    parameters, shown = _parameters(spec, located, named, owners, factory, copies=has_copies)
+    gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
     quantised = spec.settings.quantises_state
     # All parameters of a bucket are in the same parameter group, because `_spec` puts the group
     # into the key.
     groups = [owners[named[bucket.slots[0].parameter].parameter] for bucket in parameters.buckets]
     copies = None
-    if spec.settings.survive and scattered and spec.shard_group.size > 1:
+    if has_copies:
         # First, because the optimizer state below takes existing state from the user's optimizer.
         factory = storage_factories["optimizer"]
         copies = SecondCopies(
@@ -291,11 +293,14 @@ def take_apart(
 
 
 def give_back(
-    spec: EngineSpec, states: States, gathered: Mapping[nn.Parameter, dict[str, Any]]
+    spec: EngineSpec,
+    states: States,
+    gathered: Mapping[nn.Parameter, dict[str, Any]],
+    values: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> None:
     """Move parameters and their `gathered` optimizer state back into the user's objects.
 
-    Collective if parameters are sharded.
+    Collective if parameters are sharded, unless `values` provides their full values.
     """
     for parameter, state in gathered.items():
         for optimizer in spec.optimizers:
@@ -307,7 +312,7 @@ def give_back(
         states.shown.residency.close()
         for handle in states.shown.handles:
             handle.remove()
-    states.parameters.release()
+    states.parameters.release(values)
     # Close the files last, when no state needs them any more.
     for factory in states.storage_factories.values():
         factory.close()
@@ -468,6 +473,8 @@ def _parameters(
     named: Sequence[NamedParameter],
     owners: Mapping[nn.Parameter, ParameterGroup],
     factory: StorageFactory,
+    *,
+    copies: bool,
 ) -> tuple[Parameters, ShardedUnits | None]:
     """Create the parameters for the placement and, if sharded, the units that gather them.
 
@@ -492,6 +499,12 @@ def _parameters(
         return replicated, _units(spec, sections, narrow, ShardGroups(Solo()))
     sections = unit_assignment.divide(spec.models, spec.prefixes, located, spec.settings.units)
     units = sections.unit_of
+    if copies and sections.sections[-1].module is None:
+        raise ModelError(
+            "An optimizer has parameters that are in no model. --zero 3 with --survive gathers "
+            "parameters for the forward passes of modules only. Put them into a module of the "
+            "model, or train with --zero 2."
+        )
     # A freed parameter is NaN, so that accidental uses are noticed. Integers have no NaN, so they
     # are not sharded.
     frozen = [t for t in located if t not in named and t.can_rest]
@@ -504,6 +517,7 @@ def _parameters(
         factory,
         value_of,
         quantised,
+        copies=copies,
     )
     return parameters, _units(spec, sections, parameters, spec.gather_groups)
 

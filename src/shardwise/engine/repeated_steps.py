@@ -91,6 +91,7 @@ class RepeatableSteps(StepRunner):
         self._has_stepped = False
         self._is_layout_due = False
         """True from the loss of a rank until the states are laid out for the remaining ranks."""
+        self._is_laying_out = False
         self._leaving: tuple[int, ...] = ()
         """Ranks that leave the run after the current step, because of a signal."""
         self._survival.follow = self._follow_group
@@ -215,13 +216,15 @@ class RepeatableSteps(StepRunner):
 
     def _lay_out(self) -> None:
         """If ranks were lost since the last layout, lay the states out again. Collective."""
-        if not self._is_layout_due:
+        # If further ranks are lost during the gather, the group calls this again, and then repeats
+        # the gather with the same states.
+        if not self._is_layout_due or self._is_laying_out:
             return
-        self._is_layout_due = False  # if ranks are lost meanwhile, the others gather again
+        self._is_laying_out = True
         if self._accumulation.backwards:
             self._backward.abandon()
         self._objects.lay_out_without_lost()
-        self._is_layout_due = False
+        self._is_layout_due = self._is_laying_out = False
         self._survival.loss = None
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
@@ -256,7 +259,8 @@ class RepeatableSteps(StepRunner):
         elif survival.loss is not None:
             survival.replace_group(self._state.steps + 1, is_updated=True)
         self._lay_out()
-        self._objects.states.parameters.settle()
+        with survival.noticing():
+            self._objects.states.parameters.settle()
 
 
 class _StepStart:

@@ -70,7 +70,7 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
     if world.survival is not None:
         copies = ""
         if states.copies is not None:
-            copies = "; each worker keeps a second copy of another one's optimizer state"
+            copies = "; each worker keeps a second copy of another one's sharded states"
         most = spec.settings.survive
         world.print(f"  continues if at most {many(most, 'worker')} at once are lost{copies}")
     if states.hooks is not None:

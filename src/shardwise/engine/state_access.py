@@ -39,6 +39,8 @@ class StateAccess:
             )
         with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
             yield
+        if write and state.states.shown is not None and state.states.copies is not None:
+            state.states.copies.renew(state.states.optimizer)
 
     @contextmanager
     def uneven(self) -> Iterator[None]:

@@ -344,10 +344,10 @@ class UserObjects:
         if written := states.parameters.written():
             if states.optimizer.has_masters:
                 states.optimizer.refresh_masters(written)
-            if states.copies is not None:
-                states.copies.take_in_writes(written)
             if not alone:  # the step's exchange compares them across ranks
                 self._written |= written
+                if states.copies is not None:
+                    states.copies.take_in_writes(written)
             states.parameters.remember()
 
     @property
@@ -407,17 +407,17 @@ class UserObjects:
         assert states.copies is not None
         copies = states.copies
 
-        def gather() -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, dict[str, Any]]]:
+        def gather() -> tuple[dict[nn.Parameter, Tensor], ...]:
             held = HeldGather(states.parameters, states.optimizer, copies, group)
-            return held.masters(), held.optimizer_state()
+            gathered.clear()
+            gathered.update(held.optimizer_state())
+            return held.masters(), held.frozen()
 
+        gathered: dict[nn.Parameter, dict[str, Any]] = {}
         # Nothing is released before every rank has gathered all states.
-        masters, optimizer_state = group.steadily(gather)
-        build.give_back(self.spec, states, optimizer_state)
-        # The parameters themselves may hold values of two steps, if the all-gather was interrupted.
-        with torch.no_grad():
-            for parameter, master in masters.items():
-                parameter.copy_(master)
+        masters, frozen = group.steadily(gather)
+        # Replicated parameters may hold values of two steps, if the all-gather was interrupted.
+        build.give_back(self.spec, states, gathered, masters | frozen)
         self._rebuild_states(masters, None)
 
     def _optimized(self) -> set[nn.Parameter]:

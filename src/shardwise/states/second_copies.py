@@ -1,7 +1,8 @@
-"""Copies another rank's optimizer state, so that the run can continue if that rank is lost.
+"""Copies another rank's sharded states, so that the run can continue if that rank is lost.
 
 With `--survive` and sharded optimizer state, rank r also stores the masters and optimizer state of
-rank r - 1, its *owner* (the last rank's for rank 0), and applies the same updates to them:
+rank r - 1, its *owner* (the last rank's for rank 0), and applies the same updates to them. If
+parameters are sharded too, it also stores the owner's intervals of the parameters:
 
     rank       0          1          2
     owns       interval 0 interval 1 interval 2
@@ -15,7 +16,7 @@ remaining ranks for a new layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +44,12 @@ class _CopiedParameters:
         self.named = parameters.named
         self.buckets = parameters.buckets
         self.kind = parameters.kind
-        self.wide: dict[int, Tensor] = {}
+        self.wide = parameters.wide_copies
 
     def part(self, index: int, own: Span) -> Storage:
         """Return a copy of the elements `own` of bucket `index`."""
+        if self.parameters.second_copies:
+            return MemoryStorage(self.parameters.second_copies[index])
         # Not the parameters themselves: the owner sends its updated values into them while this
         # rank updates its copy.
         return MemoryStorage(self.parameters.part(index, own).loaded().clone())
@@ -61,7 +64,7 @@ class _CopiedGradient:
 
 
 class SecondCopies:
-    """A copy of the previous rank's optimizer state and masters. Parameters must be replicated.
+    """A copy of the previous rank's optimizer state, masters and sharded parameters.
 
     Args:
         parameters: The parameters in buckets.
@@ -85,7 +88,8 @@ class SecondCopies:
         self._buckets = parameters.buckets
         self.members = tuple(group.places)
         """The ranks of the run that shard the state in this layout."""
-        owner = (group.rank - 1) % group.size
+        self.owner = owner = (group.rank - 1) % group.size
+        """The rank whose state this is, in this layout."""
         self._gradients = [
             _CopiedGradient(
                 bucket.interval(owner),
@@ -94,6 +98,8 @@ class SecondCopies:
             for bucket, gradient in zip(parameters.buckets, gradients, strict=True)
         ]
         self._parameters = _CopiedParameters(parameters)
+        self.frozen = parameters.second_copies[len(parameters.buckets) :]
+        """The owner's interval of each bucket of frozen parameters."""
         self.optimizer = OptimizerState(
             self._parameters,
             groups,
@@ -112,6 +118,7 @@ class SecondCopies:
         intervals = self.optimizer.intervals
         states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
         held = sum(interval.target.nbytes for interval in intervals)
+        held += sum(each.nbytes for each in self.frozen)
         return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
@@ -120,17 +127,27 @@ class SecondCopies:
         Args:
             gradients: The gradients of each bucket, whose sums are complete.
         """
-        size = self._group.size
-        handles = []
+        pairs = []
         for bucket, gradient, copied in zip(self._buckets, gradients, self._gradients, strict=True):
             mine = gradient.reduced.loaded()
             if copied.reduced.dtype != mine.dtype:  # all ranks widen their sums at the same step
                 copied.reduced = MemoryStorage(copied.reduced.loaded().to(mine.dtype))
+            pairs.append((bucket, mine, copied.reduced.loaded()))
+        self._pass_on(pairs)
+
+    def _pass_on(self, pairs: Iterable[tuple[Bucket, Tensor, Tensor]]) -> None:
+        """Send intervals to the next rank, and receive the owner's. Collective.
+
+        Each of `pairs` has a bucket, this rank's interval, and the memory for the owner's.
+        """
+        size = self._group.size
+        handles = []
+        for bucket, mine, copied in pairs:
             counts = [
                 [_length(bucket, rank) if to == (rank + 1) % size else 0 for to in range(size)]
                 for rank in range(size)
             ]
-            handles.append(self._group.all_to_all(mine, counts, copied.reduced.loaded()))
+            handles.append(self._group.all_to_all(mine, counts, copied))
         for handle in handles:
             handle.wait()
         # The update multiplies the sums in place, so wait until the next rank has read them.
@@ -142,8 +159,23 @@ class SecondCopies:
         for inner in self.optimizer.inners:
             inner.step(used, factor)
 
+    def renew(self, optimizer: OptimizerState) -> None:
+        """Copy the owner's parameters and masters again, after user code has written. Collective.
+
+        Args:
+            optimizer: This rank's optimizer state.
+        """
+        pairs = []
+        for own, copied in zip(optimizer.intervals, self.optimizer.intervals, strict=True):
+            pairs.append((own.bucket, own.target.loaded(), copied.target.loaded()))
+            if own.has_master:
+                pairs.append((own.bucket, own.master.loaded(), copied.master.loaded()))
+        for bucket, copy in zip(self._parameters.parameters.frozen, self.frozen, strict=True):
+            pairs.append((bucket.layout, bucket.storage.loaded(), copy))
+        self._pass_on(pairs)
+
     def take_in_writes(self, written: set[int]) -> None:
-        """Update the copies of parameters that user code has changed, identically on all ranks.
+        """Update the copies of replicated parameters that all ranks have changed identically.
 
         Args:
             written: Indices of these parameters.
@@ -214,18 +246,35 @@ class HeldGather(IntervalGather):
         held = _Held(parameters.buckets, optimizer, copies.optimizer)
         super().__init__(parameters, held, ShardGroups(group), scattered=True)
         self._held = held
+        self._copies = copies
         self._holders = holders(copies.members, group.places)
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         return self.tensors(self._held.master(i) for i in range(len(self._parameters.buckets)))
 
+    def frozen(self) -> dict[nn.Parameter, Tensor]:
+        """Return the full values of sharded parameters that are not trained."""
+        values: dict[nn.Parameter, Tensor] = {}
+        for bucket, copy in zip(self._parameters.frozen, self._copies.frozen, strict=True):
+            numel, dtype, device = bucket.kind
+            flat = torch.zeros(numel, dtype=dtype, device=device)
+            bucket.load(flat)
+            first, end = bucket.layout.interval(self._copies.owner)
+            flat[first:end] = copy
+            views = bucket.views(self._spread(bucket.layout, flat))
+            values |= dict(zip(bucket.parameters, views, strict=True))
+        return values
+
     def _gathered(self, index: int, part: Tensor) -> Tensor:
-        bucket = self._parameters.buckets[index]
+        return self._spread(self._parameters.buckets[index], part)
+
+    def _spread(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """Broadcast each interval of a full bucket from the rank that holds it. Return `flat`."""
         for former, holder in enumerate(self._holders):
             first, end = bucket.interval(former)
             if first < end:
-                self._groups.data.broadcast(part[first:end], holder).reusable()
-        return part
+                self._groups.data.broadcast(flat[first:end], holder).reusable()
+        return flat
 
 
 def _length(bucket: Bucket, rank: int) -> int:

@@ -416,6 +416,10 @@ class StatusServer:
             }
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
+    def abort_too(self, error: CollectiveError) -> None:
+        """Make all further waits of this rank raise `error`, until `continue_with`."""
+        self.abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
+
     def continue_with(self, ranks: Collection[int], generation: int) -> None:
         """After an abort, continue in a new group of `ranks`, the `generation`-th of the run.
 

@@ -54,6 +54,7 @@ class Survival:
     def __init__(self, group: SurvivorGroup, say: Callable[[str], None]) -> None:
         self.group = group
         group.between_steps = self._continue_between_steps
+        group.tolerates = self._tolerates
         self._say = say
         self.loss: PeerLost | None = None
         self.in_step = self.has_counted = False
@@ -64,6 +65,7 @@ class Survival:
         self.remember: Callable[..., None] | None = None
         self.return_tracked: Callable[[], None] | None = None
         self._is_due = False
+        self._is_noticing = False
         self._open: str | None = None
         """The kind of the loop whose step is in progress: "plain" or "steps"."""
 
@@ -101,10 +103,23 @@ class Survival:
     @contextmanager
     def noticing(self) -> Iterator[None]:
         """Store the error about a lost rank instead of raising it. The step is repeated later."""
+        outer, self._is_noticing = self._is_noticing, True
         try:
             yield
         except PeerLost as error:
             self.loss = error
+        finally:
+            self._is_noticing = outer
+
+    def _tolerates(self, error: PeerLost) -> bool:
+        """Return whether a forward or backward pass may continue without the lost rank.
+
+        If so, `error` is stored, and the pass is part of a step that is repeated later.
+        """
+        if not (self.in_step or self._is_noticing):
+            return False
+        self.loss = error
+        return True
 
     def check_loop(self) -> None:
         """Raise UsageError if `engine.step()` is called outside a loop that can repeat the step."""

@@ -190,6 +190,8 @@ class World(BatchRows, HintsAtAttributes):
         """Update this rank's number and the world size after the group has lost ranks."""
         self.rank, self.size = self.collectives.rank, self.collectives.size
         self.mesh = Mesh(self.size)
+        if "gather_order" in vars(self):
+            self.gather_order.follow(self.size)
 
     def cut(self, mesh: Mesh) -> None:
         """Set this rank's coordinates in `mesh`, and create a group for each axis.

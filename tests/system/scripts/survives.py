@@ -1,6 +1,8 @@
 """Trains in fp64 while ranks are killed at chosen moments, and stores the losses and the weights.
 
-    survives.py steps|plain sgd|adamw OUT [RANK:MOMENT:STEP[:SIGNAL[:SECONDS]] ...]
+    survives.py steps|plain sgd|adamw|writes OUT [RANK:MOMENT:STEP[:SIGNAL[:SECONDS]] ...]
+
+With `writes`, SGD trains, one parameter is frozen, and the script changes two after some steps.
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
 this moment of the step, or so many seconds later.
@@ -26,6 +28,7 @@ from shardwise.comm.socket_mesh import SocketMesh
 from shardwise.states.gradients.gradients import Gradients
 from shardwise.states.optimizer.optimizer_state import OptimizerState
 from shardwise.states.parameters.parameters import ReplicatedParameters
+from shardwise.states.parameters.unshard import WholeUnits
 
 loop, kind, out, *kills = sys.argv[1:]
 world = sw.init(seed=3, precision="fp64")
@@ -43,12 +46,14 @@ labels = torch.randint(0, 3, (50,), generator=drawn)
 torch.manual_seed(4)
 model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
 model[1].eval()
-if kind == "sgd":
-    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+if kind == "adamw":
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 else:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+if kind == "writes":
+    model[0].bias.requires_grad_(False)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-engine = sw.Engine(model, optimizer)
+engine = sw.Engine(model, optimizer, units=["0", "3"])
 engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
@@ -123,6 +128,7 @@ if mine:
     around(Draft, "begin", before="save")
     around(CheckpointSaver, "_begin", after="begun")
     around(CheckpointSaver, "_write", after="written")
+    around(WholeUnits, "unshard", before="gather", after="gathered")
     halfway(SocketMesh, "send")
     halfway(torch.distributed, "isend")
 
@@ -153,6 +159,10 @@ for _ in loader.epochs(2):
                 train(x, y)
                 taken = index.tolist()
             losses.append(engine.step(max_norm=1.0).loss)
+            if kind == "writes" and engine.steps == 5:
+                with engine.full_parameters(write=True):
+                    model[0].bias.add_(0.25)
+                    model[3].bias.add_(0.25)
             used += taken
             scheduler.step()
             save()
@@ -182,7 +192,8 @@ with torch.no_grad():
     seen = sum(len(index) for _, _, index in loader)
 assert world.sum(torch.tensor(seen)).item() == 50
 engine.save("checkpoints")
-weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+with engine.full_parameters():
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
 states = engine._states
 stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
 if states.copies is not None:

@@ -3,7 +3,8 @@
     membership.py   decides which ranks are left, and whether a pending step must be finished
     agreement.py    ranks exchange reports until all remaining ranks know the same decision
     connecting.py   connects the remaining ranks, over a new store and a new transport
-    group.py        the group whose transport is replaced after a loss
+    replaceable.py  groups whose transport is replaced after a loss
+    group.py        the group of all remaining ranks
     fence.py        kills ranks that are stopped for too long
 
 A rank that loses another one closes its transport at once, so that every other rank notices too.

@@ -39,6 +39,14 @@ def retire(group: Collectives) -> Arena | None:
     return None
 
 
+def retire_channel(group: Collectives) -> None:
+    """Close a separate channel that has lost a rank."""
+    # Shared memory closes its channels together with the group from which they were split.
+    if isinstance(group, Gloo):
+        group.messages.forget()
+        group.close()
+
+
 def connect(
     decision: Decision,
     number: int,
@@ -46,9 +54,12 @@ def connect(
     server: StatusServer,
     listener: socket.socket | None,
     memory: Arena | None,
+    channels: int,
     timeout: float,
-) -> tuple[RunStore | None, Collectives]:
-    """Connect to the members of `decision`, and return the store and the transport. Collective.
+) -> tuple[RunStore | None, Collectives, list[Collectives]]:
+    """Connect to the members of `decision`. Collective.
+
+    Returns the store, the transport, and the separate channels of the transport.
 
     Args:
         decision: The ranks to connect to, and where the first of them listens.
@@ -57,6 +68,7 @@ def connect(
         server: This rank's status server.
         listener: The listening socket, on the first member only.
         memory: This rank's shared memory, if the lost transport used any.
+        channels: Number of separate channels to create.
         timeout: Limit for every wait, in seconds.
 
     Raises:
@@ -68,7 +80,7 @@ def connect(
     if size == 1:
         assert listener is not None
         listener.close()
-        return None, Solo()
+        return None, Solo(), [Solo() for _ in range(channels)]
     store: RunStore
     if listener is not None:
         store = HostStore(listener, server.secret, timeout)
@@ -77,6 +89,7 @@ def connect(
         until = time.monotonic() + timeout
         store = ClientStore(rpc.connect(place, server.secret, role, until), timeout)
     made: Collectives | None = None
+    separate: list[Collectives] = []
     try:
         store.set(f"here/{rank}", "")
         if listener is not None:
@@ -98,17 +111,20 @@ def connect(
         )
         if memory is not None:
             made = share_memory(made, timeout, required=False, arena=memory)
+        separate += (made.second_group() for _ in range(channels))
         # A group stands once every member has come this far. If one ends before, its socket is
         # closed, and the others agree again.
         made.barrier()
     except BaseException:
+        for channel in separate:
+            retire_channel(channel)
         if made is not None:
             retire(made)
         elif dist.is_initialized():
             dist.destroy_process_group()
         store.close()
         raise
-    return store, made
+    return store, made, separate
 
 
 def _await(

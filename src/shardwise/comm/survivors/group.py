@@ -11,14 +11,13 @@ from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 
-from shardwise.comm.base import Collectives, Counts, Cuts, Handle
-from shardwise.comm.ordered_sums import PLAIN, Sum
+from shardwise.comm.base import Collectives
 from shardwise.comm.survivors import connecting, membership
 from shardwise.comm.survivors.agreement import Agreement
 from shardwise.comm.survivors.fence import Fence
 from shardwise.comm.survivors.membership import Report
+from shardwise.comm.survivors.replaceable import PassChannel, ReplaceableGroup
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
 
 T = TypeVar("T")
@@ -38,7 +37,7 @@ class Loss(NamedTuple):
     seconds: float
 
 
-class SurvivorGroup(Collectives):
+class SurvivorGroup(ReplaceableGroup):
     """All remaining ranks of the run, over a transport that `replace` renews.
 
     Args:
@@ -51,27 +50,29 @@ class SurvivorGroup(Collectives):
             is a call of `steadily`.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
         between_steps: Called after a loss in `steadily`.
+        tolerates: Called if a rank is lost in a collective of a forward or backward pass. Returns
+            True if the pass belongs to a step, which will be repeated.
     """
 
     def __init__(self, inner: Collectives, timeout: float, most: int) -> None:
-        super().__init__(inner.rank, inner.size, inner.status_server)
-        self.inner = inner
+        super().__init__(inner)
         self.members: tuple[int, ...] = tuple(range(inner.size))
         """The ranks of the run that are left. Their numbers in the run never change."""
         self.generation = 0
         self.prepared = self.confirmed = 0
         self.between_steps: Callable[[Loss], None] | None = None
+        self.tolerates: Callable[[PeerLost], bool] = lambda error: False
         self._timeout = timeout
         self._most = most
         self._number = inner.rank
         self._run_size = inner.size
         self._store: connecting.RunStore | None = None
         self._made: list[Collectives] = []
+        self._channels: list[PassChannel] = []
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
         self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
         self._fence = Fence(inner.status_server, lambda: self.members, timeout / 2)
-        self._adopt(inner)
 
     @property
     def places(self) -> Sequence[int]:
@@ -134,6 +135,8 @@ class SurvivorGroup(Collectives):
         """
         began, before = time.monotonic(), self.members
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
+        for channel in self._channels:
+            connecting.retire_channel(channel.inner)
         memory = connecting.retire(self.inner)
         with suppress(CollectiveError):
             for made in self._made:
@@ -159,13 +162,14 @@ class SurvivorGroup(Collectives):
                 raise
             self.status_server.continue_with(decision.members, decision.generation)
             try:
-                self._store, inner = connecting.connect(
+                self._store, inner, channels = connecting.connect(
                     decision,
                     self._number,
                     self._run_size,
                     self.status_server,
                     listener,
                     memory,
+                    len(self._channels),
                     self._timeout,
                 )
             except (CollectiveError, LaunchError, RuntimeError, OSError):
@@ -175,8 +179,9 @@ class SurvivorGroup(Collectives):
                     raise
                 continue
             break
-        self._adopt(inner)
-        self.rank, self.size = inner.rank, inner.size
+        self.adopt(inner)
+        for channel, renewed in zip(self._channels, channels, strict=True):
+            channel.adopt(renewed)
         self.members = decision.members
         # A pickle's purpose contains the number of its call. Ranks disagree about this number after
         # a call has failed on only some of them.
@@ -188,66 +193,17 @@ class SurvivorGroup(Collectives):
         self.prepared = self.confirmed = decision.confirmed
         return Loss(stands, lost, time.monotonic() - began)
 
-    def _adopt(self, inner: Collectives) -> None:
-        self.inner = inner
-        self.name, self.copies = inner.name, inner.copies
-        self.sends_pieces, self.sums_onto = inner.sends_pieces, inner.sums_onto
-        self.looks, self.in_one_order = inner.looks, inner.in_one_order
+    def second_group(self) -> Collectives:
+        channel = PassChannel(self.inner.second_group(), self._tolerate)
+        self._channels.append(channel)
+        return channel
 
-    # -- the calls of the transport ---------------------------------------------------------
-
-    def allocate(
-        self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False
-    ) -> Tensor:
-        return self.inner.allocate(numel, dtype, device, forkable=forkable)
-
-    def all_reduce(self, buffer: Tensor, how: Sum = PLAIN) -> Handle:
-        return self.inner.all_reduce(buffer, how)
-
-    def reduce_scatter(
-        self, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN, *, into: Tensor | None = None
-    ) -> Handle:
-        return self.inner.reduce_scatter(buffer, cuts, how, into=into)
-
-    def all_reduce_pieces(
-        self, pieces: Sequence[Tensor], buffer: Tensor, how: Sum = PLAIN
-    ) -> Handle:
-        return self.inner.all_reduce_pieces(pieces, buffer, how)
-
-    def reduce_scatter_pieces(
-        self,
-        pieces: Sequence[Tensor],
-        buffer: Tensor,
-        cuts: Cuts,
-        how: Sum = PLAIN,
-        *,
-        into: Tensor | None = None,
-    ) -> Handle:
-        return self.inner.reduce_scatter_pieces(pieces, buffer, cuts, how, into=into)
-
-    def reduce_scatter_onto(
-        self, own: Tensor, buffer: Tensor, cuts: Cuts, how: Sum = PLAIN
-    ) -> Handle:
-        return self.inner.reduce_scatter_onto(own, buffer, cuts, how)
-
-    def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
-        return self.inner.all_gather(buffer, cuts)
-
-    def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
-        return self.inner.broadcast(buffer, source)
-
-    def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
-        return self.inner.all_to_all(sent, counts, received)
-
-    def gather_rows(self, row: Tensor) -> Tensor:
-        return self.inner.gather_rows(row)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-    @property
-    def small_device(self) -> torch.device:
-        return self.inner.small_device
+    def _tolerate(self, error: PeerLost) -> bool:
+        tolerates = self.tolerates(error)
+        if tolerates:
+            # The rest of the pass must not wait for ranks that already wait elsewhere.
+            self.status_server.abort_too(error)
+        return tolerates
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         # A group that outlives the next loss would wait for a rank that has ended. So callers that

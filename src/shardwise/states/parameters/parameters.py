@@ -7,7 +7,7 @@ parameters, see `sharded_parameters.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,11 @@ class Parameters(ABC):
         self.wide: dict[int, Tensor] = {}
         """Bucket index -> initial values of this rank's interval in a wider dtype, for master
         weights."""
+        self.second_copies: list[Tensor] = []
+        """The previous rank's interval of each bucket, also of frozen ones. Empty unless parameters
+        are sharded with `--survive`."""
+        self.wide_copies: dict[int, Tensor] = {}
+        """The counterpart of `wide` for `second_copies`."""
 
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
@@ -102,10 +107,10 @@ class Parameters(ABC):
         """Raise BrokenView if user code replaced a parameter or its memory. Writes are allowed."""
 
     @abstractmethod
-    def release(self) -> None:
+    def release(self, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """Move each parameter back to separate memory, so that another layout can use it.
 
-        Collective.
+        Collective if parameters are sharded, unless `values` provides their full values.
         """
 
     @abstractmethod
@@ -205,11 +210,12 @@ class ReplicatedParameters(Parameters):
             for named, address in zip(self.named, self._addresses, strict=True):
                 check_place(named, address)
 
-    def release(self) -> None:
+    def release(self, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         for named in self.named:
-            named.parameter.data = named.parameter.detach().clone(
-                memory_format=torch.preserve_format
-            )
+            value = (values or {}).get(named.parameter)
+            if value is None:
+                value = named.parameter.detach().clone(memory_format=torch.preserve_format)
+            named.parameter.data = value.to(named.dtype)
 
 
 class ParameterPlaces:

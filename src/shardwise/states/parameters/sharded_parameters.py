@@ -59,9 +59,12 @@ class ShardedParameters(Parameters):
         factory: StorageFactory,
         value_of: Callable[[NamedParameter], Tensor],
         quantised: Set[nn.Parameter] = frozenset(),
+        *,
+        copies: bool = False,
     ) -> None:
         super().__init__(named, buckets)
         self._group = groups.data
+        self._copies = copies
         self._groups = groups
         self._watchers: list[Callable[[], None]] = []
         self._all = [*named, *frozen]
@@ -149,24 +152,18 @@ class ShardedParameters(Parameters):
         self, index: int, bucket: ShardedBucket, value_of: Callable[[NamedParameter], Tensor]
     ) -> None:
         """Store this rank's interval of a bucket, and free the parameters' own memory."""
-        own = bucket.own
         _, dtype, device = bucket.kind
-        # Initialise with zeros, because the padding is stored and gathered, too.
-        interval = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
-        wide: Tensor | None = None
+        own = _InitialInterval(bucket.own, dtype, device)
+        intervals = [own]
+        if self._copies:
+            group = self._groups.of(bucket.layout)
+            previous = bucket.layout.interval((group.rank - 1) % group.size)
+            intervals.append(_InitialInterval(previous, dtype, device))
         places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
         for each, slot, rest in places:
-            low, high = max(slot.start, own[0]), min(slot.end, own[1])
             value = value_of(each)
-            if low < high:
-                flat = each.flattened(value)
-                place = slice(low - own[0], high - own[0])
-                interval[place] = flat[low - slot.start : high - slot.start]
-                # A value wider than the parameter is the better initial value for an fp32 master
-                # weight.
-                if value.dtype != dtype:
-                    wide = interval.to(value.dtype) if wide is None else wide
-                    wide[place] = flat[low - slot.start : high - slot.start]
+            for interval in intervals:
+                interval.take(each, slot, value)
             if each.parameter.is_meta:
                 # Change the object in place, because the user's model and optimizer hold it.
                 make_real(each.parameter, rest.like)
@@ -175,9 +172,12 @@ class ShardedParameters(Parameters):
             # Assign the class last: with the new class, setting `data` above would raise.
             each.parameter.__class__ = rest.kind
             rest.mark(each.parameter)
-        bucket.storage.store(interval)
-        if wide is not None and index < len(self.buckets):
-            self.wide[index] = wide
+        bucket.storage.store(own.values)
+        self.second_copies += [copied.values for copied in intervals[1:]]
+        if index < len(self.buckets):
+            for interval, kept in zip(intervals, (self.wide, self.wide_copies), strict=False):
+                if interval.wide is not None:
+                    kept[index] = interval.wide
 
     def part(self, index: int, own: Span) -> Storage:
         """Return this rank's interval of bucket `index`."""
@@ -334,12 +334,18 @@ class ShardedParameters(Parameters):
                     for named, address in zip(bucket.named, addresses, strict=True):
                         check_place(named, address)
 
-    def release(self) -> None:
-        """Move each parameter's full value back to separate memory. Collective."""
+    def release(self, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Move each parameter's full value back to separate memory.
+
+        Collective, unless `values` provides the full values.
+        """
         for bucket in self.sharded_buckets:
-            flat = self.gathered(bucket)
-            assert flat is not None
-            fresh = [v.clone(memory_format=torch.preserve_format) for v in bucket.views(flat)]
+            if values is None:
+                flat = self.gathered(bucket)
+                assert flat is not None
+                fresh = [v.clone(memory_format=torch.preserve_format) for v in bucket.views(flat)]
+            else:
+                fresh = [values[each.parameter].to(each.dtype) for each in bucket.named]
             self.unshard(bucket, fresh, [])
             self.allow_copies(bucket)
 
@@ -370,6 +376,30 @@ class ShardedParameters(Parameters):
     @property
     def frozen(self) -> Sequence[ShardedBucket]:
         return self.sharded_buckets[len(self.buckets) :]
+
+
+class _InitialInterval:
+    """Initial values of the elements `own` of a bucket. They are `wide` if a value is."""
+
+    def __init__(self, own: Span, dtype: torch.dtype, device: torch.device) -> None:
+        self._own = own
+        # Initialise with zeros, because the padding is stored and gathered, too.
+        self.values = torch.zeros(own[1] - own[0], dtype=dtype, device=device)
+        self.wide: Tensor | None = None
+
+    def take(self, named: NamedParameter, slot: Slot, value: Tensor) -> None:
+        """Copy the part in this interval of `value`, which belongs to the parameter in `slot`."""
+        first, end = self._own
+        low, high = max(slot.start, first), min(slot.end, end)
+        if low >= high:
+            return
+        part = named.flattened(value)[low - slot.start : high - slot.start]
+        place = slice(low - first, high - first)
+        self.values[place] = part
+        # A value wider than the parameter is the better initial value for an fp32 master weight.
+        if value.dtype != self.values.dtype:
+            self.wide = self.values.to(value.dtype) if self.wide is None else self.wide
+            self.wide[place] = part
 
 
 class _BucketAtRest:
