@@ -84,7 +84,7 @@ def attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~sees, float("-inf")).softmax(-1)
-    return (weights @ v).unflatten(1, (rows, length)).permute(1, 2, 0, 3), None
+    return (weights @ v).view(-1, rows, length, v.size(-1)).permute(1, 2, 0, 3), None
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:

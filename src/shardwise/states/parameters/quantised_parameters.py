@@ -7,9 +7,9 @@ gathers sharded parameters, but without any communication. With ZERO_3, the buck
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm import Solo
 from shardwise.layout.bucket_layout import Bucket, Slot, Span
@@ -81,9 +81,9 @@ class ReplicatedWithQuantised(ReplicatedParameters):
         super().check_places()
         self.quantised.check_places()
 
-    def release(self) -> None:
-        super().release()
-        self.quantised.release()
+    def release(self, values: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        super().release(values)
+        self.quantised.release(values)
 
     def frozen_bytes(self) -> list[tuple[Sequence[NamedParameter], int]]:
         return self.quantised.frozen_bytes()

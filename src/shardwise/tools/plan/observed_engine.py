@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -294,14 +294,11 @@ class ObservedEngine(Engine):
             located = (each.parameter for each in self._spec.located())
             own = [parameter for parameter in located if parameter.requires_grad]
         context = self._spec.context
-        if context is not None:
-            context.begin_backward(loss, 1.0)
         try:
-            torch.autograd.backward(loss, retain_graph=retain_graph, inputs=own)
+            with nullcontext() if context is None else context.backward(loss, 1.0):
+                torch.autograd.backward(loss, retain_graph=retain_graph, inputs=own)
         finally:
             recorder.active = recorder.backward = False
-            if context is not None:
-                context.run.end_backward()
         self.backwards += 1
         # As in the real engine, mark the batch as used by a backward pass.
         self.world.current_batch.train()
