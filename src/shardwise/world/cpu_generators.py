@@ -144,12 +144,13 @@ def _python_state() -> tuple[Any, ...]:
 
 
 @cache
-def _find_python_words() -> Memory | None:
+def _find_python_words() -> ctypes.Array[ctypes.c_char] | None:
     """Return the memory of the state of `random`, which starts with the position, or None."""
     if sys.implementation.name != "cpython":  # elsewhere, id() is no address
         return None
     _, (*words, position), _ = _PYTHON.getstate()
-    state = ctypes.string_at(id(_PYTHON), random.Random.__base__.__basicsize__)
+    base: Any = random.Random.__base__  # the part of the object that C defines
+    state = ctypes.string_at(id(_PYTHON), base.__basicsize__)
     offset = state.find(struct.pack(f"=i{WORDS}I", position, *words))
     return None if offset < 0 else Memory.from_address(id(_PYTHON) + offset)
 
@@ -181,19 +182,19 @@ def _set_numpy_state(numpy: Any, state: bytes | tuple[bytes]) -> None:
         memory.raw = state
 
 
-def _find_numpy_words(numpy: Any) -> Memory | None:
+def _find_numpy_words(numpy: Any) -> ctypes.Array[ctypes.c_char] | None:
     """Return the memory of the state of NumPy's generator, which ends with the position."""
     current = getattr(numpy.random, "get_bit_generator", None)  # new in NumPy 1.24
     return None if current is None else _words_of(current(), numpy.random.MT19937)
 
 
 @lru_cache(1)
-def _words_of(generator: Any, kind: type[Any]) -> Memory | None:
+def _words_of(generator: Any, kind: type[Any]) -> ctypes.Array[ctypes.c_char] | None:
     """Return the memory of `generator`, which the cache keeps alive. None for another `kind`."""
     return Memory.from_address(generator.ctypes.state_address) if type(generator) is kind else None
 
 
-def _take_kept_normal(numpy: Any, memory: Memory) -> float | None:
+def _take_kept_normal(numpy: Any, memory: ctypes.Array[ctypes.c_char]) -> float | None:
     """Remove the normal number that NumPy keeps and return it, or None if it keeps none."""
     before = memory.raw
     value: float = numpy.random.standard_normal()
