@@ -497,7 +497,7 @@ def test_the_run_may_decide_the_tokens_of_a_step(solo, capsys):
     options = {"length": length, "pack": sw.Packing(False, row=ROW)}
     for tokens in ({}, {"tokens": 80}, {"tokens": 120}):
         batches = list(sw.Loader(documents(), **options, **tokens))
-        assert {len(batch["input_ids"]) for batch in batches} == {2, 1}
+        assert max(len(batch["input_ids"]) for batch in batches) == 2
     assert len(list(sw.Loader(list(range(4)), 2))) == 2  # an evaluation by samples
     said = capsys.readouterr().err.splitlines()
     assert said == [

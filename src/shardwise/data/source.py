@@ -201,7 +201,8 @@ class MapSource:
 
     def _read_first(self, request: MapRequest) -> list[Any]:
         """Read the first micro-batch with seeds, and find out whether the dataset has drawn."""
-        rows, draws = [], False
+        rows: list[Any] = []
+        draws = False
         for index in request.indices:
             self._seed_for("sample", request.epoch, index)
             before = CpuGenerators.now()
