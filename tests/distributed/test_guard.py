@@ -257,7 +257,7 @@ def action_case(world, zero, folder):
     return lines, message, steps, sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_warn_goes_on_and_restore_continues_from_good_states(group, tmp_path, zero):
     results = group(2)(action_case, zero, tmp_path)
     lines = results[0][0]
@@ -273,6 +273,39 @@ def test_warn_goes_on_and_restore_continues_from_good_states(group, tmp_path, ze
         assert f"step-{EVERY}" in names
         assert f"suspect-step-{EVERY + 1}" in names
         assert f"step-{EVERY + 1}" not in names
+
+
+def compiled_case(world, backend):
+    """Flip a bit on rank 1 in a compiled model. Returns the error, and what the guard says."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+    settings = {"compile": True} if backend == "inductor" else {}
+    if not settings:
+        model.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    said = []
+    world.say_once = said.append
+    try:
+        engine = sw.Engine(
+            model, optimizer, zero=0, guard=EVERY, guard_memory=True, quiet=True, **settings
+        )
+        train(world, model, engine, EVERY)  # ends with a check that finds nothing
+        if world.rank == 1:
+            flip(engine, "parameter")
+        with pytest.raises(GuardError) as error:
+            train(world, model, engine, EVERY)
+        engine.close()
+    finally:
+        del world.say_once
+    return str(error.value), error.value.at_fault, said
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_states_of_a_compiled_model_are_compared(group, backend):
+    for message, at_fault, said in group(2)(compiled_case, backend):
+        assert at_fault == (1,)
+        assert f"step {EVERY + 1}: parameter " in message
+        assert any("torch.compile has compiled the model: not proved" in line for line in said)
 
 
 def error_in_second_check(world):

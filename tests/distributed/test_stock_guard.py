@@ -1,5 +1,6 @@
 """`sw.Guard` in a loop with DistributedDataParallel and with FSDP2."""
 
+import time
 from contextlib import contextmanager
 
 import numpy as np
@@ -129,6 +130,33 @@ def test_leaves_no_trace(group, tmp_path, kind):
     """The guard reports nothing in correct training, and changes no weight."""
     with_guard = group(2)(clean_case, str(tmp_path / "one"), kind, True)
     assert with_guard == group(2)(clean_case, str(tmp_path / "two"), kind, False)
+
+
+def slow_case(world, path, phase):
+    """Sleep on rank 1 in one phase of each step, and return the lines of the guard."""
+    with joined(world, path):
+        inner, model, optimizer, guard = prepared("ddp", action="warn")
+        lines = []
+        guard._stragglers._say = lines.append
+        delay = 0.1 * (world.rank == 1)
+        before = (lambda _: time.sleep(delay)) if phase == "data" else None
+        if phase == "forward":
+            inner.last.register_forward_pre_hook(lambda *_: time.sleep(delay))
+        elif phase == "backward":
+            inner.last.weight.register_hook(lambda *_: time.sleep(delay))
+        elif phase == "update":
+            optimizer.register_step_post_hook(lambda *_: time.sleep(delay))
+        train(world, model, optimizer, guard, 7 * EVERY, before)
+        guard.close()
+        return lines
+
+
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "update"])
+def test_names_a_straggler_and_its_phase(group, tmp_path, phase):
+    for lines in group(2)(slow_case, str(tmp_path / "store"), phase):
+        (line,) = lines
+        assert "wait for rank 1 (host " in line
+        assert line.endswith(f"Most of the difference is in: {phase}")
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from shardwise.guard.findings import BUFFER, Finding
 from shardwise.guard.memory import MemorySeals, Piece, other_pieces, pieces_of
 from shardwise.guard.second_run import SecondRun
 from shardwise.guard.spikes import Spikes
-from shardwise.guard.step_times import FORWARD, STEPS, StepTimes, straggler
-from shardwise.messages.printable import printable
+from shardwise.guard.step_times import FORWARD, StepTimes, Stragglers
 from shardwise.model.module_hooks import attach
 from shardwise.states.parameters.parameters import Parameters
 from shardwise.timeline import Row, recorder
@@ -118,7 +117,7 @@ class EngineGuard:
         self.times = StepTimes(lambda: waits.seconds)
         self.spikes = Spikes()
         self.spike_action = settings.guard_spikes
-        self._stragglers: set[int] = set()
+        self._stragglers = Stragglers(group, (world.host, str(world.device)), world.print)
         self._hooks = [
             attach(model.register_forward_pre_hook, self._enter_forward)
             for _, model in models
@@ -258,20 +257,9 @@ class EngineGuard:
 
     def _name_straggler(self, step: int) -> None:
         """Print, at most once, which rank the others wait for. Collective if there is one."""
-        slow = straggler(self._checks.times)
-        if slow is None or slow.rank in self._stragglers:
-            return
-        self._stragglers.add(slow.rank)
-        world = self._engine.world
-        host, device = self._group.gather_plain([world.host, str(world.device)])[slow.rank]
-        world.print(
-            f"shardwise: guard: step {step}: the other ranks wait for rank {slow.rank} (host "
-            f"{printable(host)}, {device}). Without waits, a step takes {slow.own:.3g} s, and "
-            f"{slow.usual:.3g} s on the other ranks (medians of {STEPS} steps). Most of the "
-            f"difference is in: {slow.phase}"
-        )
+        slow = self._stragglers.name(step, self._checks.times)
         recording = recorder.active
-        if recording is not None and self._group.rank == slow.rank:
+        if slow is not None and recording is not None and self._group.rank == slow.rank:
             now = time.monotonic_ns()
             name = f"straggler: {slow.phase}"
             about = {"own ms": round(slow.own * 1e3), "others ms": round(slow.usual * 1e3)}

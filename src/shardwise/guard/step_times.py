@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from shardwise.guard.checks import SmallGroup
+from shardwise.messages.printable import printable
+
 DATA, FORWARD, BACKWARD, UPDATE = PHASES = ("data", "forward", "backward", "update")
 
 STEPS = 20
@@ -82,6 +85,40 @@ class StepTimes:
         if len(self._steps) < STEPS:
             return [0.0] * (1 + len(PHASES))
         return [median(map(sum, self._steps)), *map(median, zip(*self._steps, strict=True))]
+
+
+class Stragglers:
+    """Names each straggler once.
+
+    Args:
+        group: Ranks whose step times are compared.
+        place: This rank's host and device.
+        say: Prints a line on the main rank only.
+    """
+
+    def __init__(
+        self, group: SmallGroup, place: tuple[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._group, self._place, self._say = group, place, say
+        self._named: set[int] = set()
+
+    def name(self, step: int, rows: Sequence[Sequence[float]]) -> Straggler | None:
+        """Print which rank the others wait for, and return it if it is new.
+
+        Collective if there is a new straggler. `rows` must be the same on all ranks.
+        """
+        slow = straggler(rows)
+        if slow is None or slow.rank in self._named:
+            return None
+        self._named.add(slow.rank)
+        host, device = self._group.gather_plain(list(self._place))[slow.rank]
+        self._say(
+            f"shardwise: guard: step {step}: the other ranks wait for rank {slow.rank} (host "
+            f"{printable(host)}, {device}). Without waits, a step takes {slow.own:.3g} s, and "
+            f"{slow.usual:.3g} s on the other ranks (medians of {STEPS} steps). Most of the "
+            f"difference is in: {slow.phase}"
+        )
+        return slow
 
 
 def straggler(rows: Sequence[Sequence[float]]) -> Straggler | None:

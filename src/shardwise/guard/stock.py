@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from platform import node
 from typing import Any
 
 import torch
@@ -16,8 +18,10 @@ from shardwise.guard.checks import Checks
 from shardwise.guard.findings import BUFFER, OPTIMIZER, PARAMETER, Finding
 from shardwise.guard.memory import MemorySeals, Piece, flat_view
 from shardwise.guard.second_run import SecondRun
+from shardwise.guard.step_times import BACKWARD, DATA, FORWARD, UPDATE, StepTimes, Stragglers
 from shardwise.layout.fingerprints import can_be_taken
 from shardwise.model.buffers import version_of
+from shardwise.model.module_hooks import attach
 
 _ACTIONS = ("stop", "warn", "restore")
 
@@ -26,8 +30,8 @@ class Guard:
     """Detects corrupted states and wrong computations in a training loop with DDP or FSDP2.
 
     Every `every` steps, the ranks compare the tensors that must be equal on all of them, and one
-    step is computed twice and compared bit by bit. Create the guard after the optimizer, on every
-    rank.
+    step is computed twice and compared bit by bit. Without FSDP2, it also names a rank that slows
+    down the others. Create the guard after the optimizer, on every rank.
 
     Args:
         model: The model: plain, wrapped in DistributedDataParallel, or after `fully_shard`.
@@ -84,6 +88,12 @@ class Guard:
         self._second_run = SecondRun([("the model", self._model)], self._device)
         self._seals = MemorySeals() if memory else None
         self._marks = self._buffer_marks()
+        place = node(), str(self._device)
+        self._stragglers = Stragglers(self._group, place, self._say)
+        self._waited = 0.0
+        self._waits_since: float | None = None
+        self._times = StepTimes(lambda: self._waited)
+        self._hooks = list(self._follow_times(model)) if self._has_whole_parameters else []
         self._arm_if_due()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
@@ -94,13 +104,16 @@ class Guard:
             gradient: As in `torch.Tensor.backward`.
             options: As in `torch.Tensor.backward`.
         """
-        if self._computes_backward_twice:
+        self._times.enter(BACKWARD)
+        if self._has_whole_parameters:
             named = list(self._model.named_parameters())
             self._second_run.before_backward(loss, gradient, named)
         try:
             torch.autograd.backward(loss, gradient, **options)
         finally:
             self._second_run.after_backward()
+            self._end_wait()
+            self._times.enter(DATA)
         # Before the optimizer changes the states.
         if self._seals is not None:
             pieces = list(self._pieces())
@@ -116,10 +129,13 @@ class Guard:
             GuardError: An error was found, and the action is not `"warn"`.
         """
         self.steps += 1
+        if self._has_whole_parameters:
+            self._times.end_step()
         if self.steps % self._every == 0:
             self._checks.found += self._second_run.findings(self.steps, self._group.rank)
             pieces = [*self._pieces(), *self._still_buffers()]
-            found = self._checks.exchange(self.steps, pieces)
+            found = self._checks.exchange(self.steps, pieces, self._times.row())
+            self._stragglers.name(self.steps, self._checks.times)
             if self._second_run.reason is not None:
                 reason = self._second_run.reason
                 self._say_once(f"guard: steps are not computed twice, because {reason}: not proved")
@@ -128,23 +144,63 @@ class Guard:
         if self._seals is not None:
             self._seals.seal(list(self._pieces()))
         self._arm_if_due()
+        self._times.begin_step()
 
     def close(self) -> None:
-        """Remove all hooks from the model."""
+        """Remove all hooks from the model and the optimizer."""
         self._second_run.disarm()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     # -- the second run -----------------------------------------------------------------------
 
     @property
-    def _computes_backward_twice(self) -> bool:
-        # FSDP2 computes with other tensors than its parameters, and reduces their gradients inside
-        # the backward pass, so only its forward pass is computed twice.
+    def _has_whole_parameters(self) -> bool:
+        """Whether the model is not sharded by FSDP2.
+
+        FSDP2 computes with other tensors than its parameters, and waits for other ranks all over
+        its forward and backward passes. Only its forward pass is computed twice, and step times
+        without waits are not known.
+        """
         return not any(_is_dtensor(p) for p in self._model.parameters())
 
     def _arm_if_due(self) -> None:
         self._second_run.disarm()
         if (self.steps + 1) % self._every == 0:
             self._second_run.arm()
+
+    # -- step times ---------------------------------------------------------------------------
+
+    def _follow_times(self, model: nn.Module) -> Iterator[Any]:
+        """Install the hooks that tell the phases of a step apart, and yield their handles.
+
+        DistributedDataParallel waits for other ranks in two places: before the forward pass of its
+        module, for buffers, and at the end of the backward pass, for gradients.
+        """
+        # Hooks on a compiled module would become part of its graph.
+        if self._model._compiled_call_impl is None:
+            if model is not self._model:
+                yield attach(model.register_forward_pre_hook, self._begin_wait)
+            yield attach(self._model.register_forward_pre_hook, self._enter_forward)
+        # The first layer's gradient is usually the last one that a backward pass computes.
+        first = next((p for p in self._model.parameters() if p.requires_grad), None)
+        if first is not None:
+            yield first.register_post_accumulate_grad_hook(self._begin_wait)
+        yield self._optimizer.register_step_pre_hook(lambda *_: self._times.enter(UPDATE))
+
+    def _begin_wait(self, *_: Any) -> None:
+        self._waits_since = time.perf_counter()
+
+    def _end_wait(self) -> None:
+        if self._waits_since is not None:
+            self._waited += time.perf_counter() - self._waits_since
+            self._waits_since = None
+
+    def _enter_forward(self, *_: Any) -> None:
+        self._end_wait()
+        # Not in an evaluation or a recomputation.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._times.enter(FORWARD)
 
     # -- states -------------------------------------------------------------------------------
 
