@@ -369,7 +369,7 @@ def test_a_loss_of_weight_0_needs_no_graph(group, size, zero):
 
 
 def further_loss(world, weighted):
-    """Two batches, of which only the second has a further loss."""
+    """Train on two batches. Only the second one has a further loss."""
     torch.manual_seed(0)
     batches, model, single = torch.randn(16, 6).double().split([10, 6]), net(), net()
     errors = [(single(x) - 1).square() for x in batches]

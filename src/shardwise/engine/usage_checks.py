@@ -150,10 +150,11 @@ def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
     if len(counts) > 1:
         return UsageError(
             f"{words} Some batches of the step have a further loss and others do not, so it is "
-            "unclear whether it is a mean over the items of its own batch or of all of them. For a "
-            "mean over all n items of the batches, pass weights: engine.backward(loss, weight=n), "
-            "and engine.backward(further, weight=n, same_items=True). For one over its own items, "
-            "count the items of each loss on all workers and micro-batches, N, and write "
+            "unclear whether it is a mean over the items of these batches or of the whole step. "
+            "For a mean over the whole step, pass the n items of each batch: "
+            "engine.backward(loss, weight=n), then engine.backward(further, weight=n, "
+            "same_items=True). For a mean over these batches only, count the N items of each loss "
+            "on all workers and micro-batches, and write "
             'engine.backward(loss * n / N, reduction="sum") for every loss of the step.'
         )
     return UsageError(
@@ -183,9 +184,15 @@ def describe_losses(losses: Sequence[Sequence[str]]) -> str:
     known = [n for n, each in enumerate(losses) if each] or [0]  # of a pipeline, the last stages
     other = next((n for n in known if losses[n] != losses[known[0]]), known[0])
     chosen = [(n, losses[n]) for n in sorted({known[0], other})]
+
+    def shown(descriptions: Sequence[str]) -> list[str]:
+        unique = list(dict.fromkeys(descriptions))
+        # A further loss is the reason for the error, so show one even if it is in a late batch.
+        further = [each for each in unique if FURTHER in each]
+        return list(dict.fromkeys([*unique[:2], *further[:1], *unique[2:]]))[:3]
+
     return "; ".join(
-        f"worker {number}: {', then '.join(list(dict.fromkeys(words))[:3]) or 'none'}"
-        for number, words in chosen
+        f"worker {number}: {', then '.join(shown(words)) or 'none'}" for number, words in chosen
     )
 
 
