@@ -3,7 +3,6 @@
 import random
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -147,26 +146,6 @@ def random_case(seed: int) -> tuple[int, int, Problem]:
 )
 def test_random_program_equals_one_process(group, seed):
     check(group, *random_case(seed))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(1000, 1040))
-def test_random_program_with_split_layers_equals_one_process(group, seed):
-    *_, problem = random_case(seed)
-    draw = Random(seed)
-    # With 3 heads, ranks have 2 or 1, so context groups compute attention with different methods.
-    heads = draw.choice([2, 3, 4, 8])
-    problem = replace(
-        problem,
-        length=draw.randint(4, 16),
-        unlabelled=draw.randrange(3),
-        heads=heads,
-        groups=draw.choice([n for n in range(2, heads + 1) if heads % n == 0]),
-        mask=draw.choice(["", "padding", "documents", "window"]),
-        settings=problem.settings | {"sequence_parallel": draw.random() < 0.5},
-        method=draw.choice(["auto", "gathered"]),
-    )
-    check(group, 4, 2, problem, tensor=2)
 
 
 def check(group: Groups, size: int, context: int, problem: Problem, **axes: int) -> None:
