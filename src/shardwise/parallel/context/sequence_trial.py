@@ -13,6 +13,7 @@ positions from the length of its input, averages over the sequence or looks at n
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ class SequenceTrial:
         if key in self._passed:
             return
         why = self._difference(model, leaves, nest, masked=has_added_mask(given[1], completed[1]))
+        # The copy and its graph refer to themselves, so only a collection frees them.
+        gc.collect()
         reasons = [each for each in self._run.group.gather_plain(why) if each is not None]
         if reasons:
             raise ModelError(
