@@ -257,7 +257,7 @@ def draw(lines: Sequence[dict], limit: float, path: Path) -> None:
             label = f"{line['label']}: {fitting(line, limit):,} tokens"
             axes.plot(*zip(*points, strict=True), "o-", color=color, markersize=4, label=label)
         axes.axhline(limit, color="#b42318", linewidth=1.2, linestyle="--")
-        axes.annotate(f"limit: {limit:g} MB", (0.01, limit), xycoords=("axes fraction", "data"))
+        axes.text(0.01, 1.01 * limit, f"limit: {limit:g} MB", transform=axes.get_yaxis_transform())
         axes.set_xlabel("tokens per sequence")
         axes.set_ylabel("peak of a worker's tensors, MB")
         axes.set_title("Longest sequence under a memory limit")

@@ -17,6 +17,7 @@ depth, LayerDrop), because each rank would draw its own.
 from __future__ import annotations
 
 import copy
+import gc
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,8 @@ class SequenceTrial:
             self.has_attention = self._passed[key]
             return
         why = self._difference(model, leaves, nest, masked=has_added_mask(given[1], completed[1]))
+        # The copy and its graph refer to themselves, so only a collection frees them.
+        gc.collect()
         reasons = [each for each in self._run.group.gather_plain(why) if each is not None]
         if reasons:
             raise ModelError(
