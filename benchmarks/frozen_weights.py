@@ -96,10 +96,11 @@ def _measure(options: argparse.Namespace, weights: str) -> Measured:
         frozen_weights=weights,
         activations="recomputed",
     )
-    held = sum(p.nbytes for p in model.parameters())
+    # A parameter without values has a shape and a dtype, but no `nbytes`.
+    held = sum(p.shape.numel() * p.dtype.itemsize for p in model.parameters())
     if weights == "nf4":
         narrow = {named.parameter for b in engine._states.parameters.frozen for named in b.named}
-        held -= sum(p.nbytes for p in narrow)
+        held -= sum(p.shape.numel() * p.dtype.itemsize for p in narrow)
         held += sum(nbytes for _, nbytes in engine._states.parameters.frozen_bytes())
     ids = torch.randint(512, (1, options.tokens), device=world.device)
     seconds, cpu = [], []
