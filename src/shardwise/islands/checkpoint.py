@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import json_values
-from shardwise.checkpoint.extra_sets import ExtraSets, ExtraTensors, Places, Sets, SetsToRead
+from shardwise.checkpoint.extra_sets import ExtraSets, ExtraTensors, Sets, SetsToRead
 from shardwise.checkpoint.format import TensorSpec, dtype_of
 from shardwise.checkpoint.reader import TensorReader
-from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, StoredTensors
+from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, Places, StoredTensors
 from shardwise.comm import Collectives, Solo
 from shardwise.islands.bounded_staleness import BoundedStaleness
 from shardwise.islands.checkpoint_tensors import (

@@ -25,9 +25,16 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.checkpoint import json_values
-from shardwise.checkpoint.extra_sets import ExtraTensors, Places
+from shardwise.checkpoint.extra_sets import ExtraTensors
 from shardwise.checkpoint.format import TensorSpec, dtype_name
-from shardwise.checkpoint.tensor_spans import GROUP, OPTIMIZER, OUTER, StoredTensors, state_name
+from shardwise.checkpoint.tensor_spans import (
+    GROUP,
+    OPTIMIZER,
+    OUTER,
+    Places,
+    StoredTensors,
+    state_name,
+)
 from shardwise.islands.anchor import RESIDUAL, SENT, VALUE, VELOCITY, Anchor
 from shardwise.islands.bounded_staleness import SumsReport, read_reports
 from shardwise.islands.delayed_sums import DelayedSums, Flight
