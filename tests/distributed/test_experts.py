@@ -159,7 +159,7 @@ def test_equals_one_process_inside_tensor_parallel_replicas(group, axes):
 def test_equals_one_process_on_four_ranks_with_tensor(group, axes, zero, optimizer):
     problem = Problem(optimizer=optimizer, rows=UNEVEN, steps=20, settings={"zero": zero})
     expected = plain(problem)
-    for ours in group(4, expert=axes[0], tensor=axes[1])(trained, problem):
+    for ours in group(4, expert=axes[0], tensor=axes[1])(trained, problem, limit=300):
         compare(ours, expected)
 
 

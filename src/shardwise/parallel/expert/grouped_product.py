@@ -119,7 +119,7 @@ def are_groupable(experts: Sequence[nn.Module]) -> bool:
     if len({signature(expert) for expert in experts}) > 1:
         return False
     generator = torch.Generator().manual_seed(0)
-    sizes = (3, 4)
+    sizes = [3, 4]
     drawn: dict[int, list[Tensor]] = {}
 
     def weights_like(own: Tensor) -> list[Tensor]:
@@ -197,9 +197,9 @@ class _LinearOfAll(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        options: dict[str, Any] = kwargs or {}
         if func is F.linear:
-            x, weight, *bias = (*args, *kwargs.values())
+            x, weight, *bias = (*args, *options.values())
             own = bias[0] if bias else None
             if id(weight) not in self._of_all or (own is not None and id(own) not in self._of_all):
                 raise _CannotGroup
@@ -211,9 +211,9 @@ class _LinearOfAll(TorchFunctionMode):
         if self._is_trial and func is F.dropout:
             return args[0]
         is_read = getattr(func, "__name__", "") == "__get__"  # a shape or a dtype
-        if not is_read and any(id(each) in self._of_all for each in (*args, *kwargs.values())):
+        if not is_read and any(id(each) in self._of_all for each in (*args, *options.values())):
             raise _CannotGroup
-        return func(*args, **kwargs)
+        return func(*args, **options)
 
 
 class _GroupedLinear(torch.autograd.Function):
