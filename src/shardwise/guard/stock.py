@@ -185,7 +185,7 @@ class Guard:
         # The first layer's gradient is usually the last one that a backward pass computes.
         first = next((p for p in self._model.parameters() if p.requires_grad), None)
         if first is not None:
-            yield first.register_post_accumulate_grad_hook(self._begin_wait)
+            yield first.register_post_accumulate_grad_hook(self._begin_wait)  # type: ignore[no-untyped-call]
         yield self._optimizer.register_step_pre_hook(lambda *_: self._times.enter(UPDATE))
 
     def _begin_wait(self, *_: Any) -> None:
