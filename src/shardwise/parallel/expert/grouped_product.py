@@ -48,8 +48,8 @@ class GroupedExperts:
     """Decides whether a layer's experts can run at once, and runs them."""
 
     def __init__(self) -> None:
-        self._checked: dict[tuple[int, ...], bool] = {}
-        """Results of trials, by the ids of the experts' modules and the mode."""
+        self._checked: dict[tuple[bool | nn.Module, ...], bool] = {}
+        """Results of trials, by the mode and the experts' modules."""
 
     def __call__(
         self, experts: Sequence[nn.Module], rows: Tensor, sizes: Sequence[int]
@@ -67,7 +67,7 @@ class GroupedExperts:
         if any(getattr(module, name) for module in modules for name in _HOOKS):
             return None  # a hook must see the rows of its own expert
         # A user may replace layers of experts, for example by adapters.
-        key = experts[0].training, *map(id, modules)
+        key = experts[0].training, *modules
         if key not in self._checked:
             self._checked[key] = are_groupable(experts)
         if not self._checked[key]:
