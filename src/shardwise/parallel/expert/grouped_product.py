@@ -48,7 +48,7 @@ class GroupedExperts:
     """Decides whether a layer's experts can run at once, and runs them."""
 
     def __init__(self) -> None:
-        self._checked: dict[tuple[bool | nn.Module, ...], bool] = {}
+        self._checked: dict[tuple[object, ...], bool] = {}
         """Results of trials, by the mode and the experts' modules."""
 
     def __call__(
