@@ -31,6 +31,7 @@ NO_FACTS: dict[str, Any] = {
     "saves": [],
     "kinds": {},
     "split": [],
+    "static": False,
 }
 TERM = {"value": 1.0, "items": 8.0, "factor": 1.0, "addends": 1}
 WEIGHT, BIAS = torch.arange(1.0, 5), torch.tensor([2.0, -1.0])
