@@ -116,7 +116,7 @@ class _Finder:
 if "TESTS_WARM" in os.environ and (_words := _program(sys.orig_argv[1:])):
     from shardwise.tools.warm import rank_client
 
-    os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", "", *_words))
+    os._exit(rank_client.main(os.environ["TESTS_WARM"], "0", *_words))
 
 _COMPILING = ("forkserver", "fork_server", "server.py")
 """Parts of the arguments of processes that import the compiler once, for all of their forks."""
