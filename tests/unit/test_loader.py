@@ -1,6 +1,7 @@
 """The Loader alone: arguments, iteration, position, randomness, torch's DataLoader underneath."""
 
 import collections
+import math
 import multiprocessing
 import os
 import random
@@ -26,6 +27,7 @@ from torch.utils.data import (
     RandomSampler,
     Subset,
     TensorDataset,
+    default_collate,
     get_worker_info,
 )
 
@@ -755,21 +757,60 @@ def test_a_dataset_that_draws_without_a_trace_is_seeded(solo, draw):
 
 def test_samples_are_seeded_only_until_the_dataset_is_known(solo, monkeypatch):
     seeds = []
+    monkeypatch.setattr(source, "SLOW", math.inf)
     monkeypatch.setattr(source, "seed_cpu", lambda seed: seeds.append(seed))
     quiet = Rarely(lambda: 0.0)
     loader = Loader(quiet, 2)
     for _ in range(2):
         list(loader)
-    assert len(seeds) == 3  # two samples, and one of them again
-    assert dict(quiet.reads) == {**dict.fromkeys(range(10), 2), 1: 3}
+    assert len(seeds) == 2 + 16  # two samples, which are then read again with other seeds
+    assert dict(quiet.reads) == {**dict.fromkeys(range(10), 2), 0: 10, 1: 10}
 
 
-def test_a_micro_batch_that_draws_is_read_again_unless_samples_are_seeded(solo):
+def test_a_micro_batch_that_draws_is_read_again_unless_samples_are_seeded(solo, monkeypatch):
+    monkeypatch.setattr(source, "SLOW", math.inf)
     late, seeded = Rarely(random.random), Rarely(random.random)
     list(Loader(late, 2))
     list(Loader(seeded, 2, seed_samples=True))
-    assert dict(late.reads) == {**dict.fromkeys(range(10), 1), 1: 2, 4: 2, 5: 2}
+    assert dict(late.reads) == {**dict.fromkeys(range(10), 1), 0: 9, 1: 9, 4: 2, 5: 2}
     assert set(seeded.reads.values()) == {1}
+
+
+def test_samples_that_take_long_to_read_are_seeded_and_read_once(solo, monkeypatch):
+    monkeypatch.setattr(source, "SLOW", 0.0)
+    slow = Rarely(random.random)
+    assert _by_index(Loader(slow, 2)) == _by_index(Loader(Rarely(random.random), 10))
+    assert set(slow.reads.values()) == {1}
+
+
+class Coin(Rarely):
+    """Draws a coin for each sample, and leaves the generators unchanged."""
+
+    def __getitem__(self, index):
+        return index, torch.tensor(self.draw() < 0.5)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_coins_without_a_trace_are_noticed(solo, monkeypatch, seed):
+    monkeypatch.setattr(source, "SLOW", math.inf)
+    solo.seed = seed
+    expected = _by_index(Loader(Coin(_forked), 10, seed_samples=True))
+    assert _by_index(Loader(Coin(_forked), 2)) == expected
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        return index, super().__getitem__(index)[0] + torch.rand(())
+
+
+@pytest.mark.parametrize("seed_samples", [None, True])
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, range(10))])
+@pytest.mark.parametrize("options", [{}, {"collate_fn": default_collate}])
+def test_a_class_derived_from_one_that_never_draws_is_seeded(solo, seed_samples, wrap, options):
+    data = wrap(Noisy(torch.zeros(10)))
+    expected = _by_index(Loader(data, 10, seed_samples=True))
+    assert len(set(expected.values())) == 10
+    assert _by_index(Loader(data, 4, seed_samples=seed_samples, **options)) == expected
 
 
 def test_samples_without_a_value_to_compare_are_seeded(solo, monkeypatch):

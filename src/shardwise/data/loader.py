@@ -105,14 +105,14 @@ class Loader(HintsAtAttributes):
         name: Name of the Loader in messages (default: `Loader(<type of the dataset>)`).
         seed_samples: Seed torch, numpy and random by (seed, epoch, index) before each sample of a
             map-style dataset, so that augmentation is the same for any number of ranks and
-            workers. By default, samples are only seeded if the dataset draws random numbers, with
-            the same results. To find out, the Loader reads one sample of the first micro-batch a
-            second time, in each process that reads. If a dataset first draws in a later
-            micro-batch, the Loader reads that micro-batch again. Write True if samples must not be
-            read twice, for example because reading changes the dataset. If False, the dataset's
-            `__getitems__` is used, and random numbers depend on the first index of the micro-batch.
-            In `collate_fn`, they always do. Generators that the dataset itself creates are not
-            seeded.
+            workers. By default, samples that are read in less than 0.2 ms are only seeded if the
+            dataset draws random numbers, with the same results. To find out, the Loader reads 16
+            samples of the first micro-batch again, in each process that reads. If a dataset first
+            draws in a later micro-batch, the Loader reads that micro-batch again. Write True if
+            samples must not be read twice, for example because reading changes the dataset. If
+            False, the dataset's `__getitems__` is used, and random numbers depend on the first
+            index of the micro-batch. In `collate_fn`, they always do. Generators that the dataset
+            itself creates are not seeded.
 
     Raises:
         DataError: If an argument is invalid, or if the dataset cannot be shared between ranks.

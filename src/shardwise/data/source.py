@@ -19,6 +19,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
@@ -31,6 +32,10 @@ from shardwise.world.randomness import seed_from
 
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of samples that have been skipped."""
+SLOW = 2e-4
+"""Seconds per sample. Above this, seeding every sample adds less than a tenth to the reading."""
+TRIALS = 16
+"""Number of samples that are read again with other seeds."""
 Collate = Callable[[list[Any]], Any]
 
 
@@ -136,9 +141,11 @@ class MapSource:
     draws random numbers:
 
         first micro-batch   seed each sample, and compare the generators around each sample
-                            read one sample again with another seed, and compare its values
+                            read samples again with other seeds, and compare their values
         nothing differs     from now on, compare the generators around each micro-batch
         one differs later   read that micro-batch again, and seed each sample from then on
+
+    Samples that take long to read are always seeded, because seeding takes less time.
 
     `may_draw` and `collate_may_draw` are false if reading or collating never draws.
     """
@@ -156,6 +163,7 @@ class MapSource:
         self.dataset = dataset
         self._collate = _SeededCollate(collate, seed) if collate_may_draw else collate
         self._seed = seed
+        may_draw = may_draw or bool(seed_samples)
         self._seed_samples = seed_samples if may_draw else False
         self._may_draw = may_draw
         self._has_not_drawn = False  # if true, compare the generators around each micro-batch
@@ -202,27 +210,35 @@ class MapSource:
     def _read_first(self, request: MapRequest) -> list[Any]:
         """Read the first micro-batch with seeds, and find out whether the dataset has drawn."""
         rows: list[Any] = []
-        draws = False
+        draws, seconds = False, 0.0
         for index in request.indices:
             self._seed_for("sample", request.epoch, index)
             before = CpuGenerators.now()
+            began = time.perf_counter()
             rows.append(self.dataset[index])
+            seconds += time.perf_counter() - began
             draws = draws or before.has_changed()
-        self._seed_samples = draws or self._depends_on_seed(request, rows[-1])
+        is_slow = seconds > SLOW * len(rows)
+        self._seed_samples = draws or is_slow or self._depends_on_seed(request, rows)
         self._has_not_drawn = not self._seed_samples
         return rows
 
-    def _depends_on_seed(self, request: MapRequest, sample: Any) -> bool:
-        """Read the last `sample` of `request` with another seed, and return whether it differs."""
+    def _depends_on_seed(self, request: MapRequest, rows: list[Any]) -> bool:
+        """Read `rows` again with other seeds, and return whether any of them differs."""
         # A dataset that seeds its own generator with torch.initial_seed(), or draws in
-        # torch.random.fork_rng(), leaves the states of the generators unchanged.
+        # torch.random.fork_rng(), leaves the states of the generators unchanged. Several seeds,
+        # because a coin may fall on the same side twice.
         try:
-            self._seed_for("trial", request.epoch, request.indices[-1])
-            before = CpuGenerators.now()
-            again = self.dataset[request.indices[-1]]
-            return before.has_changed() or not _is_same(sample, again)
+            for trial in range(TRIALS):
+                place = trial % len(rows)
+                self._seed_for("trial", trial, request.indices[place])
+                before = CpuGenerators.now()
+                again = self.dataset[request.indices[place]]
+                if before.has_changed() or not _is_same(rows[place], again):
+                    return True
         except Exception:  # the sample can be read only once, or has no value to compare
             return True
+        return False
 
     def _read_without_draws(self, request: MapRequest) -> list[Any] | None:
         """Read samples without seeds. Return None if the dataset has drawn random numbers."""
@@ -399,16 +415,24 @@ class StreamSource:
 
 def may_draw(dataset: Any) -> bool:
     """Return whether reading a sample may draw random numbers. If unsure, return True."""
-    if isinstance(dataset, Subset):
+    if _reads_like(dataset, Subset):
         return may_draw(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
+    if _reads_like(dataset, ConcatDataset):
         return any(may_draw(part) for part in dataset.datasets)
-    if isinstance(dataset, FileDataset):
+    if _reads_like(dataset, FileDataset):
         return dataset.transform is not None
-    if isinstance(dataset, TensorDataset | list | tuple | range | torch.Tensor):
+    if any(_reads_like(dataset, kind) for kind in (TensorDataset, list, tuple, range, Tensor)):
         return False
     form = getattr(dataset, "format", None)  # set by Hugging Face; "custom" is a user's transform
     return not (isinstance(form, dict) and form.get("type", "custom") != "custom")
+
+
+def _reads_like(dataset: Any, kind: type[Any]) -> bool:
+    """Return whether `dataset` is a `kind`, and not of a subclass that reads differently."""
+    return isinstance(dataset, kind) and all(
+        getattr(type(dataset), name, None) is getattr(kind, name, None)
+        for name in ("__getitem__", "__getitems__")
+    )
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -418,7 +442,7 @@ def _is_same(value: Any, other: Any) -> bool:
     if structure != other_structure:
         return False
     for one, two in zip(leaves, others, strict=True):
-        equal = torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+        equal = torch.equal(one, two) if isinstance(one, Tensor) else one == two
         if not (equal.all() if hasattr(equal, "all") else equal):  # for NumPy, == returns an array
             return False
     return True
