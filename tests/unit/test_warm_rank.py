@@ -15,6 +15,9 @@ from shardwise.tools.verify.stock.warm_rank import can_be_forked
         ('os.environ["OMP_NUM_THREADS"] = "1"', False),
         ('os.environ.setdefault("OMP_NUM_THREADS", "1")', False),
         ('os.environ |= {"CUDA_VISIBLE_DEVICES": ""}', False),
+        ('os.environ[names[0]] = "1"', False),
+        ("from os import environ as env", False),
+        ('os.environ.get("MODE")', True),
         ('os.putenv("A", "1")', False),
         ("from dotenv import load_dotenv", False),
     ],
@@ -27,6 +30,7 @@ def test_script_that_sets_variables_starts_as_usual(
     path = tmp_path / "train.py"
     path.write_text("import helper\n" if place == "module" else line)
     (tmp_path / "helper.py").write_text(line)
+    (tmp_path / "helper.yaml").write_text("a: 1")
     assert can_be_forked([str(path), "--epochs", "3"]) is forked
 
 

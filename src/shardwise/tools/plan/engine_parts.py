@@ -236,6 +236,8 @@ class AbsentParts(AbsentRanks):
         steps = own.diff()
         rises = not own.is_floating_point() and bool(((steps == 0) | (steps == 1)).all())
         rise = int(own[-1] - own[0] + 1) if rises and own[-1] > own[0] else 0
+        # The first part may be one token shorter than others.
+        own = torch.cat((own, own[-1:] + (1 if rise else 0)))
         first = 0
         for number, row in enumerate(counts):
             received[first : first + row[0]] = own[: row[0]] + number * rise

@@ -226,7 +226,8 @@ class ObservedEngine(Engine):
         recorder = self._observation.recorder
         if recorder.active:
             phase = "backward" if recorder.backward else "forward"
-            self._observation.exchanged.append(SequenceExchange(nbytes, recorder.unit, phase))
+            unit = recorder.current_unit()
+            self._observation.exchanged.append(SequenceExchange(nbytes, unit, phase))
 
     def _leaving(self, number: int) -> Callable[..., None]:
         recorder = self._observation.recorder

@@ -67,6 +67,8 @@ def plan(
     words = (script,) if isinstance(script, str) else tuple(script)
     flags = [w for k, v in settings.items() for w in (f"--{k.replace('_', '-')}", str(v))]
     asked = Script(words, tuple(flags))
+    # One part is the full sequence.
+    context = 0 if context == 1 else context
     return make_plan(PlanRequest(asked, on, tokens, within, budget, context=context))
 
 

@@ -214,6 +214,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         assumption = Assumption(what, user_line())
         self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
+    def current_unit(self) -> int:
+        """Return the unit of the running operator. In a backward pass, it is the forward one's."""
+        return self._place().unit
+
     def _place(self) -> _Place:
         """Return the running operator's place. A backward operator has its forward's place."""
         if not self.backward:

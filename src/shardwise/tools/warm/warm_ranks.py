@@ -54,11 +54,11 @@ class WarmRanks:
         prepare: str = "",
         servers: int = SERVERS,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
         self._module = module
         before = PACKAGES if packages is None else packages
         large = large_imports(words) if packages is None else ()
         imports = " ".join(filter(None, (*before, module, prepare, *large)))
+        self._folder = Path(tempfile.mkdtemp(prefix="shardwise-warm-"))
         self._processes = [
             self._start(server, imports, environ)
             for server in range(servers if sys.platform == "linux" else 0)
@@ -139,5 +139,10 @@ def own_sources(name: str) -> Iterator[str]:
 
 def _modules_beside(name: str) -> dict[str, Path]:
     """Return the modules and packages in the folder of a script, and in the current folder."""
-    paths = (path for folder in (Path(name).parent, Path()) for path in folder.iterdir())
-    return {path.stem: path for path in paths if path.stem.isidentifier()}
+    folders = [folder for folder in (Path(name).parent, Path()) if folder.is_dir()]
+    paths = (path for folder in folders for path in folder.iterdir())
+    return {
+        path.stem: path
+        for path in paths
+        if path.stem.isidentifier() and (path.suffix == ".py" or path.is_dir())
+    }

@@ -25,8 +25,9 @@ from shardwise.launch import program
 from shardwise.tools.warm.warm_ranks import own_sources
 
 _SETS_VARIABLES = re.compile(
-    r"environ\[[^]]*\]\s*=[^=]|environ\.(setdefault|update)|environ\s*\|=|putenv|dotenv"
+    r"environ(?!\.get\(|\[\s*[\"']\w+[\"']\s*\](?!\s*=[^=]))|putenv|dotenv"
 )
+"""Matches any use of `environ` that does more than read a variable."""
 
 
 def can_be_forked(words: Sequence[str]) -> bool:
