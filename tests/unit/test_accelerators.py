@@ -27,7 +27,6 @@ CUDA_ALONE = {
     "lightning/training.py": "the same, the other way round",
     "model/meta/deferred_init.py": "torch's attribute, for what users ask",
     "messages/other_libraries.py": "quotes a setting of ours",
-    "parallel/expert/grouped_product.py": "the grouped kernel of torch is CUDA's",
     "parallel/tensor/torch_functions.py": "a list of torch's attributes",
     "tools/plan/calibration_worker.py": "the memory of a GPU that ranks are put on",
     "tools/verify/stock/batches.py": "moves a batch from a rank's GPU to that of the process",

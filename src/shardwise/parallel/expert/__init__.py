@@ -3,7 +3,6 @@
 moe.py              the module `sw.MoE`: router, experts, shared expert; also runs on one process
 routing.py          selects each token's experts and their gates
 dispatch.py         sorts tokens by expert, and exchanges them between ranks
-grouped_product.py  runs a rank's experts at once, where torch has a kernel for it
 token_share.py      shares tokens out over the ranks of a tensor-parallel replica
 router_losses.py    load-balancing loss and z-loss over the whole batch
 expert_counts.py    counts the tokens that each expert processes in a step

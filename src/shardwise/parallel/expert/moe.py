@@ -17,7 +17,6 @@ from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
 from shardwise.parallel.expert.expert_counts import StepCounts
-from shardwise.parallel.expert.grouped_product import GroupedExperts
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
 from shardwise.parallel.expert.routing_run import RoutingRun
@@ -124,7 +123,6 @@ class MoE(nn.Module):
         self._run: RoutingRun | None = None
         self._spans: list[Span] = [(0, len(experts))]
         """For each rank of the run's group, the experts [first, end) that it holds."""
-        self._grouped = GroupedExperts()
         self.holds_all = True
         """True if this rank holds all experts now, and needs no other rank for a forward pass."""
 
@@ -281,12 +279,9 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, first: int, sizes: list[int]) -> Tensor:
         """Run experts on `rows` (n, D), sorted by expert: `sizes[i]` rows on expert `first + i`."""
-        experts = list(self.experts)[first : first + len(sizes)]
-        if (outputs := self._grouped(experts, rows, sizes)) is not None:
-            return outputs
         parts = torch.split(rows, sizes)
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
-        return torch.cat([run(part) for run, part in zip(experts, parts, strict=True)])
+        return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
 
     def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Return the sum of `outputs` (T, k, D_out), weighted by `gates`, as (T, D_out)."""
