@@ -17,7 +17,7 @@ from shardwise.config import flag
 from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.unit_assignment import Sections
-from shardwise.errors import ModelError
+from shardwise.errors import ModelError, UsageError
 from shardwise.layout import bucket_layout
 from shardwise.layout.bucket_layout import EXPERT_COPIES
 from shardwise.layout.placement import STATES
@@ -481,7 +481,13 @@ def _parameters(
     Also creates units if frozen weights are stored in 4 bits.
     """
     quantised = spec.quantised_weights
-    quantised.difference_update(t.parameter for t in named)
+    if trained := [t.name for t in named if t.parameter in quantised]:
+        # A checkpoint would not say that this weight has its full precision, so a resumed run
+        # would round what it has learned.
+        raise UsageError(
+            f"{trained[0]} is stored in 4 bits (--frozen-weights nf4) and was unfrozen after the "
+            "engine was created. Unfreeze it before sw.Engine(...), so that it keeps its precision."
+        )
     value_of = partial(initial_values.value_of, group=spec.data_group, peers=spec.peers)
     if not spec.placement.is_sharded("parameters"):
         buckets = _buckets(spec, [_spec(spec, t, owners[t.parameter], 0) for t in named])

@@ -111,7 +111,8 @@ def _rows(states: States) -> list[_Row]:
         unit_of = sections.unit_of
     for bucket in states.bytes_by_bucket():
         numel = sum(named.shape.numel() for named in bucket.named)
-        row = rows[unit_of[bucket.named[0].parameter]]
+        # Buckets of 4-bit weights next to replicated parameters belong to the whole model.
+        row = rows[unit_of.get(bucket.named[0].parameter, 0)]
         row.take(_Row([], numel, 1, [*bucket.sizes]))
     return [row for row in rows.values() if row.buckets]
 

@@ -218,8 +218,7 @@ class EngineSpec:
     def quantised_weights(self) -> set[nn.Parameter]:
         """Frozen parameters stored in 4 bits: those that were frozen when the engine was created.
 
-        A parameter that is trained leaves the set for good, because rounding it when it is frozen
-        again would undo its training. Raises ModelError if there is none at the start.
+        Raises ModelError if there is none.
         """
         if not self.settings.quantises_frozen:
             return set()

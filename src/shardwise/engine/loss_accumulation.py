@@ -211,6 +211,9 @@ class LossAccumulation:
                 ordinal = sum(each.of == term.of for each in self._terms)
                 key = term.of * _PLACES + min(place, max(len(first.parts) - 1, 0))
                 mix = terms.mix(weight)
+                # A batch without items says nothing about the ratio.
+                if term.given and not first.parts and not first.weight.factor:
+                    continue
                 # If the user passed the weight, other batches may lack this loss: only compare its
                 # ratio with that of the batch's first loss.
                 if term.given and not first.parts:

@@ -19,7 +19,7 @@ from shardwise.layout.placement import Placement
 from shardwise.model.optimizer_access import StateOfEngine, own_methods
 from shardwise.states.optimizer.optimizer_kind import is_known
 from shardwise.states.optimizer.optimizer_options import post_hooks, pre_hooks
-from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy
+from shardwise.states.parameters.parameters_at_rest import is_sharded, sharded_copy, why_at_rest
 from shardwise.world.common_calls import (
     SHARE,
     describe_share_difference,
@@ -491,7 +491,7 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
         # Raise instead of gathering, because state_dict on a single rank would hang.
-        raise sharded_copy(f"A parameter of {type(module).__name__}")
+        raise sharded_copy(f"A parameter of {type(module).__name__}", why_at_rest(module))
 
 
 def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
@@ -501,8 +501,8 @@ def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
     """
     if is_sharded(module):
         raise UsageError(
-            f"{type(module).__name__}.load_state_dict after sharding would not change the shards "
-            "that ranks hold. Load before sw.Engine(...), or inside "
+            f"{type(module).__name__}.load_state_dict would not change the weights of the engine: "
+            f"a parameter is {why_at_rest(module)}. Load before sw.Engine(...), or inside "
             "with engine.full_parameters(write=True)."
         )
 

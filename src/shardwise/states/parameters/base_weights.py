@@ -23,6 +23,7 @@ def find_base_weights(
         for named in located
         if not named.parameter.requires_grad
         and named.dtype.is_floating_point
+        and named.dtype.itemsize > 1  # float8 is as narrow
         and named.places
         and all(
             key == "weight" and _is_linear(module) and module not in excluded
@@ -33,10 +34,11 @@ def find_base_weights(
 
 def _kept_layers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the layers of `model` whose weights stay in full precision."""
-    find_head = getattr(model, "get_output_embeddings", None)
-    if callable(find_head) and isinstance(head := find_head(), nn.Module):
-        yield from head.modules()  # rounding it would change the logits directly
     for module in model.modules():
+        # The Transformers model may be inside a module of the user.
+        find_head = getattr(module, "get_output_embeddings", None)
+        if callable(find_head) and isinstance(head := find_head(), nn.Module):
+            yield from head.modules()  # rounding it would change the logits directly
         # PEFT's layers list the attributes that hold their adapters.
         for name in getattr(module, "adapter_layer_names", ()):
             if isinstance(adapter := getattr(module, name, None), nn.Module):

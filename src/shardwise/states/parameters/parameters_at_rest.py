@@ -90,7 +90,7 @@ class AtRest:
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
     def _refuse_copy(self, *_: Any) -> NoReturn:
-        raise sharded_copy(self.name)
+        raise sharded_copy(self.name, self.because)
 
 
 _MARK = "_shardwise_at_rest"
@@ -159,10 +159,10 @@ def unmark(parameter: nn.Parameter) -> None:
         parameter.__dict__.pop(name, None)
 
 
-def sharded_copy(name: str) -> UsageError:
-    """Return the error for copying or saving a sharded parameter."""
+def sharded_copy(name: str, because: str) -> UsageError:
+    """Return the error for copying or saving a parameter that has no values, `because` it rests."""
     return UsageError(
-        f"{name} is sharded: this rank holds only a part of it, so it cannot be copied. Inside "
+        f"{name} is {because}, so it cannot be copied. Inside "
         "with engine.full_parameters(): state_dict(), deepcopy and pickle give plain tensors; "
         "engine.export('model.safetensors') writes the whole model."
     )
@@ -172,6 +172,12 @@ def name_of(parameter: nn.Parameter) -> str:
     """Return the name of a sharded parameter, for messages."""
     form: AtRest = parameter.__dict__[_MARK]
     return form.name
+
+
+def why_at_rest(module: nn.Module) -> str:
+    """Return why the first parameter of `module` without values has none, for messages."""
+    forms = (p.__dict__.get(_MARK) for p in module.parameters())
+    return next((form.because for form in forms if form is not None), SHARDED)
 
 
 def is_sharded(module: nn.Module) -> bool:

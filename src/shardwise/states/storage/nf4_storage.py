@@ -11,7 +11,7 @@ Two details differ from bitsandbytes, and make rounding repeatable:
 
 - Scales have the dtype of the weights. The largest magnitude of a block is one of its weights, so
   the scale is exact, and rounding rounded weights again changes nothing. Checkpoints, which store
-  the rounded weights in full, therefore restore the same codes.
+  the rounded weights in full, therefore restore the same values.
 - Scales are not quantised a second time. For weights in bf16, the scales add 1/4 bit per weight;
   quantised scales add 1/8 bit.
 
