@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,11 @@ from shardwise.comm.survivors.membership import (
     leader,
     stands,
 )
-from shardwise.errors import CollectiveError
+from shardwise.data import Loader
+from shardwise.engine.repeated_steps import RepeatableSteps
+from shardwise.errors import CollectiveError, PeerLost, UsageError
+from shardwise.world.survival import Survival
+from shardwise.world.world import World
 
 
 def reports(*rows: tuple[int, int, int, int]) -> dict[int, Report]:
@@ -127,3 +132,22 @@ def test_a_lost_ranks_state_is_on_the_next_rank(
 def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], named: str) -> None:
     with pytest.raises(CollectiveError, match=f"Ranks {named}.*last checkpoint"):
         holders((0, 1, 2, 3), left)
+
+
+def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:
+    solo.survival = survival = Survival(SimpleNamespace(), print)  # type: ignore[arg-type]
+    for _ in Loader(list(range(8)), 4):
+        assert survival.in_step
+        break
+    assert not survival.in_step
+
+
+def test_a_plain_loop_may_skip_its_body_after_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = RepeatableSteps.__new__(RepeatableSteps)
+    steps._accumulation = SimpleNamespace(backwards=1)  # type: ignore[assignment]
+    steps._survival = SimpleNamespace(loss=PeerLost("rank 1 is gone"))  # type: ignore[assignment]
+    monkeypatch.setattr(steps, "_ended_by_loss", lambda: True)
+    assert steps._confirm(plain=True)
+    steps._survival.loss = None
+    with pytest.raises(UsageError, match=r"calls engine\.step"):
+        steps._confirm(plain=True)

@@ -98,6 +98,9 @@ class LoaderPass:
         self.open = False
         self._world.current_batch.close(self.stream)
         self._world.step_log.closed(in_hand=self._in_hand)
+        if self._in_hand and self._world.survival is not None:
+            # After a `break`. A later forward pass is not repeated, so it must not be cut off.
+            self._world.survival.in_step = False
         self._in_hand = False
         self._items = iter(())
 

@@ -148,7 +148,8 @@ class RepeatableSteps(StepRunner):
         """Reduce and confirm the pending step, if any. Return whether it must be repeated."""
         if not self._is_pending:
             return False
-        if plain:
+        # A rank lost in the forward pass may make the script skip the rest of its loop's body.
+        if plain and self._survival.loss is None:
             raise UsageError(
                 "With --survive, a plain loop over a Loader calls engine.step() for every batch. "
                 "To accumulate gradients, write: for step in loader.steps(): for x, y in step: "

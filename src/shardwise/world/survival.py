@@ -95,6 +95,8 @@ class Survival:
                 self.return_tracked()
             return True
         repeats = self.confirm is not None and self.confirm(plain)
+        if repeats and plain and self.return_tracked is not None:
+            self.return_tracked()
         self.in_step = False
         return repeats
 
