@@ -131,8 +131,9 @@ def _summary(lines: Sequence[Line], floors: Sequence[float]) -> str:
     if rivals := [abs(line.rival / line.published - 1) for line in lines if line.rival]:
         same = [abs(line.error) for line in lines if line.rival]
         text += (
-            f"; of the {len(same)} rows that Calculon has: {statistics.mean(same):.1%}, and "
-            f"Calculon {statistics.mean(rivals):.1%}, largest {max(rivals):.1%}"
+            f". On the {len(same)} rows that Calculon also covers, the mean error is "
+            f"{statistics.mean(same):.1%}; Calculon's is {statistics.mean(rivals):.1%} "
+            f"(largest {max(rivals):.1%})"
         )
     return text + "."
 
