@@ -1,4 +1,4 @@
-"""ObservedEngine: replaces sw.Engine in an observed script, and frees the parameters' memory."""
+"""ObservedEngine: replaces sw.Engine in an observed script, and frees the parameters' storage."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ class ObservedEngine(Engine):
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Do nothing, because parameters have no memory to load values into."""
+        """Do nothing, because parameters have no storage to load values into."""
 
     def leave_folders(self) -> None:
         """Do nothing, because this engine never claims a checkpoint folder."""

@@ -23,9 +23,9 @@ LAUNCH = "launches"
 class Work:
     """An operation that is executed `count` times.
 
-    `flops` and `bytes` are for one execution. `flops` is the FLOPs of a matrix product, or 0 for
-    any other operation. `bytes` counts the memory that it reads and writes. `dtype` selects the
-    peak rate: "bf16", "fp32", ...
+    `flops` and `bytes` are for one execution. `flops` is the number of FLOPs of a matrix product,
+    or 0 for any other operation. `bytes` is the number of bytes that the operation reads and
+    writes. `dtype` selects the peak rate: "bf16", "fp32", ...
     """
 
     flops: float
@@ -38,7 +38,7 @@ class Work:
 class Busy:
     """Time in seconds of a sequence of operations, by bottleneck: matmul, memory or launches.
 
-    `launch` is only the part of the launch time that the other two do not hide.
+    `launch` includes only launch time that does not overlap with the other two.
     """
 
     matmul: float = 0.0

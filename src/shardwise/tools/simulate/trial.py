@@ -23,7 +23,7 @@ from shardwise.tools.simulate.run_model import RunModel
 class Trial:
     """Simulates `model` with random numbers from `seed`.
 
-    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of
+    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of at
     random ones.
     """
 
@@ -122,9 +122,9 @@ class Trial:
         self._since += work
 
     def _repeat(self, until: float, pace: float) -> None:
-        """Skip ahead over all full cycles of a save and an interval of work.
+        """Skip ahead over all full cycles, each of which is a save and an interval of work.
 
-        A save must be due when this is called, and is due again afterwards. The cycles end before
+        A save must be due when this is called, and one is due again afterwards. The cycles end before
         `until`, and before the work is done.
         """
         model = self._model
@@ -172,7 +172,7 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Return repaired hosts to the run, or to the spares. Return True if the run gained any."""
+        """Return repaired hosts to the run or to the spares. Return True if the run gained a host."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)
