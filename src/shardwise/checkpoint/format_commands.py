@@ -46,9 +46,9 @@ _DRY_RUN = click.option(
 
 
 def is_own(path: Path) -> bool:
-    """Return whether `path` is, or contains, a checkpoint in Shardwise's own format.
+    """Return whether `path` is or contains a checkpoint in Shardwise's own format.
 
-    Its checkpoint.json may be missing.
+    The checkpoint's checkpoint.json may be missing.
     """
     from shardwise.checkpoint.atomic_folders import complete, lacks_document
 
@@ -355,7 +355,7 @@ def _opened(
 
     Args:
         rules: The rules of the map.
-        weights: Averaged weights to use as the model, by name. None for the trained weights.
+        weights: Name of the averaged weights to use as the model, or None for the trained weights.
         model_only: Leave out all optimizers.
         named_only: Leave out optimizers whose parameters are identified by position.
     """

@@ -148,9 +148,9 @@ class _StateReader(TensorReader):
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint folder that `path` refers to, or None.
+    """Return the checkpoint folder to which `path` refers, or None.
 
-    If `path` is the folder of a run, this is its newest checkpoint.
+    If `path` is the folder of a run, this is the run's newest checkpoint.
     """
     if (path / _LATEST).is_file() and not (path / "model").is_dir():
         word = read_whole(path / _LATEST)[:40].decode("ascii", "replace").strip()
@@ -321,7 +321,7 @@ def _step(folder: Path) -> int | None:
 
 
 def _facts(path: Path) -> dict[str, str]:
-    """Return the model's head counts and rotary layout from its config, as in config.json."""
+    """Return the head counts and rotary layout in the model's config, in config.json's form."""
     if not path.is_file():
         return {}
     with reading(path, WHAT):

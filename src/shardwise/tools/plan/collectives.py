@@ -62,7 +62,7 @@ transfers as a reduce-scatter, in reverse."""
 
 
 def all_reduce_seconds(count: float, group: Group) -> float:
-    """Return the time in seconds to all-reduce `count` bytes by ring or tree, whichever is faster."""
+    """Return the time in seconds to all-reduce `count` bytes by ring or tree (the faster one)."""
     if group.ranks == 1 or not count:
         return 0.0
     # A ring all-reduce is a reduce-scatter followed by an all-gather.

@@ -135,7 +135,7 @@ class Plan:
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """Return notes on the figures' limits, on settings that were not tried, and on assumptions."""
+        """Return notes on the figures' limits, settings that were not tried, and assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -274,7 +274,7 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
 def _observe_contexts(
     request: PlanRequest, cluster: Cluster, steps: dict[Way, ObservedStep], observe: Observe
 ) -> Iterator[str]:
-    """Observe the script with each context-parallel size and method, and add the results to `steps`.
+    """Observe the script with each context-parallel size and method, and add results to `steps`.
 
     If a size or method is impossible, yields the reason.
     """

@@ -215,7 +215,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.assumed[assumption] = self.assumed.get(assumption, 0) + 1
 
     def _place(self) -> _Place:
-        """Return the running operator's place. A backward operator has its forward operator's place."""
+        """Return the running operator's place. A backward operator has its forward's place."""
         if not self.backward:
             # Autograd numbers its nodes as the forward pass creates them. Store the place under
             # that number, because the backward pass reports it again.

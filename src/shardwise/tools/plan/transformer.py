@@ -103,10 +103,10 @@ class Transformer:
     def backward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
         """Return the operations of a layer's backward pass on one of `tensor` devices.
 
-        For each matrix product of the forward pass, the backward pass has two. Its memory traffic is
-        1.5 times as high as the forward pass's, because most operations read two tensors instead of
-        one. Fused attention recomputes its scores, so it has five products in the backward pass and
-        two in the forward pass.
+        For each matrix product of the forward pass, the backward pass has two. Its memory traffic
+        is 1.5 times the forward pass's, because most operations read two tensors instead of one.
+        Fused attention recomputes its scores, so it has five products in the backward pass and two
+        in the forward pass.
         """
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         attention = self.attention(batch, tensor)

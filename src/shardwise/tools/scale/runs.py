@@ -45,7 +45,7 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """The default number of threads per rank. It is the same in all runs for a fair comparison."""
+        """The default number of threads per rank, the same in all runs for a fair comparison."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property

@@ -65,7 +65,7 @@ class Topology:
         }[scope]
 
     def hosts_at(self, scope: str, place: int) -> range:
-        """Return the hosts that fail if component number `place` of `scope` fails (none for a job)."""
+        """Return the hosts that fail if component `place` of `scope` fails (none for a job)."""
         # A failure of scope "job" takes down no hardware.
         if scope == "job":
             return range(0)

@@ -153,7 +153,7 @@ class IslandTrial:
             self._left.append((SAVE, self._model.save))
 
     def _repeat(self, until: float) -> None:
-        """Skip ahead over rounds, all of which end before `until`, the next save and the last round."""
+        """Skip ahead over all rounds that end before `until`, the next save and the last round."""
         # A round whose boundary waits for a failed island differs from the other rounds.
         if any(each.awaited for each in self._away.values()):
             return

@@ -98,7 +98,7 @@ class RunModel:
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 
     def units_at(self, scope: str, place: int) -> range:
-        """Return the units that fail if component number `place` of `scope` fails (none for a job)."""
+        """Return the units that fail if component `place` of `scope` fails (none for a job)."""
         if scope == "device" and self.units_per_host > 1:
             return range(place, place + 1)
         hosts = self.topology.hosts_at(scope, place)

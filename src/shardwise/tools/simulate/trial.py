@@ -124,8 +124,8 @@ class Trial:
     def _repeat(self, until: float, pace: float) -> None:
         """Skip ahead over all full cycles, each of which is a save and an interval of work.
 
-        A save must be due when this is called, and one is due again afterwards. The cycles end before
-        `until`, and before the work is done.
+        A save must be due when this is called, and one is due again afterwards. The cycles end
+        before `until`, and before the work is done.
         """
         model = self._model
         cycle = model.save + model.interval * pace
@@ -172,7 +172,7 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Return repaired hosts to the run or to the spares. Return True if the run gained a host."""
+        """Return repaired hosts to the run or to the spares. Return True if the run gained any."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)

@@ -178,7 +178,7 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without its other distribution settings, and then without one at a time."""
+    """Yield the placement without its other distribution settings, and then without one of them."""
     known = {*TRAINING, *AXES, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)
