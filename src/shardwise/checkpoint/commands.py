@@ -62,7 +62,7 @@ _PATH = click.argument("path", type=click.Path(path_type=Path))
 @_PATH
 @report_errors
 def inspect(path: Path) -> int:
-    """Show step, optimizers and every tensor of a checkpoint."""
+    """Show the step, the optimizers and every tensor of a checkpoint."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint, summary

@@ -59,7 +59,7 @@ def is_own(path: Path) -> bool:
 @_PATH
 @report_errors
 def show(path: Path) -> int:
-    """Show format, step, optimizers and every tensor of a checkpoint of any format."""
+    """Show the format, the step, the optimizers and every tensor of a checkpoint of any format."""
     from rich.console import Console
 
     from shardwise.checkpoint.formats.comparing import tensors_of

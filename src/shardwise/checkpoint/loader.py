@@ -1,4 +1,4 @@
-"""Loads checkpoints into an engine, whatever the placement and world size that saved them."""
+"""Loads checkpoints into an engine, whatever placement and world size they were saved with."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class CheckpointSource:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The fields of checkpoint.json. Another library's checkpoint may have none."""
+        """The fields of checkpoint.json. Empty if a foreign checkpoint has no optimizers."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:

@@ -172,7 +172,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """Optimizer state of a frozen parameter that belongs to one of the optimizer's groups.
+    """Optimizer state of a frozen parameter that is still in an optimizer's parameter group.
 
     The state stays unsharded in the user's optimizer until the parameter is trained again.
     """
@@ -355,7 +355,7 @@ class EngineTensors:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """The buffers that this rank writes: those of modules that no earlier rank runs."""
+        """The buffers that this rank writes. Only the first rank that holds a buffer writes it."""
         return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property

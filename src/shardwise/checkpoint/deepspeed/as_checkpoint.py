@@ -279,7 +279,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """Convert `value` to a tensor if it is DeepSpeed Adam's step count, otherwise return it.
+    """Return `value` as a tensor if it is DeepSpeed Adam's step count, and unchanged otherwise.
 
     torch's optimizers store step counts as tensors.
     """

@@ -238,7 +238,7 @@ def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: in
     """Raise BrokenCheckpoint if the number of files differs from the number of ranks.
 
     Args:
-        models: Number of model files at stage 3, otherwise None.
+        models: Number of model files at stage 3, or None at other stages.
     """
     counts = saved[0].get("partition_count", len(saved))
     # A list has one count per parameter group.

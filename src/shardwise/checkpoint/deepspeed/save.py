@@ -54,9 +54,9 @@ class Save:
     """A DeepSpeed save in `folder`, which is the folder of one tag. Tensors are read on demand.
 
     Attributes:
-        model: The model's tensors, in fp32 at stage 3, otherwise in the dtype used for training.
-        optimizer: The optimizer's state_dict at stage 0, otherwise None.
-        partitions: The optimizer's partitions at stages 1 to 3, otherwise None.
+        model: The model's tensors: in fp32 at stage 3, and otherwise in the dtype of the training.
+        optimizer: The optimizer's state_dict at stage 0, or None at other stages.
+        partitions: The optimizer's partitions at stages 1 to 3, or None at stage 0.
 
     Raises:
         CheckpointError: This kind of save is not supported.

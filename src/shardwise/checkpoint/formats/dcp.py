@@ -83,7 +83,8 @@ class _Chunk:
     def interval(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Return the range of flat elements that the box covers, or None if it is not contiguous.
 
-        The box is contiguous if it covers all dims after its first dim larger than 1 completely.
+        A box is contiguous if it has the tensor's full size in every dim after its first dim larger
+        than 1.
         """
         varied = next((d for d, size in enumerate(self.sizes) if size != 1), len(shape))
         if any(self.sizes[d] != shape[d] for d in range(varied + 1, len(shape))):
@@ -165,8 +166,8 @@ class DcpReader(TensorReader):
     def _locate(self, spec: TensorSpec, chunk: _Chunk) -> tuple[int, Tensor | None]:
         """Locate a chunk's elements.
 
-        Returns their byte position in the file, and None. If they were not saved in element order,
-        returns 0 and a tensor of the elements in order.
+        Returns (byte position in the file, None) if they were saved in element order. Otherwise,
+        returns (0, tensor), where the tensor contains the elements in order.
         """
         place = chunk.place
         if place not in self._found:
@@ -338,7 +339,7 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
     """Open a DCP folder.
 
     Returns:
-        The reader; each key's path in the nested state_dict that was saved; the places of the
+        The reader, each key's path in the nested state_dict that was saved, and the places of the
         values that are not tensors.
 
     Raises:

@@ -121,7 +121,7 @@ def format_of(out: Path) -> str:
 def check(export: Export, to: str) -> Export:
     """Return the export that `write` writes. For a PEFT model, this is only the adapter.
 
-    Raises CheckpointError if it cannot be written: the format is unknown or cannot hold the
+    Raises CheckpointError if it cannot be written because the format is unknown or cannot hold the
     optimizer state, the source has no such state, or the path is not usable.
     """
     if to not in FORMATS:

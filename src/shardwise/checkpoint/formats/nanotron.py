@@ -9,7 +9,7 @@
     1000/lr_scheduler/, random/                                            not read
 
 A shard's metadata contains the full tensor's shape, and pairs of boxes. The first box of a pair is
-in the shard, the second is its place in the full tensor:
+in the shard, and the second is its place in the full tensor:
 "0,4,None|None,None,None#4,8,None|None,None,None;...". Source of the layout:
 nanotron/serialize/{weights,optimizer,metadata,utils}.py, nanotron/parallel/parameters.py and
 nanotron/optim/named_optimizer.py.

@@ -147,7 +147,7 @@ def fields_of(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> SetsAn
 
 
 def _step(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> int:
-    """Return the number of updates, from the optimizers' step counts if it is not stored itself."""
+    """Return the checkpoint's number of updates, or the optimizers' step count if it lacks one."""
     if checkpoint.step is not None:
         return checkpoint.step
     counts = [

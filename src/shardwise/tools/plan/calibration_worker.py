@@ -79,7 +79,7 @@ def _measured(world: World) -> Iterator[dict[str, Any]]:
 
 
 def _timed(work: Callable[[], object], device: torch.device, least: float = LEAST) -> float:
-    """Return the shortest time of `work` in at least three repetitions and `least` seconds.
+    """Return the shortest time of `work` over at least three runs and at least `least` seconds.
 
     The shortest time is the best estimate, because other load can only slow `work` down.
     """

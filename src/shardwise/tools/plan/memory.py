@@ -119,7 +119,7 @@ Parts = dict[str, NDArray[np.int64]]
 class InFlight:
     """Bytes that a pipeline rank holds for other micro-batches.
 
-    `forward` applies while a forward pass runs, `backward` while a backward pass runs.
+    `forward` applies while a forward pass runs, and `backward` applies while a backward pass runs.
     """
 
     forward: int = 0
@@ -337,10 +337,10 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Per stage of a rank, how many micro-batches still wait for their backward pass.
+    """The numbers of micro-batches that wait for their backward pass, per stage of a rank.
 
-    The numbers in `forward` are those at the largest total while a certain stage runs a forward
-    pass, and the numbers in `backward` are those while it runs a backward pass.
+    `forward` holds the numbers at the largest total while a certain stage runs a forward pass.
+    `backward` holds the numbers at the largest total while that stage runs a backward pass.
     """
 
     forward: tuple[int, ...]

@@ -160,7 +160,7 @@ def observe_sizes(
 def observe(
     script: Script, samples: int | None = None, *, way: Way = PLAIN, warm: WarmRanks | None = None
 ) -> StepRecord:
-    """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
+    """Run `script` up to its first step. If set, `samples` replaces its Loader's batch size."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         # The record is written to a file rather than a pipe, to keep it separate from the script's
         # output.

@@ -175,8 +175,8 @@ class ObservedEngine(Engine):
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
         """Return the forward pre-hook of a module.
 
-        `number` is the module's unit index and `layer` its layer index. Either is -1 if the module
-        is not a unit, or not a layer.
+        `number` is the module's unit index (-1 if it is not a unit), and `layer` is the module's
+        layer index (-1 if it is not a layer).
         """
         recorder = self._observation.recorder
 

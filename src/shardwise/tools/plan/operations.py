@@ -1,10 +1,10 @@
 """Predicts how long operations take, with a roofline model.
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is slower (Williams et
-al., 2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as
-a function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
-operation. It launches operations ahead while the device works, so a sequence takes the device's
-total time or the host's total time, whichever is longer.
+al., 2009). Both run at the fraction of the peak that the device reaches at that size. For
+arithmetic, the size is the number of FLOPs. For memory traffic, it is the number of bytes. The host
+also needs time to launch each operation. It launches operations ahead while the device works, so a
+sequence takes the device's total time or the host's total time, whichever is longer.
 """
 
 from __future__ import annotations

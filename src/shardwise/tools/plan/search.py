@@ -305,7 +305,7 @@ def command_of(
 ) -> list[str]:
     """Return the command line that runs candidate `line`.
 
-    `flags` are further flags of `shardwise run`, `words` the script and its arguments.
+    `flags` are further flags of `shardwise run`, and `words` are the script and its arguments.
     """
     # `plan` does not know the host names, so the user must write the hostfile.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []

@@ -225,7 +225,7 @@ def _computed(held: Sequence[_StagePasses], micros: int) -> dict[str, float]:
 def _update(
     held: Sequence[_StagePasses], run: Parallelism, cluster: Cluster, size: Bytes
 ) -> dict[str, float]:
-    """Return a rank's seconds for the update, for offloading it and for publishing parameters."""
+    """Return a rank's seconds for the update, for offloading it, and for publishing parameters."""
     trained, experts = sum(each.trained for each in held), sum(each.experts for each in held)
     row, device = run.placement, cluster.device
     # With a sharded optimizer, each rank updates only its own shard.

@@ -42,7 +42,7 @@ _OBSERVED = ("days", "devices", "devices_per_host", "hosts_per_rack", "racks_per
 
 @dataclass(frozen=True)
 class Topology:
-    """How a cluster's devices are arranged in hosts, racks and pods."""
+    """The arrangement of a cluster's devices in hosts, racks and pods."""
 
     hosts: int
     devices_per_host: int

@@ -61,7 +61,7 @@ class Goodput:
 
     @property
     def stop_rate(self) -> float:
-        """How often per second the entire run stops, over all trials."""
+        """The number of times per second that the entire run stops, over all trials."""
         seconds = sum(each.wall for each in self.outcomes)
         return sum(each.stops for each in self.outcomes) / seconds
 

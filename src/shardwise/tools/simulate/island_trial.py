@@ -94,7 +94,7 @@ class IslandTrial:
 
     @property
     def _work(self) -> float:
-        """Total work of all islands, in seconds that the entire run needs for it."""
+        """The total work of all islands, as the seconds that the entire run would need for it."""
         return self._time.totals[USEFUL]
 
     @property

@@ -112,6 +112,6 @@ class TimeSpent:
 
 
 def _row(values: list[float], number: int) -> list[float]:
-    """Pad `values` with zeros until it has the index `number`, and return it."""
+    """Pad `values` with zeros so that it has an element with index `number`, and return it."""
     values.extend([0.0] * (number + 1 - len(values)))
     return values

@@ -133,7 +133,7 @@ def _number(value: float) -> str:
 
 
 def _given_up(goodput: Goodput) -> Iterator[str]:
-    """Yield a sentence about the runs that were stopped early, if any."""
+    """Yield a sentence about the runs that were stopped early, if there are any."""
     if goodput.unfinished:
         yield (
             f"{goodput.unfinished} of {len(goodput.outcomes)} runs were stopped, because they "

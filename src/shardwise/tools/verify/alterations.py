@@ -334,7 +334,7 @@ def _pretend(owner: Any, name: str, value: int) -> None:
 
 
 def _pretend_in_environment(*names: str) -> None:
-    """Make the environment variables `names` be 0 after `sw.init`."""
+    """Patch `sw.init` to set the environment variables `names` to 0 before it returns."""
     # Not before, because `sw.init` reads this process's rank from them.
     plain = shardwise.init
 

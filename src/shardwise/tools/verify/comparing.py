@@ -86,7 +86,7 @@ class StepDifference:
 
     @property
     def in_training(self) -> float:
-        """The largest difference except that of `weight`, which is only a number of items."""
+        """The largest difference, ignoring `weight`, which is only a number of items."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 

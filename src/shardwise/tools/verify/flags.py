@@ -246,7 +246,7 @@ def placement_of(text: str) -> Any:
 def _words_of(text: str, flag: str) -> list[str]:
     """Split a command line into words. Raises LaunchError if a quote is not closed.
 
-    The error message says that `text` is the value of `flag`.
+    The error message names `flag`, the flag whose value is `text`.
     """
     try:
         return shlex.split(text)

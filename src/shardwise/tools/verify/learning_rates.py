@@ -92,7 +92,7 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _batch(reference: RecordedTraining, other: RecordedTraining) -> str:
-    """Return the end of a sentence about the rates, which compares the runs' batch sizes."""
+    """Return a phrase that compares the runs' batch sizes, to end a sentence about the rates."""
     for engine, steps in reference.engines.items():
         for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
             if (rows := (mine.fed.rows, its.fed.rows))[0] != rows[1]:

@@ -30,9 +30,9 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 class Recorder:
     """Records the training of rank `rank` in `folder` if the script uses no engine.
 
-    If `plain` is true, the script runs without a launcher, so the recorder also stops the script
-    once an optimizer has made `stop_after` steps. That optimizer is the one that steps first.
-    `preset` is the precision to apply to models.
+    If `plain` is true, the script runs without a launcher, so the recorder also has to stop it. It
+    does so after `stop_after` steps of the optimizer that steps first. `preset` is the precision to
+    apply to models.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class WarmRanks:
     Args:
         words: The script and its arguments, or -m MODULE and its arguments.
         module: The module that each rank runs. Its `main` gets the arguments passed to `words`.
-        environ: Environment variables of the warm processes. Each rank has its client's.
+        environ: Environment variables of the warm processes. Each rank gets its client's instead.
         packages: Modules to import. Default: PACKAGES, and the LARGE_PACKAGES that the script
             imports.
         prepare: A function, as MODULE:NAME, that the warm processes call before they import the

@@ -1,4 +1,4 @@
-"""Records the batches that each rank's DataLoaders yield, and replays the union of all ranks.
+"""Records the batches that each rank's DataLoaders yield, and replays their union.
 
 A loader's key is the script line that created it and a counter, so that the same loader has the
 same key in all processes. FOLDER/rank-R/batch-LOADER-EPOCH-NUMBER.pt is batch NUMBER of the

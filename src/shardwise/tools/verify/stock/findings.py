@@ -394,8 +394,8 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
 def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> list[str]:
     """Return the names of the gradients that a norm may have left out.
 
-    These are the gradients that only some ranks have, if `length` is their norm. Otherwise, they
-    are all gradients.
+    These are the gradients that only some ranks have, if their norm is `length`. If it is not,
+    returns all names.
     """
     wholes = {name: whole for (kind, name), whole in tensors.items() if kind == "gradient"}
     most = max(len(whole.copies) for whole in wholes.values())

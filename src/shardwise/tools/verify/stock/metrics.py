@@ -1,4 +1,4 @@
-"""Compares the evaluation results that the ranks report with those that the reference reports.
+"""Compares the evaluation results that the ranks report with the reference's results.
 
 These are the numbers that the script prints during an evaluation, and the scalars that it reduces.
 The comparison is only meaningful if the training itself agrees.
