@@ -103,7 +103,7 @@ def remove(path: Path) -> str | None:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """Return a warning that says that `path` could not be removed."""
+    """Return a warning which says that `path` could not be removed."""
     return f"{path} could not be removed ({error.strerror or error}). The next save will try again."
 
 

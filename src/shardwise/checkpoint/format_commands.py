@@ -240,9 +240,10 @@ def export(
 ) -> int:
     """Write the model in PATH to OUT, a file or folder that another library loads.
 
-    transformers is a folder for from_pretrained, and the default if OUT is the name of a folder.
+    transformers is a folder for from_pretrained, and is the default if OUT is the name of a folder.
     safetensors and pt are files. dcp is a folder for torch.distributed.checkpoint. accelerate is a
-    folder for load_state, and lightning a file for fit(ckpt_path=...), with the optimizer state.
+    folder for load_state, and lightning is a file for fit(ckpt_path=...). Both of them include the
+    optimizer state.
     """
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.formats import exporting

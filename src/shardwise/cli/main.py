@@ -66,7 +66,7 @@ NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipelin
 
 
 class Commands(click.Group):
-    """The group of subcommands. Suggests a subcommand if the first word is not one."""
+    """The group of subcommands. If the first word is not a subcommand, it suggests one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def printable(value: object) -> str:
-    """Escape control characters in `value` as Python does, except line breaks."""
+    """Escape control characters in `value`, except line breaks, as Python does."""
     # Names of files, hosts and tensors may contain escape sequences, which a terminal would
     # execute.
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))

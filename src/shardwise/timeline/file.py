@@ -233,7 +233,7 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """Return the path of the timeline file on `host`, if rank 0 writes `path` on another host."""
+    """Return the path of the file that `host` writes if rank 0 writes `path` on another host."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 

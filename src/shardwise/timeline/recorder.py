@@ -218,7 +218,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Record the collective. Call this when the result has arrived."""
+        """Record the collective. Must be called when the result has arrived."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()

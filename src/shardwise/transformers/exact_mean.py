@@ -43,7 +43,7 @@ _UNSHIFTED = {
 
 
 class WeighingAccelerator(Accelerator):
-    """Accelerator of a Trainer with `exact_mean`.
+    """The Accelerator of a Trainer with `exact_mean`.
 
     `items` is the number of items over which the next backward pass's loss is averaged.
     """
@@ -120,7 +120,7 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return the number of labels that count, or `samples` if there are no class labels."""
+        """Return the number of labels other than -100, or `samples` if they are not class labels."""
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:

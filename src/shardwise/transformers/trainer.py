@@ -1,4 +1,4 @@
-"""Makes Trainers train with engines. Applies to transformers and to libraries based on it."""
+"""Makes Trainers train with engines, in transformers and in libraries that are based on it."""
 
 from __future__ import annotations
 

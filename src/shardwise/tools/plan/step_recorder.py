@@ -346,7 +346,7 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator that takes no tensors creates a floating-point tensor."""
+    """Return whether an operator that takes no tensors returns a floating-point tensor."""
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     # Integers stay real, because they are indices and lengths whose values determine shapes.
     name = func._overloadpacket.__name__

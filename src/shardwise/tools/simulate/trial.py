@@ -238,7 +238,7 @@ class Trial:
         self._start_again()
 
     def _start_again(self) -> None:
-        """Wait for enough hosts, and restart. A failure during the restart begins it again."""
+        """Wait for enough hosts, and restart. A failure during the restart makes it start over."""
         while self._time.now < self._limit:
             self._take_returns()
             # Idle hosts do not fail, so redraw the next failure after waiting.

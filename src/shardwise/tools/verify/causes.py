@@ -46,8 +46,8 @@ Agrees = Callable[[Sequence[Suspect]], bool]
 def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     """Return the first suspect whose removal alone eliminates the difference.
 
-    If there is none, return a minimal set of suspects that eliminates it when all of them are
-    removed. If there is no such set either, return `clue`.
+    If there is none, return a minimal set of suspects whose combined removal eliminates it. If
+    there is no such set either, return `clue`.
     """
     for suspect in suspects:
         if agrees([suspect]):

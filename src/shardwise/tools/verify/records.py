@@ -96,7 +96,7 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What performed the training: "engine", "horovod", "plain", or "" if there was none."""
+        """What ran the training: "engine", "horovod", "plain", or "" if nothing was trained."""
         return str(self.facts.get("driver", ""))
 
     @property

@@ -45,7 +45,7 @@ def follow() -> None:
 def with_one_rank(function: Callable[..., Any], arguments: Any, ranks: int) -> tuple[Any, ...]:
     """Return `arguments` with the world size replaced by 1.
 
-    `function` is called with the rank, followed by `arguments`.
+    `function` is called with the rank followed by `arguments`.
     """
     names = list(inspect.signature(function).parameters)[1:]
     return tuple(

@@ -34,7 +34,7 @@ class ResumeResult(StockResult):
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
-    """Execute the three runs, and compare all steps after the one from which the script resumed.
+    """Execute the three runs, and compare the steps after the one from which the script resumed.
 
     Raises:
         LaunchError: If no torch optimizer completes a step, or if a run hangs.
