@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.formats.saved import Checkpoint, Leaf
 
 DIFFERENT = 1
-"""Exit code of `diff` and `fingerprint --compare` if two checkpoints differ, and of `verify`."""
+"""Exit code of `diff` and `fingerprint --compare` if two checkpoints differ, and of `verify` if a
+checkpoint is damaged."""
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _MAP = click.option(

@@ -32,7 +32,7 @@ MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """Kinds of tensor sets that any checkpoint may contain."""
 
 OUTER, GROUP = "outer", "group"
-"""Kinds of extra sets: OUTER is shared by all groups of ranks, GROUP exists once per group."""
+"""Kinds of extra sets: OUTER is shared by all groups of ranks, and GROUP exists once per group."""
 
 ATTRIBUTES = "attributes"
 """Kind of the set with tensors from optimizers' attributes."""
@@ -42,7 +42,7 @@ MASTER = "master"
 
 Places = Mapping[str | None, tuple[int, int]]
 """This rank's position among the ranks that hold the same elements, and their number. The key is
-the axis that a split tensor's bucket is sharded along, or None for tensors that are not split."""
+the axis along which a split tensor's bucket is sharded, or None for tensors that are not split."""
 
 
 @dataclass(frozen=True)

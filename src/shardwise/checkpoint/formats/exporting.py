@@ -528,7 +528,7 @@ FORMATS: dict[str, Callable[[Export, Advance], None]] = {
     "accelerate": _write_accelerate,
     "lightning": _write_lightning,
 }
-"""Formats that `--to` accepts, and the function that writes each."""
+"""The formats that `--to` accepts, each with the function that writes it."""
 
 OF_TRAINING = ("accelerate", "lightning")
 """Formats that always have the optimizer state."""

@@ -30,7 +30,7 @@ REACH = 3.0
 
 SMALL, SMALL_TIMES = 1024, 30
 LARGE, LARGE_TIMES = 2**22, 5
-"""Number of elements and of repetitions, for the small and the large buffer."""
+"""Numbers of elements and repetitions for the small and the large buffer."""
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 

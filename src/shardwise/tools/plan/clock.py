@@ -25,8 +25,8 @@ from shardwise.tools.plan.stages import Bytes, UnitWork, step_times
 CALIBRATED, CATALOGUE, ASSUMED = 0.55, 0.20, 0.40
 """Error bands of an estimate, as fractions. CALIBRATED applies to a machine measured with
 --calibrate. It is rounded up from 52.9 %, the largest step-time error in docs/plan_accuracy.md, so
-that page is no independent check of it. CATALOGUE applies to devices with a published measured
-efficiency, ASSUMED to devices with an assumed one."""
+that page does not check it independently. CATALOGUE applies to devices with a published measured
+efficiency, and ASSUMED applies to devices with an assumed one."""
 
 BEFORE, AFTER = -2, -1
 """Numbers of the two extra units, for operations before the first unit and after the last."""
