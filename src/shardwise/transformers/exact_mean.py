@@ -120,7 +120,10 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return the number of labels (except -100), or `samples` without class labels."""
+        """Return the number of labels other than -100.
+
+        If `batch` has no class labels, return `samples`.
+        """
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:

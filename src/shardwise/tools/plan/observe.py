@@ -143,7 +143,7 @@ def observe_sizes(
 ) -> ObservedStep:
     """Observe the first rank of `script` with the script's own batch size and with half of it.
 
-    If `warm` is set, its processes are forked instead of started. Raises LaunchError if the script
+    If `warm` is set, the script's processes are forked from it. Raises LaunchError if the script
     cannot be observed. The message names the line of the script.
     """
     configured = replace(script, flags=(*script.flags, "--activations", way.activations))

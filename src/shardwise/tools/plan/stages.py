@@ -253,8 +253,8 @@ def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, 
     """Return the time in seconds of an update on the host, under the kind OFFLOAD.
 
     Gradients and parameters cross the device's host link, and the update runs at the host memory's
-    bandwidth. If states are on disk, masters and moments are read and written at the same time, so
-    the slower of the two determines the time.
+    bandwidth. If states are on disk, masters and moments are read and written in parallel with this
+    work, so the slower of the two determines the time.
     """
     over_link = own * (size.gradient + size.parameter) / needed(device, "host_gb_per_s")
     seconds = over_link + own * size.update / needed(device, "host_memory_gb_per_s")

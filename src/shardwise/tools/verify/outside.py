@@ -74,7 +74,7 @@ class Recorder:
         (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **facts}))
 
     def _follow_losses(self) -> None:
-        """Patch torch to sum the losses of backward passes, and to store the norm when clipping."""
+        """Patch torch to sum the losses of backward passes, and to store the norm when it clips."""
         backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
