@@ -13,7 +13,7 @@ folder_lock.py     lets only one job at a time save into a folder
 Loading:
 
 loader.py          runs one load, validated on all ranks before anything changes
-source.py          opens files of any supported format and locates each tensor's best values
+source.py          opens files of any supported format, and locates each tensor's best values
 load_tensors.py    fills the states from ranges of files
 reader.py          reads element ranges of tensors from any supported file
 tensor_names.py    matches the names in a file to the names in a model
@@ -44,7 +44,7 @@ tools.py, commands.py   inspect, verify and accept a checkpoint
 deepspeed/         reads DeepSpeed checkpoints
 formats/           reads and writes checkpoints of all libraries, behind one interface
 format_commands.py   show, diff, import, export and fingerprint, for all formats
-console.py         what the commands print
+console.py         prints the output of the commands
 
 For inference:
 

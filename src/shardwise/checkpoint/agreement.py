@@ -23,9 +23,9 @@ def agree(
 
 
 def read_on_all(group: Collectives, path: Path, read: Callable[[], T]) -> T:
-    """Call `read` on every rank and return its result if all calls succeed. Collective.
+    """Call `read` on every rank, and return its result if all calls succeed. Collective.
 
-    Otherwise every rank raises the same error, which one of the failed calls raised.
+    If any call fails, every rank raises the same error: the error of one of the failed calls.
     BrokenCheckpoint takes precedence over CheckpointMismatch, because a damaged file may look like
     the file of a different model.
     """

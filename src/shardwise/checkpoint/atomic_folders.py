@@ -39,7 +39,7 @@ _HIDDEN = re.compile(r"\.step-([0-9]+)\.(partial|replaced|gone)(\.[0-9]+)?")
 
 @dataclass(frozen=True, order=True)
 class StepFolder:
-    """Step and path of a checkpoint."""
+    """The step and the path of a checkpoint."""
 
     step: int
     path: Path
@@ -70,7 +70,7 @@ def _has_document(path: Path) -> bool:
 
 
 def incomplete_checkpoints(folder: Path) -> list[StepFolder]:
-    """Return the folders named like checkpoints that have no DOCUMENT, in ascending step order."""
+    """Return the folders named like checkpoints that lack DOCUMENT, in ascending step order."""
     if not folder.is_dir():
         return []
     found = []
@@ -119,7 +119,7 @@ def newest(path: Path) -> Path:
 
 
 def place_of(folder: Path, step: int) -> Path:
-    """Return the path in `folder` of the complete checkpoint for `step`. It need not exist."""
+    """Return the path in `folder` of the complete checkpoint for `step`, which may not exist."""
     return folder / f"step-{step}"
 
 
@@ -128,7 +128,7 @@ class Draft:
 
     Its files are in the folder `path`. Publishing renames the folder to `final`. Every rank has a
     Draft, but only the main rank creates, publishes and removes the files. `begin` may change
-    `path`, so the main rank must then send it to the other ranks. If the file system does not
+    `path`, so the main rank must send it to the other ranks afterwards. If the file system does not
     support writing at an offset (as with object stores), `path` is a temporary folder on the main
     rank's host, and `finish` copies the files from there.
 
@@ -149,7 +149,7 @@ class Draft:
         """One message for each file or folder that could not be removed."""
 
     def begin(self) -> None:
-        """Create the draft's folder, and clean up after killed runs.
+        """Create the draft's folder, and clean up after runs that were killed.
 
         Raises OSError if the disk fails (ENOSPC if it has too little free space for the tensors).
         """

@@ -10,7 +10,7 @@ stored separately, and the JSON refers to them by name:
     optimizer.base = AdamW(...)    "base": {"$optimizer": {"groups": ..., "state": ..., ...}}
 
 A save contains only the attributes that have changed since the engine was created, because the
-script sets all others. A load fills existing containers, tensors and objects in place, so
+script sets all others. Loading fills existing containers, tensors and objects in place, so
 references to them stay valid. It creates missing containers and tensors, but no other objects.
 """
 
@@ -70,7 +70,7 @@ def _objects_saved_elsewhere(optimizer: optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def _path_of(place: str, key: Any) -> str:
-    """Return the path of the value that a map at path `place` holds under the encoded key `key`."""
+    """Return the path of the value under the encoded key `key` in the map at path `place`."""
     if isinstance(key, dict):
         key = next(iter(key.values()))
     return f"{place}.{key}" if isinstance(key, str) else f"{place}[{key}]"
@@ -124,7 +124,7 @@ class AttributeValues:
 
 
 def _stored_names(value: Any) -> Iterator[str]:
-    """Yield the names of the stored tensors that an encoded value refers to."""
+    """Yield the names of the stored tensors to which an encoded value refers."""
     if isinstance(value, dict):
         if "$stored" in value:
             yield value["$stored"][0]
@@ -360,8 +360,8 @@ class _Encoder:
 class _Identity:
     """Identity of an object, for comparison between snapshots.
 
-    Two instances are equal if they refer to the same object and, for a tensor, it has not been
-    written to in between.
+    Two instances are equal if they refer to the same object. If the object is a tensor, it must
+    also not have been written to in between.
     """
 
     def __init__(self, value: Any) -> None:
@@ -556,7 +556,7 @@ class OptimizerAttributes:
         return now.changed_since(self._initial[optimizer])
 
     def describe_losses(self) -> Iterator[str]:
-        """Yield a warning for each changed attribute with values that a save would lose."""
+        """Yield a warning for each changed attribute that contains values that cannot be saved."""
         for optimizer in self._initial:
             values = self.changed(optimizer)
             for name, places in values.unsaved.items() if values is not None else ():
@@ -577,8 +577,8 @@ class OptimizerAttributes:
     ) -> None:
         """Restore the attributes of `optimizer`.
 
-        An attribute that is missing from `saved` still had its initial value at the save, so it is
-        reset to its initial value in this run.
+        An attribute that is missing from `saved` still had its initial value when the checkpoint
+        was saved, so it is reset to its initial value in this run.
 
         Args:
             saved: The encoded attributes.
@@ -628,6 +628,6 @@ class OptimizerAttributes:
     def take_plain(
         self, optimizer: optim.Optimizer, plain: Mapping[str, Any], say: Callable[[str], None]
     ) -> None:
-        """Restore the attributes of `optimizer` from a value that `plain` returned."""
+        """Restore the attributes of `optimizer` from a value returned by `plain`."""
         read = plain["tensors"].__getitem__
         self.restore(optimizer, plain["values"], read, say, common=False)

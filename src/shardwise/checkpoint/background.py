@@ -3,8 +3,8 @@
 Only the training thread may start collectives, so the ranks' background threads communicate through
 files in the draft's folder:
 
-    each rank     writes its part, then a note with its checksums or its error
-    rank 0        waits for all notes, then renames the draft, or writes a note with the error
+    each rank     writes its part, and then a note with its checksums or its error
+    rank 0        waits for all notes, and then renames the draft, or writes a note with the error
     other ranks   wait until they see the rename or rank 0's note
 
 Each rank reserves disk space for its note before it writes any tensor, so that it can report an
@@ -36,7 +36,7 @@ PAUSE = 0.02
 
 
 class Copies:
-    """TensorSink that copies tensors to CPU memory. The memory is reused by later saves."""
+    """TensorSink that copies tensors to CPU memory. Later saves reuse the memory."""
 
     def __init__(self) -> None:
         self._memory: list[np.ndarray[Any, Any]] = []
@@ -96,7 +96,7 @@ class BackgroundSave(threading.Thread):
         self._rank, self._size, self._limit = rank, size, limit
 
     def run(self) -> None:
-        """Write this rank's part and its note, then wait for the result of the save."""
+        """Write this rank's part and its note, and then wait for the result of the save."""
         with span("write", Row.BACKGROUND):
             sums = self._write_own_part()
         try:
@@ -127,7 +127,7 @@ class BackgroundSave(threading.Thread):
         ]
 
     def _complete(self) -> None:
-        """Wait for all ranks' notes, then publish the checkpoint. Called on rank 0."""
+        """Wait for all ranks' notes, and then publish the checkpoint. Called on rank 0."""
         # Even if a rank has failed, wait for the others, because they still write to the folder.
         notes = [self._wait_for_note(rank) for rank in range(self._size)]
         failed = [f"Rank {r}: {n['failure']}" for r, n in enumerate(notes) if n["failure"]]
@@ -211,7 +211,7 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
-    """Write a note into the space reserved for it. JSON parsers ignore the spaces at the end."""
+    """Write a note into the space reserved for it. JSON parsers ignore the padding spaces."""
     # The spaces also replace what a failed write of a longer note has left in the reserved block.
     data = json.dumps(note).encode().ljust(RESERVED)
     with path.open("r+b" if path.exists() else "wb") as file:

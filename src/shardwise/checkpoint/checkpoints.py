@@ -32,7 +32,7 @@ class Checkpoints:
     """Saves and loads an engine's checkpoints, and makes the final save if the run is preempted.
 
     Args:
-        reseed: Called after a load to seed the random generators for the current step.
+        reseed: Called after loading to seed the random generators for the current step.
         returns_of: Creates the object that lets groups of ranks rejoin the run. Returns None if
             groups never leave.
 
@@ -171,11 +171,11 @@ class Checkpoints:
     # -- for a group of ranks that rejoins --------------------------------------------------
 
     def leave_folder(self) -> None:
-        """Release the folder's lock, because a different rank becomes the main rank."""
+        """Release the folder's lock, because a different rank is becoming the main rank."""
         self.saver.leave()
 
     def save_for_return(self) -> dict[str, Any] | None:
-        """Save to the user's folder, so that a group of ranks can rejoin from it. Collective.
+        """Save to the user's folder, so that a group of ranks can rejoin from there. Collective.
 
         Returns:
             A JSON-serialisable record for `come_back`. None if the save failed or the user has not
@@ -196,7 +196,7 @@ class Checkpoints:
         return record | options_now | {"draws_are_one": self._world.draws.is_one}
 
     def come_back(self, record: Mapping[str, Any]) -> None:
-        """Resume from the save of the groups that stayed, and save to their folder from now on.
+        """Resume from the checkpoint of the groups that stayed, and save to their folder.
 
         Collective in this group.
 
@@ -290,7 +290,8 @@ class Checkpoints:
 def _refuse_fresh_start(folder: Path, incomplete: Sequence[StepFolder]) -> None:
     """Raise BrokenCheckpoint if there are `incomplete` checkpoints.
 
-    Called if there are no complete checkpoints, because the run would silently start from scratch.
+    Called if there are no complete checkpoints, in which case the run would silently start from
+    scratch.
     """
     if incomplete:
         newest = incomplete[0].path

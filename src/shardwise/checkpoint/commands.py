@@ -45,10 +45,10 @@ NOT_WHOLE = 1
 def checkpoint(ctx: click.Context) -> None:
     """Show, compare, verify, import or export a checkpoint.
 
-    PATH is a checkpoint of Shardwise (the folder of one step, or a folder of several, whose newest
-    one is used) or of another library: DeepSpeed, torch DCP (FSDP2, torchtitan), Transformers,
-    PEFT, Lightning, Accelerate, a safetensors file or a file of torch.save. inspect and accept take
-    only Shardwise's own; inspect also DeepSpeed's.
+    PATH is a checkpoint of Shardwise (the folder of one step, or a folder of several, the newest of
+    which is used) or of another library: DeepSpeed, torch DCP (FSDP2, torchtitan), Transformers,
+    PEFT, Lightning, Accelerate, a safetensors file or a file of torch.save. accept takes only
+    checkpoints of Shardwise, and inspect takes only those of Shardwise and DeepSpeed.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -62,7 +62,7 @@ _PATH = click.argument("path", type=click.Path(path_type=Path))
 @_PATH
 @report_errors
 def inspect(path: Path) -> int:
-    """Show step, optimizers and every tensor of a checkpoint."""
+    """Show the step, the optimizers and every tensor of a checkpoint."""
     from rich.console import Console
 
     from shardwise.checkpoint.tools import OpenedCheckpoint, summary

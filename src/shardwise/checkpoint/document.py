@@ -89,7 +89,7 @@ def accept(folder: Path) -> dict[str, Any]:
     """Write new checksums for the small files in `folder` after a deliberate edit.
 
     The checksums of tensors and tensor-file headers are not changed. Raises the errors of `load`
-    except for a wrong checksum, and OSError if the file cannot be written.
+    except for a wrong checksum, and raises OSError if the file cannot be written.
 
     Returns:
         The fields of checkpoint.json.

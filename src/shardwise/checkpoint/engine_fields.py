@@ -30,8 +30,8 @@ class EngineField(ABC):
     def parse(self, path: Path, saved: Any) -> Any:
         """Convert a saved value to the form that `restore` expects.
 
-        A load parses all fields before it changes anything. Raises BrokenCheckpoint if a save never
-        writes such a value. By default, returns the value unchanged.
+        Loading parses all fields before it changes anything. Raises BrokenCheckpoint for a value
+        that a save never writes. By default, returns the value unchanged.
         """
         del path
         return saved
@@ -48,7 +48,7 @@ class _Seed(EngineField):
         return engine.world.seed
 
     def restore(self, engine: EngineView, parsed: int | None) -> None:
-        """Use the saved seed unless the user has chosen one for this run."""
+        """Use the saved seed, unless the user has chosen one for this run."""
         chosen = engine.world.settings.seed
         if parsed is None:  # a DeepSpeed checkpoint has no seed
             return
@@ -65,7 +65,7 @@ class _Seed(EngineField):
 
 
 class _Scaling(EngineField):
-    """Loss scale, what the loss weights count, and whether gradients are reduced in fp32."""
+    """The loss scale, what the loss weights count, and whether gradients are reduced in fp32."""
 
     name = "scaling"
 
@@ -83,7 +83,7 @@ class _Scaling(EngineField):
 
 
 class _Draws(EngineField):
-    """Position in the random stream that all ranks share."""
+    """The position in the random stream that all ranks share."""
 
     name = "draws"
 
@@ -126,7 +126,7 @@ def parse(path: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(engine: EngineView, parsed: Mapping[str, Any]) -> None:
-    """Restore the `parsed` values. Fields that the checkpoint lacks keep their current values."""
+    """Restore the values in `parsed`. Fields that the checkpoint lacks keep their values."""
     for field in FIELDS:
         if field.name in parsed:
             field.restore(engine, parsed[field.name])

@@ -28,13 +28,13 @@ class Objects(Protocol):
     def states(self) -> StatesView: ...
 
     def check_passes(self) -> None:
-        """Raise an error if a failed forward pass makes a step impossible."""
+        """Raise an error if a failed forward pass makes it impossible to complete a step."""
 
     def look_for_changes(self) -> None:
         """Detect and apply the changes that user code has made since the last call."""
 
     def renew_copies(self) -> None:
-        """Update the second copies of optimizer state from the originals, after a load."""
+        """Update the second copies of optimizer state from the originals, after loading."""
 
     def make_room_for_averages(self, names: Set[str]) -> bool:
         """Add moving averages for the frozen parameters in `names`.
@@ -75,13 +75,13 @@ class EngineView(Protocol):
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no step is in progress, so the engine can be saved."""
+        """Whether no step is in progress, so that the engine can be saved."""
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError if a step is in progress. `call` is the user's call, for the message."""
+        """Raise UsageError if a step is in progress. The message names the user's call, `call`."""
 
     def continue_at(self, steps: int) -> None:
-        """Set the step counter to `steps`, after a load."""
+        """Set the step counter to `steps`, after loading."""
 
     def anchored(self) -> AbstractContextManager[None]:
         """Return a context manager within which all groups of ranks have the same weights."""

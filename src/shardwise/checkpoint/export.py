@@ -46,7 +46,7 @@ def write_tensors(
 
     Raises:
         OSError: The file cannot be written.
-        CheckpointError: Safetensors do not support the dtype of a tensor.
+        CheckpointError: safetensors does not support the dtype of a tensor.
     """
     with replace_when_complete(path) as file:
         if path.suffix in PICKLED:
@@ -100,7 +100,7 @@ def write_safetensors(
 
 
 class _Writer:
-    """File for torch.save that records the first disk error, because torch would hide it."""
+    """A file for torch.save that records the first disk error, because torch would hide it."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -148,7 +148,7 @@ _NEEDS_A_NAME = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.E
 def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
     """Context manager that yields a new file, and names it `path` if the block succeeds.
 
-    Creates the folder if necessary. During the block the file is unnamed, so that a killed process
+    Creates the folder if necessary. During the block, the file is unnamed, so that a killed process
     leaves nothing behind. If the file system does not support unnamed files, the file has a
     temporary name and is locked while it is written. The next export to `path` removes temporary
     files that are no longer locked.
@@ -171,7 +171,7 @@ def replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _open(aside: Path) -> tuple[int, bool]:
-    """Open a new file, unnamed if possible, otherwise at the path `aside` and locked.
+    """Open a new file, which is unnamed if possible, and otherwise at the path `aside` and locked.
 
     Returns the file descriptor, and whether the file is at `aside`.
     """
@@ -238,7 +238,7 @@ def _plain_name(key: str) -> str:
 
 
 def _split_state_dict(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Split the state_dict of `model` into tensors, aliases and other entries, each a dict by name.
+    """Split the state_dict of `model` into dicts of tensors, aliases and other entries, by name.
 
     Names do not contain wrappers' prefixes. The tensors are copies on the CPU. The second dict
     maps each alias of a tied weight to its first name.

@@ -30,7 +30,7 @@ Sets = Mapping[str, TensorReader]
 
 
 class ExtraTensors(ABC):
-    """The tensors that a feature adds to one save or load.
+    """The tensors that a feature adds when a checkpoint is saved or loaded.
 
     Iterating over the object yields the spans that this rank holds.
     """
@@ -49,7 +49,7 @@ class ExtraTensors(ABC):
 
     @abstractmethod
     def reordered(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, name, value) for each tensor that `out_of_order` returns.
+        """Yield (kind, name, value) for each tensor in `out_of_order`.
 
         The values are full tensors in element order. Collective in the group.
         """
@@ -66,7 +66,7 @@ class ExtraTensors(ABC):
 
 @dataclass(frozen=True)
 class SetsToRead:
-    """Sets and fields that a rank reads, named as if only its own group had written them.
+    """The sets and fields that a rank reads, named as if only its own group had written them.
 
     Args:
         sets: Readers of the tensor sets, by set name.
@@ -133,10 +133,10 @@ class ExtraSets:
         return SetsToRead(sets, fields)
 
     def before_model(self) -> None:
-        """Prepare for a load, before the model's tensors are read. Collective in each group."""
+        """Prepare for loading, before the model's tensors are read. Collective in each group."""
 
     def start_again(self) -> None:
-        """Reset the feature's state after a load of only the model."""
+        """Reset the feature's state after only the model has been loaded."""
 
     def after_model(
         self,
@@ -155,7 +155,7 @@ class ExtraSets:
         """
 
     def notes(self, fields: Mapping[str, Any]) -> Iterable[str]:
-        """Return messages for the user about state that a load changes or omits.
+        """Return messages for the user about state that loading changes or omits.
 
         Args:
             fields: Fields of checkpoint.json.

@@ -1,7 +1,7 @@
 """Opens, writes and removes a checkpoint's files.
 
-Only regular files are opened for reading. A pipe would block until another process writes to it,
-and for a folder the error says that a file is needed.
+Only regular files are opened for reading. Opening a pipe would block until another process writes
+to it, and for a folder, the error says that a file is needed.
 
 A save succeeds even if old files cannot be removed. For example, another process may have a file
 open (NFS then renames it instead of deleting it), or the folder may belong to another user.
@@ -75,7 +75,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Replace the file `path` atomically. After a crash it has the old or the new contents."""
+    """Replace the file `path` atomically. After a crash, it has the old or the new contents."""
     # Write in the same folder, because a rename is atomic only within one file system.
     aside = path.with_name(f".{path.name}.partial")
     try:
@@ -89,7 +89,7 @@ def replace_file(path: Path, data: bytes) -> None:
 def remove(path: Path) -> str | None:
     """Remove a file, a link (but not its target), or a folder with its contents.
 
-    Returns an error message if `path` could not be removed, otherwise None.
+    Returns an error message if `path` could not be removed, and None otherwise.
     """
     try:
         # `is_dir` is also True for a link to a folder, whose contents must not be removed.
@@ -103,7 +103,7 @@ def remove(path: Path) -> str | None:
 
 
 def not_removed(path: Path, error: OSError) -> str:
-    """Return a warning that `path` could not be removed."""
+    """Return a warning which says that `path` could not be removed."""
     return f"{path} could not be removed ({error.strerror or error}). The next save will try again."
 
 

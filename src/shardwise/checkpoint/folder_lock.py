@@ -1,8 +1,9 @@
 """Locks a folder of checkpoints, so that only one job at a time saves into it.
 
 The kernel (or the file server) manages the lock and releases it when the process that acquired it
-exits, even if it is killed. The next start of the job, or another job, can then acquire it. The
-lock file names the job that holds the lock, for human readers. Its mere existence locks nothing.
+exits, even if it is killed. When the job restarts, or another job starts, it can then acquire the
+lock. The lock file names the job that holds the lock, for human readers. The mere existence of the
+file locks nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class FolderClaim:
     """This job's claim on a folder into which it saves.
 
     Args:
-        locked: False if the file system has no locks, so the claim cannot stop other jobs.
+        locked: False if the file system has no locks, so that the claim cannot stop other jobs.
     """
 
     folder: Path
@@ -70,7 +71,7 @@ class FolderClaim:
     _lock: _Lock | None
 
     def holds(self) -> bool:
-        """Return whether the claim is still valid. It is not if the folder has been removed."""
+        """Return whether the claim is still valid. If the folder was removed, it is not."""
         return self._lock is None or self._lock.holds()
 
     def release(self) -> None:

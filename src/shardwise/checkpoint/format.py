@@ -42,7 +42,7 @@ _METADATA = "__metadata__"
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype (a key of ITEM_BYTES) and shape of a tensor in a file."""
+    """The name, dtype (a key of ITEM_BYTES) and shape of a tensor in a file."""
 
     name: str
     dtype: str
@@ -69,7 +69,7 @@ class PlacedTensor:
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Layout of one file, which may not exist yet.
+    """The layout of one file, which may not exist yet.
 
     Args:
         header: First bytes of the file: the header's length and its JSON.
@@ -96,7 +96,7 @@ def lay_out(
     """Compute the layout of a set of tensors, in one or more files.
 
     A file contains at most `limit` bytes of tensors and at most MOST_TENSORS tensors. A tensor
-    larger than `limit` has a file of its own.
+    larger than `limit` has its own file.
 
     Args:
         stem: Name of the set. Its file names start with it.

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.formats.saved import Checkpoint, Leaf
 
 DIFFERENT = 1
-"""Exit code of `diff` and `fingerprint --compare` if two checkpoints differ, and of `verify`."""
+"""Exit code of `diff` and `fingerprint --compare` if two checkpoints differ, and of `verify` if a
+checkpoint is damaged."""
 
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 _MAP = click.option(
@@ -46,9 +47,9 @@ _DRY_RUN = click.option(
 
 
 def is_own(path: Path) -> bool:
-    """Return whether `path` is, or contains, a checkpoint in Shardwise's own format.
+    """Return whether `path` is or contains a checkpoint in Shardwise's own format.
 
-    Its checkpoint.json may be missing.
+    The checkpoint's checkpoint.json may be missing.
     """
     from shardwise.checkpoint.atomic_folders import complete, lacks_document
 
@@ -59,7 +60,7 @@ def is_own(path: Path) -> bool:
 @_PATH
 @report_errors
 def show(path: Path) -> int:
-    """Show format, step, optimizers and every tensor of a checkpoint of any format."""
+    """Show the format, the step, the optimizers and every tensor of a checkpoint of any format."""
     from rich.console import Console
 
     from shardwise.checkpoint.formats.comparing import tensors_of
@@ -240,9 +241,10 @@ def export(
 ) -> int:
     """Write the model in PATH to OUT, a file or folder that another library loads.
 
-    transformers is a folder for from_pretrained, and the default if OUT is the name of a folder.
+    transformers is a folder for from_pretrained, and is the default if OUT is the name of a folder.
     safetensors and pt are files. dcp is a folder for torch.distributed.checkpoint. accelerate is a
-    folder for load_state, and lightning a file for fit(ckpt_path=...), with the optimizer state.
+    folder for load_state, and lightning is a file for fit(ckpt_path=...). Both of them include the
+    optimizer state.
     """
     from shardwise.checkpoint.deepspeed.folders import find
     from shardwise.checkpoint.formats import exporting
@@ -355,7 +357,7 @@ def _opened(
 
     Args:
         rules: The rules of the map.
-        weights: Averaged weights to use as the model, by name. None for the trained weights.
+        weights: Name of the averaged weights to use as the model, or None for the trained weights.
         model_only: Leave out all optimizers.
         named_only: Leave out optimizers whose parameters are identified by position.
     """

@@ -87,7 +87,7 @@ def fill_optimizers(
     attributes: OptimizerAttributes,
     say: Callable[[str], None],
 ) -> None:
-    """Replace the optimizers' options, attributes and state with the saved ones.
+    """Replace the optimizers' options, attributes and state with the saved values.
 
     Args:
         numbers: Decoded optimizer fields of checkpoint.json.

@@ -83,7 +83,7 @@ class CheckpointLoader:
     def load(self, path: Path, *, strict: bool, model_only: bool) -> int | None:
         """See Engine.load. Returns the checkpoint's step, or None if only weights were loaded.
 
-        If a file is damaged, raises BrokenCheckpoint on every rank before anything has changed.
+        If a file is damaged, raises BrokenCheckpoint on every rank before anything is changed.
         """
         state, spec, objects, world = self._state, self._spec, self._objects, self._world
         objects.look_for_changes()
@@ -162,7 +162,8 @@ class CheckpointLoader:
     ) -> tuple[CheckpointSource, _ParsedFields | None]:
         """Open `path`, verify this rank's share of the checksums, and parse the fields.
 
-        Returns None for the fields if only the model is loaded or the checkpoint has no fields.
+        Returns None in place of the fields if only the model is loaded or the checkpoint has no
+        fields.
         """
         group = self._spec.world_group
         extra = self._state.extra_sets

@@ -83,7 +83,7 @@ def encode_state(
         numbers: Values by parameter name and key.
 
     Returns:
-        The encoded values and None or, if a value cannot be encoded, {} and an error message.
+        The encoded values and None. If a value cannot be encoded: {} and an error message.
     """
     try:
         return {
@@ -134,8 +134,8 @@ def read(fields: Mapping[str, Any]) -> OptimizerFields:
 def _check_steps(steps: Mapping[str, Any]) -> None:
     """Raise BrokenCheckpoint if a parameter's step count is invalid.
 
-    Step counts must be single numbers. Either all of them or none must be tensors. Otherwise the
-    load would succeed, but the next optimizer update would fail.
+    Step counts must be single numbers. Either all of them or none must be tensors. Otherwise,
+    loading would succeed, but the next optimizer update would fail.
 
     Args:
         steps: Step counts by parameter name.
@@ -187,7 +187,7 @@ def check(
 
 
 def _check_groups(engine_tensors: EngineTensors, fields: Mapping[str, Any]) -> None:
-    """Raise CheckpointMismatch if a parameter is in a different group than when it was saved.
+    """Raise CheckpointMismatch if a parameter is in a different group than in the checkpoint.
 
     Groups are matched by position, so the parameter would get the wrong group's options.
     """
@@ -253,7 +253,7 @@ _SWITCHES = {"foreach", "fused"}
 def _check_options(optimizers: Sequence[optim.Optimizer], numbers: OptimizerFields) -> None:
     """Raise BrokenCheckpoint if an option has the wrong type.
 
-    Without this check, only the next optimizer update would fail.
+    Without this check, the error would not occur until the next optimizer update.
     """
     for optimizer, saved_groups in zip(optimizers, numbers.options, strict=True):
         for place, (group, saved) in enumerate(

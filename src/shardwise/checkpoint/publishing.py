@@ -6,7 +6,8 @@
     ├── .weights-130.partial/  being written; renamed once all ranks have finished
     └── latest ─▶ weights-120  replaced after the rename, so that a reader never sees a mixture
 
-No rank gathers a tensor. Each range is written from a rank's memory to its place in the file.
+No rank gathers a full tensor. Each range is written directly from a rank's memory to its position
+in the file.
 """
 
 from __future__ import annotations
@@ -307,7 +308,7 @@ class Publisher:
         return final
 
     def _is_linkable(self, home: Path) -> bool:
-        """Return whether hard links to the last version's files can be created. Collective."""
+        """Return whether the last version's files can be hard-linked. Collective."""
         known = False
         if self._state.spec.world_group.rank == 0:
             probe = home.parent / ".link.partial"
@@ -401,7 +402,7 @@ def _free_name(folder: Path, step: int) -> Path:
 
 
 def _prune(folder: Path, newest: Path, keep: int) -> None:
-    """Remove all but the newest `keep` versions. Files that readers have open stay readable."""
+    """Remove all but the newest `keep` versions. Files that a reader has open remain readable."""
     found = [
         (int(named[1]), int(named[2] or 0), path)
         for path in folder.iterdir()

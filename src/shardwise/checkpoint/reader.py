@@ -73,8 +73,8 @@ class SafetensorsReader(TensorReader):
     """Reads the tensors in one or more safetensors files.
 
     Args:
-        headers: Expected CRC-32 of each file's header, by file name. A file that is not listed is
-            not checked.
+        headers: Expected CRC-32 of each file's header, by file name. Files that it does not list
+            are not checked.
     """
 
     def __init__(self, paths: Iterable[Path], headers: Mapping[str, str] | None = None) -> None:
@@ -127,7 +127,7 @@ class SafetensorsReader(TensorReader):
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Merged metadata from the headers of all files."""
+        """The merged metadata from the headers of all files."""
         return {key: value for file in self.files for key, value in file.metadata.items()}
 
     def read(self, name: str, first: int, into: Tensor) -> None:
@@ -178,7 +178,7 @@ def open_set(
 def files_of(folder: Path, stem: str, suffix: str) -> list[Path] | None:
     """Return the files of the set `stem` in `folder`, or None if there are none.
 
-    Reads the file names from the set's index if there is one.
+    If the set has an index, the file names are read from it.
     """
     index = folder / f"{stem}{suffix}.index.json"
     if os.path.lexists(index):
@@ -200,7 +200,7 @@ def _read_index(path: Path) -> list[str]:
 
 
 def _check_file_name(path: Path, name: Any) -> str:
-    """Return `name`. Raises BrokenCheckpoint if it could refer to a file in a different folder."""
+    """Return `name`. Raises BrokenCheckpoint if it could refer to a file in another folder."""
     if not is_plain_name(name):
         raise BrokenCheckpoint(
             f"{path} names the file {name!r}, which is not a file in the same folder."

@@ -46,7 +46,7 @@ Sums = Mapping[TensorKey, Sequence[ChecksumPart]]
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Plan of a checkpoint's contents.
+    """The planned contents of a checkpoint.
 
     Args:
         sets: Layout of the files of each set, identical on all ranks.
@@ -136,7 +136,7 @@ def plan(
 def _specs_of_groups(
     engine_tensors: EngineTensors, reported: ReportedState
 ) -> dict[str, list[TensorSpec]]:
-    """Return the specs of tensors that groups of ranks hold separately, by set. Collective."""
+    """Return the specs of the tensors that groups of ranks hold separately, by set. Collective."""
     spec, extra = engine_tensors.spec, engine_tensors.extra
     own_specs = {OPTIMIZER: optimizer_specs(engine_tensors, reported)}
     if extra is not None:

@@ -142,7 +142,7 @@ class CheckpointSaver:
     def _report_unequal_attributes(self, attributes: Sequence[AttributeValues | None]) -> None:
         """Report attributes that differ between groups of ranks with separate optimizers.
 
-        The checkpoint contains only rank 0's attributes, so all groups would resume with them.
+        The checkpoint contains only rank 0's attributes, so all groups would resume with those.
         Collective.
         """
         own = [{} if values is None else values.digests() for values in attributes]
@@ -166,7 +166,7 @@ class CheckpointSaver:
 
         Returns:
             The fields of checkpoint.json, the contents of the other small files by name, and None.
-            If a value cannot be saved: two empty dicts and an error message.
+            If a value cannot be saved, two empty dicts and an error message instead.
         """
         spec = self._spec
         try:
@@ -307,8 +307,8 @@ class CheckpointSaver:
     def claim(self, folder: Path) -> None:
         """Lock `folder`, so that no other job saves into it. Collective.
 
-        Raises FolderInUse on all ranks if another job holds the lock. Ignores a folder that cannot
-        be written to, because the save reports the error.
+        Raises FolderInUse on all ranks if another job holds the lock. If the folder is not
+        writable, does nothing, because the save reports the error.
         """
         failure = None
         held = self._claims.get(folder)
@@ -332,7 +332,7 @@ class CheckpointSaver:
     def end_removals(self, folder: Path) -> None:
         """Finish removing checkpoints in `folder` if a previous run was killed while removing them.
 
-        A save does this too, but a run that has no steps left may never save.
+        Every save does this as well, but a run that has no steps left may never save.
         """
         if self._spec.world_group.rank == 0 and folder in self._claims:
             atomic_folders.end_removals(folder)
@@ -355,7 +355,7 @@ class CheckpointSaver:
     # -- saving at a step boundary ----------------------------------------------------------
 
     def mark_boundary(self) -> None:
-        """Copy the model's buffers at a step boundary, for a save before the next step."""
+        """Copy the model's buffers at a step boundary, in case a save precedes the next step."""
         self._objects.buffers.keep()
 
     def go_back_to_boundary(self) -> None:
@@ -380,7 +380,7 @@ class CheckpointSaver:
     def wait(self) -> None:
         """Wait for the background save.
 
-        If the save failed, raises CheckpointNotWritten on all ranks unless training may continue
+        If the save failed, raises CheckpointNotWritten on all ranks, unless training may continue
         without the checkpoint.
         """
         if self._job is not None:
@@ -402,7 +402,7 @@ def _finish(
     say: Callable[[str], None],
     sums_by_rank: Sequence[Sums],
 ) -> None:
-    """Publish a checkpoint with all ranks' checksums, then remove old checkpoints.
+    """Publish a checkpoint with all ranks' checksums, and then remove old checkpoints.
 
     Runs on rank 0, possibly in the background thread.
     """

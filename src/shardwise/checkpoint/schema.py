@@ -18,7 +18,7 @@ Check = Callable[[str, Any], None]
 
 
 class Fault(ValueError):
-    """Raised for a value that no save could have produced. The message shows path and value."""
+    """Raised for a value that no save could have written. The message shows path and value."""
 
 
 def _must(good: bool, place: str, value: Any, wanted: str) -> None:
@@ -101,8 +101,8 @@ def map_of(check: Check) -> Check:
 def record(fields: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
     """Return a Check for a map that must contain all keys in `fields`.
 
-    The map may contain the keys in `optional`, which are then checked. Unknown keys are accepted,
-    because later versions may add fields.
+    The map may also contain the keys in `optional`, whose values are then checked. Unknown keys are
+    accepted, because later versions may add fields.
     """
 
     def check_record(place: str, value: Any) -> None:

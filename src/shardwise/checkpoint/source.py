@@ -27,7 +27,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """An open checkpoint, which locates the values of an engine's tensors."""
+    """An open checkpoint that locates the values of an engine's tensors."""
 
     read: SetsToRead
     """Tensor sets and fields that this rank reads."""
@@ -40,12 +40,12 @@ class CheckpointSource:
 
     @property
     def sets(self) -> Sets:
-        """Tensor sets that this rank reads, by name."""
+        """The tensor sets that this rank reads, by name."""
         return self.read.sets
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """Fields of checkpoint.json. Empty for another library's checkpoint without optimizers."""
+        """The fields of checkpoint.json. Empty if a foreign checkpoint has no optimizers."""
         return self.read.fields
 
     def has(self, kind: str, name: str) -> bool:
@@ -54,7 +54,7 @@ class CheckpointSource:
 
     @property
     def averaged(self) -> Set[str]:
-        """Names of the parameters that have a saved moving average."""
+        """The names of the parameters that have a saved moving average."""
         return self.sets[AVERAGE].specs.keys() if AVERAGE in self.sets else set()
 
     def of_model(self, name: str) -> tuple[TensorReader, str]:
@@ -65,11 +65,11 @@ class CheckpointSource:
         """Return the reader with the best values for a tensor, and the tensor's name in it.
 
         A parameter is read from its fp32 master if `dtype` is wider than the parameter's saved
-        dtype. A missing average or master is read from the parameter, or from the master if `dtype`
-        is wider. Returns None if there are no suitable values.
+        dtype. A missing average or master is read from the parameter, or from the parameter's
+        master if `dtype` is wider. Returns None if there are no suitable values.
 
         Args:
-            kind: Kind of set that the tensor belongs to.
+            kind: Kind of set to which the tensor belongs.
             name: Name of the tensor.
             dtype: Dtype of the memory to fill.
         """
@@ -165,7 +165,7 @@ def _check(
     *,
     strict: bool,
 ) -> None:
-    """Raise CheckpointMismatch if tensors do not match the model. The message lists all of them."""
+    """Raise CheckpointMismatch if tensors do not match the model. The message lists them all."""
     inventory = engine_tensors.inventory
     shapes = {name: spec.shape for name, spec in inventory.parameters.items()}
     shapes |= {name: tuple(value.shape) for name, value in inventory.buffers.items()}

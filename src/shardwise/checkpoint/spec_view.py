@@ -76,10 +76,10 @@ class SpecView(Protocol):
         """Return all parameters of the models and optimizers, with their names."""
 
     def axis_of(self, parameter: Tensor) -> str:
-        """Return the mesh axis that the bucket of `parameter` is sharded along."""
+        """Return the mesh axis along which the bucket of `parameter` is sharded."""
 
     def shard_of(self, parameter: Tensor) -> Shard | None:
-        """Return the part of the full tensor that `parameter` is, or None if it is not split."""
+        """Return which part of the full tensor `parameter` is, or None if it is not split."""
 
     def is_here(self, parameter: Tensor) -> bool:
         """Return whether this rank holds `parameter` or a part of it."""

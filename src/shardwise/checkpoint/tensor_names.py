@@ -76,9 +76,9 @@ _ADAPTER = "lora_"
 
 
 def _of_adapter(name: str) -> str:
-    """Return a PEFT model's name for a weight that is called `name` in a PEFT file.
+    """Return a PEFT model's name for a weight that is named `name` in a PEFT file.
 
-    In the model, names of LoRA weights contain the adapter's name, "default".
+    In the model, the names of LoRA weights contain the adapter's name, "default".
     """
     head, dot, last = name.rpartition(".")
     if _ADAPTER in last:  # lora_embedding_A is a parameter itself, not a module
@@ -93,7 +93,7 @@ def common_prefix(names: Sequence[str]) -> str:
 
 
 def plain_names(names: Sequence[str]) -> dict[str, str]:
-    """Map each name to itself without the prefixes of wrappers.
+    """Map each name to the name without the prefixes of wrappers.
 
     If two names would become equal, no prefix is removed.
     """

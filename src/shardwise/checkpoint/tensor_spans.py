@@ -32,7 +32,7 @@ MODEL, OPTIMIZER, AVERAGE = "model", "optimizer", "average"
 """Kinds of tensor sets that any checkpoint may contain."""
 
 OUTER, GROUP = "outer", "group"
-"""Kinds of extra sets: OUTER is shared by all groups of ranks, GROUP exists once per group."""
+"""Kinds of extra sets: OUTER is shared by all groups of ranks, and GROUP exists once per group."""
 
 ATTRIBUTES = "attributes"
 """Kind of the set with tensors from optimizers' attributes."""
@@ -42,7 +42,7 @@ MASTER = "master"
 
 Places = Mapping[str | None, tuple[int, int]]
 """This rank's position among the ranks that hold the same elements, and their number. The key is
-the axis that a split tensor's bucket is sharded along, or None for tensors that are not split."""
+the axis along which a split tensor's bucket is sharded, or None for tensors that are not split."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class StoredTensors:
         extents: Positions of tensor elements in the interval. The rest is padding.
         copy: Index of this rank among the ranks that hold the same interval.
         copies: Number of ranks that hold the same interval.
-        as_counted: True if elements are in their tensor's own order, even if its parameter has a
-            different memory order.
+        as_counted: True if the elements are in their tensor's own order, even if its parameter has
+            a different memory order.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class StoredTensors:
 
 @dataclass(frozen=True)
 class ReportedState:
-    """Description of the optimizer state on all ranks that shard it.
+    """A description of the optimizer state on all ranks that shard it.
 
     Args:
         states: Entries by parameter index and key, with a Blank in place of each tensor.
@@ -92,8 +92,9 @@ class TensorSpans:
         group: Ranks that shard the states, if `scattered` is true.
         scattered: True if the optimizer state is sharded across `group`.
         reporters: Ranks that together hold all parameters, or None if every rank holds all.
-        among: This rank's places.
-        among_own: This rank's places for optimizer state, which each group of ranks has separately.
+        among: This rank's position among the ranks that hold the same elements.
+        among_own: This rank's position among the ranks that hold the same optimizer state. Differs
+            from `among` if groups of ranks have separate optimizer state.
     """
 
     def __init__(
@@ -252,7 +253,7 @@ class TensorSpans:
         }
 
     def reordered(self, reported: ReportedState) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (kind, name, value) for each tensor that `out_of_order` returns.
+        """Yield (kind, name, value) for each tensor in `out_of_order`.
 
         The values are full tensors, flattened in element order, on every rank. Collective: gathers
         one bucket at a time.
@@ -334,7 +335,7 @@ def of_tensor(
 
     Args:
         copy: Index of this rank among those ranks.
-        shard: Part of the full tensor that `value` is, or None if it is the full tensor.
+        shard: Which part of the full tensor `value` is, or None if it is the full tensor.
     """
     whole = Extent(name, 0, value.numel(), 0)
     parts = [whole] if shard is None else of_whole(whole, shard)

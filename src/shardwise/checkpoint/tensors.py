@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Inventory:
-    """Tensors of an engine's models, in registration order.
+    """The tensors of an engine's models, in registration order.
 
     Args:
         names: All names of each tensor, keyed by the first one, under which the tensor is saved.
@@ -109,7 +109,7 @@ def _named_tensors(spec: SpecView) -> Iterator[tuple[str, Tensor, nn.Module]]:
 
 
 def spec_of(name: str, value: Tensor, shard: Shard | None = None) -> TensorSpec:
-    """Return the spec of `value`, or of the full tensor if `value` is only the part `shard`."""
+    """Return the spec of `value`, or of the full tensor if `value` is only its part `shard`."""
     shape = tuple(value.shape) if shard is None else shard.shape
     return TensorSpec(name, dtype_name(value.dtype), shape)
 
@@ -164,7 +164,7 @@ class _Group:
 
     @cached_property
     def kind(self) -> OptimizerKind:
-        """Kind of optimizer that updates this group."""
+        """The kind of optimizer that updates this group."""
         # All parameters in a group are updated in the same way, so one is enough for the trial.
         device = self.options["params"][0].device
         return examine(self.optimizer, self.options, device, is_copied=False)
@@ -172,7 +172,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class FrozenState:
-    """Optimizer state of a frozen parameter that is in an optimizer's parameter group.
+    """Optimizer state of a frozen parameter that is still in an optimizer's parameter group.
 
     The state stays unsharded in the user's optimizer until the parameter is trained again.
     """
@@ -233,7 +233,7 @@ def _position(rank: int, selected: list[bool]) -> tuple[int, int]:
 
 
 def _all_hold(*conditions: list[bool]) -> list[bool]:
-    """Return, for each rank, whether all `conditions` (lists with one value per rank) hold."""
+    """Return for each rank whether all `conditions` (lists with one value per rank) are true."""
     return [all(flags) for flags in zip(*conditions, strict=True)]
 
 
@@ -244,7 +244,7 @@ class EngineTensors:
         spec: Specification of the engine.
         states: States of the engine.
         extra_sets: Tensors and fields that a feature adds.
-        attributes: Attributes of each optimizer. Empty for a load.
+        attributes: Attributes of each optimizer. Empty when loading.
     """
 
     def __init__(
@@ -355,12 +355,12 @@ class EngineTensors:
 
     @property
     def own_buffers(self) -> dict[str, Tensor]:
-        """Buffers that this rank writes. The first rank that runs a module writes its buffers."""
+        """The buffers that this rank writes. Only the first rank that holds a buffer writes it."""
         return {} if self.spec.peers.rank > 0 else self._buffers_of_group
 
     @property
     def extra_buffers(self) -> dict[str, Tensor]:
-        """Buffers that this rank writes into its group's own set."""
+        """The buffers that this rank writes into its group's own set."""
         return {} if self.extra is None else self.extra.buffers(self._buffers_of_group)
 
     @property
@@ -386,8 +386,8 @@ class EngineTensors:
     def beside(self) -> Iterator[StoredTensors]:
         """Yield this rank's spans of everything that is not trained.
 
-        This includes frozen parameters and their optimizer state, tensors in optimizers'
-        attributes, buffers, and extra sets.
+        These are frozen parameters and their optimizer state, tensors in optimizers' attributes,
+        buffers, and extra sets.
         """
         yield from self.frozen()
         if self.extra is not None:
@@ -428,7 +428,7 @@ class EngineTensors:
         return self.trained.out_of_order(reported) | odd | apart
 
     def reordered(self, reported: ReportedState) -> Iterator[StoredTensors]:
-        """Yield spans, in element order, of the tensors that `out_of_order` returns. Collective."""
+        """Yield the spans of the tensors in `out_of_order`, in element order. Collective."""
         # Tensors that tensor parallelism has split are always in element order.
         beside = () if self.extra is None else self.extra.reordered()
         for kind, name, value in chain(self.trained.reordered(reported), beside):

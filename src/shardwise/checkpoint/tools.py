@@ -37,7 +37,7 @@ class OpenedCheckpoint:
     """Context manager that opens a checkpoint and closes its files on exit.
 
     Args:
-        path: Folder of one step, or a folder of several steps, whose newest one is opened.
+        path: Folder of one step, or a folder of several steps, the newest of which is opened.
 
     Raises:
         CheckpointError: The checkpoint does not exist.

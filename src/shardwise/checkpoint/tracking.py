@@ -1,4 +1,4 @@
-"""Saves and restores the state of objects that were passed to `engine.track`, by name."""
+"""Saves and restores, by name, the states of objects that were passed to `engine.track`."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Tracking:
         return is_scheduled and not is_tracked
 
     def except_loaders(self) -> list[Any]:
-        """Return the tracked objects except Loaders, which manage their own position."""
+        """Return the tracked objects except Loaders, which manage their positions themselves."""
         return [each for each in self._tracked.values() if not isinstance(each, Loader)]
 
     def describe_losses(
@@ -149,7 +149,7 @@ class Tracking:
         """Return a DeepSpeed checkpoint's scheduler states, keyed by the tracked schedulers' names.
 
         If there is exactly one state and one tracked scheduler, they match regardless of their
-        names. Otherwise the names are unchanged.
+        names. Otherwise, the names are unchanged.
         """
         schedulers = [n for n, tracked in self._tracked.items() if hasattr(tracked, "get_last_lr")]
         if len(schedulers) == len(states) == 1:
@@ -246,7 +246,7 @@ def trackable(name: str, value: Any) -> Any:
     Adapters exist for random generators (torch, numpy, random.Random), and for dicts, lists, deques
     and tensors, which are restored in place.
 
-    Raises UsageError for any other object, such as a number, which cannot be changed in place.
+    Raises UsageError for any other object, for example a number, which cannot be changed in place.
     """
     if all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict")):
         return value

@@ -34,7 +34,7 @@ TensorKey = tuple[str, str]
 
 
 class TensorSink(Protocol):
-    """Receives ranges of tensors. It may read their memory until `settle` returns."""
+    """Receives ranges of tensors. A sink may read their memory until its `settle` returns."""
 
     def write(self, kind: str, ranges: Sequence[Extent], memory: memoryview) -> None:
         """Receive ranges of tensors.
@@ -65,7 +65,7 @@ class Writer:
     collective, and other ranks would wait for it.
 
     Args:
-        folder: Folder with the files from `create`.
+        folder: Folder with the files that `create` has created.
         sets: Layout of the files of each set.
     """
 
@@ -158,7 +158,7 @@ class Writer:
 
 @cache
 def _sync_file_range() -> Callable[..., int] | None:
-    """Return Linux's sync_file_range, which Python does not wrap. None on other systems."""
+    """Return Linux's sync_file_range, which Python does not wrap, or None on other systems."""
     function: Callable[..., int] | None = getattr(ctypes.CDLL(None), "sync_file_range", None)
     return function
 

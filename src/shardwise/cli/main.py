@@ -66,7 +66,7 @@ NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipelin
 
 
 class Commands(click.Group):
-    """The group of subcommands. Suggests a subcommand if the first word is not one."""
+    """The group of subcommands. If the first word is not a subcommand, it suggests one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -175,7 +175,7 @@ def _run(words: tuple[str, ...], local_rank: bool = False, **given: Any) -> int:
 def _mention_copies(script: str, size: int | None) -> None:
     """Warn if several workers would run a `script` that uses neither Shardwise nor Horovod.
 
-    Each worker would run an independent copy, unless the script uses another library.
+    Each worker would run an independent copy, unless the script uses a different library.
     """
     text = program.text_of(script)
     if size is None or size == 1 or not text or program.names_us(text):
@@ -196,7 +196,7 @@ def _mention_copies(script: str, size: int | None) -> None:
 
 
 def _adoptable(text: str) -> str | None:
-    """Return the library in a script's `text` that --adopt can replace, or None."""
+    """Return which library in a script's `text` --adopt can replace, or None."""
     if program.imports(text, "deepspeed"):
         return "deepspeed"
     if re.search(r"\bimport Accelerator\b|\baccelerate\.Accelerator\b", text):
@@ -227,8 +227,8 @@ def _deepspeed(words: tuple[str, ...], **given: Any) -> int:
 def _doctor(explain: bool, **given: Any) -> int:
     """Run the subcommand `doctor`.
 
-    If a launcher started this process, check it as one rank of the launcher's run. Otherwise start
-    a run and check its ranks.
+    If a launcher started this process, check the host as one rank of that launcher's run.
+    Otherwise, start a run and check its ranks.
     """
     identity = launcher_detection.identify()
     if explain:
@@ -289,7 +289,7 @@ def _pipeline_plan(
 
 
 def _split(**given: Any) -> int:
-    """Run `pipeline-plan` when it is called by its old name, `split`."""
+    """Run `pipeline-plan` when it is called by its former name, `split`."""
     click.echo("shardwise: `shardwise split` is now called `shardwise pipeline-plan`.", err=True)
     return _pipeline_plan(**given)
 
@@ -299,8 +299,8 @@ def _settings_of_measured_runs(
 ) -> list[str]:
     """Return the settings in `given` as command-line arguments.
 
-    Raises LaunchError if the program does not exist. Raises it with the message `no_script` if
-    `words` is empty.
+    Raises LaunchError if `words` is empty (with the message `no_script`), or if the program does
+    not exist.
     """
     settings = {
         name: command_line.as_text(value) for name, value in given.items() if value is not None
@@ -332,7 +332,7 @@ def _run_command() -> Command:
 
 
 def _deepspeed_command() -> Command:
-    """Build the `deepspeed` subcommand, with the flags of DeepSpeed's launcher and our settings."""
+    """Build the `deepspeed` subcommand, with DeepSpeed's launcher flags and our settings."""
     return Command(
         deepspeed_flags.DEEPSPEED,
         top=deepspeed_flags.TOP,
@@ -378,7 +378,7 @@ def _scale_command() -> Command:
 
 
 def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
-    """Build the `pipeline-plan` subcommand, with settings that affect a layer's time or memory."""
+    """Build the `pipeline-plan` subcommand, with the settings that affect layer time or memory."""
     shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
     return Command(
         name,

@@ -1,1 +1,1 @@
-"""Formats text for users: safe names, readable numbers, and hints for names of other libraries."""
+"""Formats text for users: safe names, readable numbers, and hints about other libraries' names."""

@@ -1,7 +1,7 @@
 """Hints that translate names from DDP, FSDP, Accelerate, Fabric and DeepSpeed to Shardwise.
 
-Code that rejects an unknown setting, flag, attribute or module name calls `hint` first, before it
-suggests a similar name. Other libraries' names often resemble an unrelated Shardwise setting
+Code that rejects an unknown setting, flag, attribute or module name calls `hint` before it suggests
+a similar name, because other libraries' names often resemble an unrelated Shardwise setting
 (`zero_stage` and `stages`).
 """
 
@@ -291,14 +291,14 @@ _HINTS_IN_LOWER_CASE = {name.lower(): sentence for name, sentence in _HINTS.item
 def hint(name: str) -> str | None:
     """Return a sentence that says what to write instead of another library's `name`, or None.
 
-    A flag such as `--zero-stage` has the same hint as `zero_stage`.
+    The hint for a flag such as `--zero-stage` is the same as for `zero_stage`.
     """
     name = name.lstrip("-").replace("-", "_")
     return _HINTS.get(name) or _HINTS_IN_LOWER_CASE.get(name.lower())
 
 
 class HintsAtAttributes:
-    """A base class that adds a hint to AttributeErrors for names from other libraries."""
+    """A base class that adds a hint to an AttributeError for another library's attribute name."""
 
     if not TYPE_CHECKING:  # with this method, a type checker would accept every attribute
 

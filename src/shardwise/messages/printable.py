@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def printable(value: object) -> str:
-    """Escape control characters in `value` as Python does, except line breaks."""
+    """Escape control characters in `value`, except line breaks, as Python does."""
     # Names of files, hosts and tensors may contain escape sequences, which a terminal would
     # execute.
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(value))
 
 
 def as_utf8(text: str) -> bytes:
-    """Encode `text` as UTF-8 without failing, even if it contains a file name that is not UTF-8.
+    r"""Encode `text` as UTF-8 without failing, even if it contains a file name that is not UTF-8.
 
-    Python represents the bytes of such a name by surrogates, which UTF-8 cannot encode. They become
-    escapes, such as \\udce9.
+    Python represents the bytes of such a name as surrogates, which UTF-8 cannot encode. They are
+    written as escapes, such as \udce9.
     """
     return text.encode(errors="backslashreplace")
 
@@ -47,7 +47,7 @@ def _ansi_c(char: str) -> str:
 
 
 def from_here(file: str) -> str:
-    """Return the path of a file, relative to the working folder if the file is inside it."""
+    """Return the path of a file, relative to the working directory if the file is inside it."""
     try:
         here = os.getcwd()
     except FileNotFoundError:  # the working folder has been removed
@@ -70,7 +70,7 @@ def in_bytes(number: int) -> str:
 
 
 def byte_unit(largest: int) -> tuple[str, float]:
-    """Return the unit for an axis of up to `largest` bytes, and the unit's size in bytes."""
+    """Return the unit for an axis that extends to `largest` bytes, and the unit's size in bytes."""
     return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 

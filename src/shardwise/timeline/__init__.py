@@ -4,7 +4,7 @@
     encoding.py    encodes events as JSON lines
     file.py        writes the file that all ranks of a host share, which is always valid JSON
 
-If no timeline is recorded, `span` costs one attribute check.
+If no timeline is recorded, `span` costs only one attribute check.
 """
 
 from shardwise.timeline.recorder import Row, span

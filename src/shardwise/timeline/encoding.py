@@ -23,7 +23,7 @@ class Encoder:
     """Encodes the events of rank `rank`, which runs on `host`.
 
     `ahead` is the number of nanoseconds by which this host's clock is ahead of rank 0's clock.
-    Times in the file are on rank 0's clock.
+    Times in the file are times of rank 0's clock.
     """
 
     def __init__(self, rank: int, host: str) -> None:
@@ -36,7 +36,7 @@ class Encoder:
         self._flows = 0
 
     def opening(self) -> list[str]:
-        """Return the lines with the name and sort position of this rank's process."""
+        """Return the lines that contain the name and sort position of this rank's process."""
         return [
             self._metadata("process_name", 0, {"name": f"rank {self._rank}"}),
             self._metadata("process_labels", 0, {"labels": self._host[:LONGEST]}),
@@ -44,7 +44,7 @@ class Encoder:
         ]
 
     def lines(self, notes: Iterable[TimelineEvent]) -> Iterator[str]:
-        """Yield the lines of each event. Before the first event on a row, yield the row's name."""
+        """Yield the lines of each event. A row's first event is preceded by the row's name."""
         for note in notes:
             row = note.row
             thread = self._thread(note)
@@ -142,8 +142,7 @@ MB = 1e6
 def memory_in_use() -> dict[str, float]:
     """Return this process's memory use in megabytes, by name.
 
-    The names stand for the resident set and, if the process uses an accelerator, for the tensors on
-    the device.
+    It includes the resident set and, if the process uses an accelerator, the tensors on the device.
     """
     try:
         with open("/proc/self/statm", "rb") as table:
@@ -160,7 +159,7 @@ def memory_in_use() -> dict[str, float]:
 
 
 def _on_device(torch: Any) -> int | None:
-    """Return the bytes that tensors occupy on the accelerator, or None if it is not used."""
+    """Return the bytes that tensors occupy on the accelerator, or None if none is in use."""
     if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
         return None
     module: Any = torch.get_device_module(device)

@@ -125,7 +125,7 @@ class _LockedFile:
 
     @property
     def count(self) -> int:
-        """Number of pages, excluding the end of the array."""
+        """The number of pages, excluding the end of the array."""
         return (os.fstat(self._fd).st_size - len(END)) // PAGE
 
     def header(self) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class _LockedFile:
         return header
 
     def used(self) -> int:
-        """Return the number of used pages. All free pages follow them and begin with a space."""
+        """Return the number of used pages. All free pages follow them, and begin with a space."""
         # Find it by bisection. The header cannot store it, because header and page would have to
         # change at the same instant, and a kill between the two writes would make them
         # inconsistent.
@@ -172,7 +172,7 @@ class _LockedFile:
         os.pwrite(self._fd, page, number * PAGE)
 
     def replace(self, pages: Iterable[bytes], free: int, temporary: Path) -> None:
-        """Atomically replace the contents with `pages` and `free` empty pages. Keeps the lock."""
+        """Atomically replace the contents by `pages` and `free` empty pages, and keep the lock."""
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             # Lock it before the rename, because a rank that opens it must wait for this one.
@@ -233,11 +233,11 @@ def _header(about: dict[str, Any]) -> bytes:
 
 
 def sibling(path: Path, host: str) -> Path:
-    """Return the path of the timeline file on `host`, if rank 0 writes `path` on another host."""
+    """Return the path of the file that `host` writes if rank 0 writes `path` on another host."""
     safe = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in host)
     return path.with_name(f"{path.stem}.{safe}{path.suffix}")
 
 
 def siblings(path: Path) -> Sequence[Path]:
-    """Return the timeline files next to `path`, which the hosts without rank 0 have written."""
+    """Return the timeline files next to `path` that were written by hosts without rank 0."""
     return sorted(path.parent.glob(f"{path.stem}.*{path.suffix}"))

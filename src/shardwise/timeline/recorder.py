@@ -82,7 +82,7 @@ WAIT_BESIDE = "wait beside"
 
 
 class TimelineEvent(NamedTuple):
-    """An event. `began` and `ended` are nanoseconds on this host's monotonic clock."""
+    """An event. `began` and `ended` are times in nanoseconds on this host's monotonic clock."""
 
     row: Row
     name: str
@@ -132,8 +132,8 @@ class TimelineRecorder:
     def stepped(self, engine: int, number: int) -> None:
         """Record that step `number` of an engine has ended.
 
-        The step's recorded start is the end of the engine's previous step. For an engine's first
-        step, it is the end of the latest step of any engine.
+        The step's recorded start is the end of the engine's previous step. If it is the engine's
+        first step, its start is the end of the latest step of any engine.
         """
         now = time.monotonic_ns()
         about = {"step": number, "engine": engine}
@@ -147,7 +147,7 @@ class TimelineRecorder:
         """Record a wait in `call` that began at `since` (monotonic clock, in seconds).
 
         `missing` lists the ranks that had not arrived when the wait began. `beside` is True if the
-        waiting thread only communicates while another thread computes.
+        thread that waits only communicates while another thread computes.
         """
         began, now = int(since * 1e9), time.monotonic_ns()
         about = None
@@ -218,7 +218,7 @@ class Launched:
         self._began = time.monotonic_ns()
 
     def done(self) -> None:
-        """Record the collective. Call this when the result has arrived."""
+        """Record the collective. Must be called when the result has arrived."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             now = time.monotonic_ns()
@@ -256,14 +256,14 @@ def launched(
 
 
 def watch(watcher: Watcher) -> None:
-    """Attach the hooks of `watcher` whenever recording starts, and now if it has started."""
+    """Attach the hooks of `watcher` whenever recording starts, and now if it already has."""
     _watchers.add(watcher)
     if active is not None:
         watcher.attach()
 
 
 def unwatch(watcher: Watcher) -> None:
-    """Stop attaching the hooks of `watcher` when recording starts. Does not detach them."""
+    """Stop attaching the hooks of `watcher` when recording starts. Does not detach them now."""
     _watchers.discard(watcher)
 
 

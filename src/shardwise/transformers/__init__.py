@@ -2,7 +2,7 @@
 
 `from shardwise.transformers import Trainer` imports the Trainer.
 `SFT = shardwise.transformers.on(SFTTrainer)` converts another trainer class, and
-`prepare_trainer(trainer)` converts an object. Once this package is imported, creating
+`prepare_trainer(trainer)` converts a trainer object. Once this package has been imported, creating
 TrainingArguments joins the run.
 """
 

@@ -1,8 +1,9 @@
-"""Applies the DeepSpeed config in TrainingArguments. "auto" stands for another argument's value.
+"""Applies the DeepSpeed config in TrainingArguments.
 
     TrainingArguments(deepspeed="ds.json", ...)     # DeepSpeed need not be installed
 
-The config is hidden from transformers, which would otherwise pass it to DeepSpeed.
+In the config, "auto" stands for the value of another argument. The config is hidden from
+transformers, which would otherwise pass it to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class OptimizersOfJson:
     _created_lr_scheduler: bool
 
     def check_optimizers(self) -> None:
-        """Raise ConfigError if script and config both define an optimizer or both a schedule."""
+        """Raise ConfigError if an optimizer or a schedule is defined in both script and config."""
         job = job_of(self.args)
         if job is None:
             return
@@ -173,7 +174,7 @@ class OptimizersOfJson:
             raise duplicate_error(job, "scheduler", "the Trainer")
 
     def create_optimizer(self, model: Any = None) -> optim.Optimizer:
-        """Return the config's optimizer, for all trained parameters, or the trainer's own."""
+        """Return the config's optimizer over all trained parameters, or the trainer's own."""
         job = job_of(self.args)
         if self.optimizer is None and job is not None and job.optimizer is not None:
             trained = self.model if model is None else model

@@ -1,10 +1,10 @@
 """Implements `Trainer(exact_mean=True)`: every item of a step has the same weight.
 
-Items are the labels that count (not -100), or the samples if there are no class labels. The model
-receives the number of items in its micro-batch. Its loss is therefore the mean over these items,
-whether it divides a sum by that number or takes the mean itself. The backward pass is weighted by
-the same number. Nothing is divided by the number of micro-batches or multiplied by the number of
-ranks:
+Items are the labels that are not ignored (not -100), or the samples if there are no class labels.
+The model receives the number of items in its micro-batch. Its loss is therefore the mean over these
+items, whether it divides a sum by that number or computes the mean itself. The backward pass is
+weighted by the same number. Nothing is divided by the number of micro-batches or multiplied by the
+number of ranks:
 
     micro-batches of 5, 2 and 9 labels    with exact_mean       stock, model ignores the number
     loss of the second                    its mean, weight 2    its mean, same weight as the others
@@ -43,7 +43,7 @@ _UNSHIFTED = {
 
 
 class WeighingAccelerator(Accelerator):
-    """Accelerator of a Trainer with `exact_mean`.
+    """The Accelerator of a Trainer with `exact_mean`.
 
     `items` is the number of items over which the next backward pass's loss is averaged.
     """
@@ -120,7 +120,10 @@ class StepItems:
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
     def _labels(self, batch: Any, samples: int) -> Any:
-        """Return the number of labels that count, or `samples` if `batch` has no class labels."""
+        """Return the number of labels other than -100.
+
+        If `batch` has no class labels, return `samples`.
+        """
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
@@ -132,7 +135,7 @@ class StepItems:
     def _shifts_labels(self) -> bool:
         """Return whether the loss leaves out the first label of each row.
 
-        The trainer decides this by the name of the model class. It misses models such as
+        The trainer decides this by the name of the model class. Its rule misses models such as
         GPT2LMHeadModel, and is wrong for models such as BartForCausalLM.
         """
         model = unwrap_peft_model(self._trainer.model)
@@ -148,8 +151,8 @@ class StepItems:
     def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
         """Context manager in which losses are means over `batch`, weighted by its number of items.
 
-        Yields the number of items for the model, and a function that converts the loss to its part
-        of the step's loss, which the trainer averages over the workers.
+        Yields the number of items for the model, and a function. The function converts the loss to
+        its part of the step's loss, which the trainer averages over the workers.
         """
         found = [items for known, items in self._items if known is batch]
         if not found:
@@ -180,7 +183,7 @@ class StepItems:
         self._evaluated_loader = loader if is_prepared else None
 
     def evaluate_batch(self, step: Callable[..., Any], model: Any, batch: Any, *how: Any) -> Any:
-        """Run the trainer's `step` on an evaluation batch, and add its loss to the mean.
+        """Run the trainer's `step` on an evaluation batch, and add the batch's loss to the mean.
 
         If any rank's batch has repeated samples, all ranks recompute the loss without them.
         Collective.
@@ -225,8 +228,8 @@ class StepItems:
     def _means_of_one_batch(self) -> Iterator[None]:
         """Context manager in which the trainer uses each batch's own mean.
 
-        The trainer then neither sums items over workers nor divides losses by the accumulation
-        steps.
+        The trainer then does not sum items over workers, and does not divide losses by the number
+        of accumulation steps.
         """
         trainer, arguments = self._trainer, self._trainer.args
         before = arguments.average_tokens_across_devices, trainer.loss_is_scaled_for_ga

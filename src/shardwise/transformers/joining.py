@@ -34,7 +34,7 @@ def join_with_arguments() -> None:
 
 
 def check_arguments(arguments: Any, workers: int) -> None:
-    """Raise UsageError if a Trainer on engines does not support an argument."""
+    """Raise UsageError if an argument is not supported by a Trainer that runs on engines."""
     if arguments.n_gpu > 1:
         raise UsageError(
             f"This single process sees {arguments.n_gpu} GPUs, and Trainer would use "

@@ -1,4 +1,4 @@
-"""Makes Trainers from transformers, and from libraries based on it, train with engines."""
+"""Makes Trainers train with engines, in transformers and in libraries that are based on it."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Sharded(OptimizersOfJson):
 
     Args:
         *arguments: Arguments of the trainer, by position or by keyword.
-        exact_mean: If True, every label of a step counts once, as if a single process had the full
-            batch. If there are no class labels, every sample counts once. It may also be a function
-            that returns the number of items in a batch. Default: False.
+        exact_mean: If True, every label of a step has the same weight, just as if a single process
+            had the full batch. If there are no class labels, every sample has the same weight. It
+            may also be a function that returns the number of items in a batch. Default: False.
         **keywords: Shardwise settings, such as `zero=3`.
 
     Example:
@@ -253,7 +253,7 @@ def on(trainer: type[Any]) -> type[Any]:
 
 
 def prepare_trainer(trainer: Any, **settings: Any) -> Any:
-    """Make a trainer use engines, and return it. It must not have started training.
+    """Make a trainer use engines, and return it. The trainer must not have started training yet.
 
     Args:
         trainer: A transformers.Trainer, or an object of a derived class.

@@ -58,7 +58,7 @@ def fields_of(
 
 
 def opened(path: str | PathLike[str]) -> Save:
-    """Return the DeepSpeed save at `path`. Raises CheckpointError if it is not one."""
+    """Return the DeepSpeed save at `path`. Raises CheckpointError if there is none."""
     folder = find(Path(path))
     if folder is None:
         raise CheckpointError(
@@ -119,7 +119,7 @@ class SavedOptimizer:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return the optimizer's entry for checkpoint.json. Its class is "" (unknown)."""
+        """Return the optimizer's entry for checkpoint.json, with "" as its (unknown) class."""
         return {
             "class": "",
             "groups": [
@@ -138,8 +138,8 @@ def _read_optimizer(
 ) -> SavedOptimizer | None:
     """Return the optimizer in `save`, or None if no optimizer was saved.
 
-    At stage 0 the state is stored without parameter names, so parameters are identified by their
-    position in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the saved
+    At stage 0, the state is stored without parameter names, so parameters are identified by their
+    positions in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the saved
     groups differ from `groups`. See `fields_of` for the arguments.
     """
     optimizer = SavedOptimizer()
@@ -279,7 +279,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _step_count(key: str, value: Any, group: Mapping[str, Any]) -> Any:
-    """Convert `value` to a tensor if it is DeepSpeed Adam's step count, otherwise return it.
+    """Return `value` as a tensor if it is DeepSpeed Adam's step count, and unchanged otherwise.
 
     torch's optimizers store step counts as tensors.
     """

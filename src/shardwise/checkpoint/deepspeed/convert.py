@@ -32,7 +32,7 @@ Advance = Callable[[int], None]
 def place_of(out: Path) -> Path:
     """Return the path of the file to write.
 
-    This is `out`, or model.safetensors in `out` if it is a folder or has no suffix. Raises
+    This is `out`, or `out`/model.safetensors if `out` is a folder or has no suffix. Raises
     CheckpointError if the suffix is unknown.
     """
     if out.is_dir() or not out.suffix:
@@ -134,6 +134,6 @@ def _map_file(path: Path, spec: TensorSpec) -> Tensor:
 
 
 def _chunks(total: int) -> Iterator[tuple[int, int]]:
-    """Yield the first element and the length of each chunk of at most _CHUNK elements."""
+    """Yield the start index and the length of each chunk of at most _CHUNK elements."""
     for first in range(0, total, _CHUNK):
         yield first, min(_CHUNK, total - first)

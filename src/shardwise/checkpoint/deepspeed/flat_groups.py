@@ -1,7 +1,7 @@
 """Computes the positions of parameters in the flat partitions that DeepSpeed saves. No I/O.
 
 Stages 1 and 2 concatenate the parameters of a group and split the result into one partition per
-rank. Stage 3 splits each parameter separately; a rank's partition is the concatenation of its
+rank. Stage 3 splits each parameter separately, and a rank's partition is the concatenation of its
 parts:
 
     stages 1, 2   | first.weight   first.bia|s  second.weight  pad |     rank 0 | rank 1
@@ -18,7 +18,7 @@ from math import prod
 
 @dataclass(frozen=True)
 class Cut:
-    """Part of a parameter in one rank's partition.
+    """A part of a parameter in one rank's partition.
 
     The part starts at element `first` of the parameter and has `count` elements. Rank `rank` stores
     it in its partition, starting at element `at`.

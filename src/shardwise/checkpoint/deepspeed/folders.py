@@ -34,7 +34,7 @@ _PARTS = re.compile(r"(layer_[0-9]|expp_rank_|layer_[0-9]+_expert_).*_states\.pt
 
 @dataclass(frozen=True)
 class SaveFiles:
-    """Files of a save, by data-parallel rank.
+    """The files of a save, listed by data-parallel rank.
 
     Args:
         models: Files with the model.
@@ -52,10 +52,10 @@ class SaveFiles:
 
 
 def find(path: Path) -> Path | None:
-    """Return the folder of the DeepSpeed save that `path` refers to.
+    """Return the folder of the DeepSpeed save to which `path` refers.
 
-    This is `path` itself, the folder in it that its file `latest` names, or the only save in it.
-    Returns None if `path` is not a DeepSpeed checkpoint.
+    This is `path` itself, the subfolder that the file `latest` in `path` names, or the only save in
+    `path`. Returns None if `path` is not a DeepSpeed checkpoint.
 
     Raises:
         BrokenCheckpoint: `latest` names a folder that does not exist.
@@ -102,7 +102,7 @@ def files_of(folder: Path) -> SaveFiles:
 
     Raises:
         BrokenCheckpoint: A rank's file is missing.
-        CheckpointError: The model was split by something other than ZeRO.
+        CheckpointError: The model was split by a method other than ZeRO.
     """
     models: dict[int, Path] = {}
     optimizers: dict[int, Path] = {}
@@ -149,8 +149,8 @@ def _other_parallelism(folder: Path, name: str) -> CheckpointError:
 def as_written(folder: Path) -> Iterator[None]:
     """Context manager that converts errors from unexpected file contents to BrokenCheckpoint.
 
-    Such errors are TypeError, KeyError and the like. Code that reads an undamaged file can still
-    raise them if a value is missing or has an unexpected type.
+    Such errors are TypeError, KeyError and the like. Even if a file is not damaged, reading it can
+    raise them because a value is missing or has an unexpected type.
     """
     try:
         yield

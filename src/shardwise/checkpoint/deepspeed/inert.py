@@ -3,7 +3,8 @@
 A pickle refers to functions and classes by name. This loader calls only the functions in BUILDERS,
 which create tensors, sizes, ordered dicts, sets, bytes and numpy scalars. Any other name becomes a
 class without behaviour, whose instances only hold their attributes. Examples are DeepSpeed's
-LossScaler, ZeroStageEnum and fragment_address, and anything that users put into `client_state`.
+LossScaler, ZeroStageEnum and fragment_address, and any class of an object that users put into
+`client_state`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.errors import BrokenCheckpoint
 
 
 class Inert:
-    """Plain record of an object whose class is not loaded. Holds the object's attributes.
+    """A plain record that stands in for an object whose class is not loaded. Holds its attributes.
 
     Attributes:
         kind: Name of the class, including its module.
@@ -141,7 +142,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loads(data: bytes, more: Mapping[tuple[str, str], type[Inert]]) -> Any:
-    """Return the object in the plain pickle `data`, without running any code that it names.
+    """Return the object in the plain pickle `data`, without running any code that the pickle names.
 
     Raises UnpicklingError, or another error of the unpickler, if the pickle is damaged.
 

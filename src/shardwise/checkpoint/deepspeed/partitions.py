@@ -19,7 +19,7 @@ from shardwise.errors import BrokenCheckpoint, CheckpointError
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements `values` (1-D) of a tensor, starting at its element `first`."""
+    """Consecutive elements `values` (1-D) of a tensor, starting at the tensor's element `first`."""
 
     first: int
     values: Tensor
@@ -95,7 +95,10 @@ STAGE_3 = 3
 
 @dataclass(frozen=True)
 class Keys:
-    """A saved optimizer's keys for its fp32 partitions (`flats`) and its state_dict (`base`)."""
+    """The keys under which a saved optimizer stores its fp32 partitions and its state_dict.
+
+    `flats` is the key of the partitions, and `base` is the key of the state_dict.
+    """
 
     flats: str
     base: str
@@ -189,7 +192,7 @@ class Partitions:
 
         Args:
             flats: Flat tensors by rank, with the same layout as the group's partitions.
-            names: Maps parameter names to names in the reader. Parameters not in it are skipped.
+            names: Maps parameter names to names in the reader. Other parameters are skipped.
         """
         for name, cuts in self._cuts(group).items():
             if name in names:
@@ -215,7 +218,7 @@ class Partitions:
 
 
 def stage_of(folder: Path, saved: Mapping[int, Mapping[str, Any]]) -> int:
-    """Return the ZeRO stage of the `saved` partitions, or 0 if `saved` is empty.
+    """Return the ZeRO stage of the partitions in `saved`, or 0 if `saved` is empty.
 
     Raises CheckpointError if the stage is unknown.
     """
@@ -235,7 +238,7 @@ def check_count(folder: Path, saved: Mapping[int, Mapping[str, Any]], models: in
     """Raise BrokenCheckpoint if the number of files differs from the number of ranks.
 
     Args:
-        models: Number of model files at stage 3, otherwise None.
+        models: Number of model files at stage 3, or None at other stages.
     """
     counts = saved[0].get("partition_count", len(saved))
     # A list has one count per parameter group.

@@ -54,9 +54,9 @@ class Save:
     """A DeepSpeed save in `folder`, which is the folder of one tag. Tensors are read on demand.
 
     Attributes:
-        model: The model's tensors, in fp32 at stage 3, otherwise in the dtype used for training.
-        optimizer: The optimizer's state_dict at stage 0, otherwise None.
-        partitions: The optimizer's partitions at stages 1 to 3, otherwise None.
+        model: The model's tensors: in fp32 at stage 3, and otherwise in the dtype of the training.
+        optimizer: The optimizer's state_dict at stage 0, or None at other stages.
+        partitions: The optimizer's partitions at stages 1 to 3, or None at stage 0.
 
     Raises:
         CheckpointError: This kind of save is not supported.
@@ -111,7 +111,7 @@ class Save:
 
     @property
     def steps(self) -> int:
-        """Number of steps, including those skipped because of an overflow."""
+        """Number of steps, including steps that were skipped because of an overflow."""
         return self._count("global_steps")
 
     @property
@@ -154,7 +154,7 @@ class Save:
         return found
 
     def _read_pieces(self, found: FragmentReader, module: dict[str, Any]) -> None:
-        """Read a stage 3 save, which contains full buffers but only parts of each parameter."""
+        """Read a stage-3 save, which contains full buffers but only parts of each parameter."""
         for name in self._rank_0.get("buffer_names") or ():
             found.add_whole(name, module[name])
         for name, shape in (self._rank_0.get("frozen_param_shapes") or {}).items():
@@ -172,7 +172,7 @@ class Save:
             found.add_from(name, found, twin)
 
     def is_narrow(self, name: str) -> bool:
-        """Return whether parameter `name` was trained in a different dtype from its fp32 master."""
+        """Return whether parameter `name` was trained in a different dtype than its fp32 master."""
         spec = self.model.specs.get(name)
         return spec is not None and spec.dtype != "F32"
 
@@ -214,7 +214,7 @@ class Save:
     def fp32(self) -> FragmentReader:
         """Return the model's tensors, with fp32 master weights in place of 16-bit parameters.
 
-        A tied weight appears once. The masters in a stage 0 save are not used, because the save
+        A tied weight appears once. The masters in a stage-0 save are not used, because the save
         does not record which parameter each of them belongs to.
         """
         found = FragmentReader()

@@ -53,7 +53,7 @@ def tensors_of(
 
     Args:
         model_only: Leave out the optimizers.
-        all_names: Include a tied weight under all its names instead of only the first one.
+        all_names: Include a tied weight under all its names, and not only under the first one.
     """
     model, aliases = checkpoint.model, checkpoint.aliases
     found = {name: Leaf(model, name) for name in model.specs if all_names or name not in aliases}
@@ -155,8 +155,8 @@ def format_fingerprint(spec: TensorSpec, crc: str) -> str:
 def fingerprints(model: nn.Module | Mapping[str, Any]) -> dict[str, str]:
     """Return the fingerprint of each tensor of a model or state_dict, by name.
 
-    Two models with the same fingerprints are bit-identical. A server can use this to check that its
-    model has the bits that the trainer published.
+    Two models with the same fingerprints are bit-identical. A server can use this function to check
+    that its model has the bits that the trainer published.
 
     Args:
         model: A module, or tensors by name. Values that are not tensors are skipped.

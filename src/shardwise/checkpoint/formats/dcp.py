@@ -1,7 +1,7 @@
 """Reads torch's distributed checkpoints (DCP), without running any code that they name.
 
     checkpoint/.metadata        a pickle: names, shapes, chunks, and the place of each chunk
-    checkpoint/__R_N.distcp     chunks one after the other, each in the format of torch.save
+    checkpoint/__R_N.distcp     consecutive chunks, each in the format of torch.save
 
 FSDP, torchtitan, Lightning and Accelerate write this format. Megatron-Core does too, with its own
 layout of tensors (megatron.py). Source of the format: metadata.py, filesystem.py and
@@ -61,7 +61,7 @@ class _Properties(inert.Inert):
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a chunk: `length` bytes of the file `file`, starting at byte `offset`."""
+    """The place of a chunk: `length` bytes of the file `file`, starting at byte `offset`."""
 
     file: str
     offset: int
@@ -83,7 +83,8 @@ class _Chunk:
     def interval(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Return the range of flat elements that the box covers, or None if it is not contiguous.
 
-        The box is contiguous if all dims after its first dim larger than 1 are complete.
+        A box is contiguous if it has the tensor's full size in every dim after its first dim larger
+        than 1.
         """
         varied = next((d for d, size in enumerate(self.sizes) if size != 1), len(shape))
         if any(self.sizes[d] != shape[d] for d in range(varied + 1, len(shape))):
@@ -165,8 +166,8 @@ class DcpReader(TensorReader):
     def _locate(self, spec: TensorSpec, chunk: _Chunk) -> tuple[int, Tensor | None]:
         """Locate a chunk's elements.
 
-        Returns their byte position in the file, and None. If they were not saved in element order,
-        returns 0, and the elements in order.
+        Returns (byte position in the file, None) if they were saved in element order. Otherwise,
+        returns (0, tensor), where the tensor contains the elements in order.
         """
         place = chunk.place
         if place not in self._found:
@@ -297,7 +298,7 @@ def _parse_chunk(
 ) -> tuple[int | None, tuple[int, ...]]:
     """Return the byte position of a chunk's elements in the file, and the chunk's shape.
 
-    The position is None if the elements are not stored in order. torch must then load the chunk.
+    The position is None if the elements are not stored in order. If so, torch must load the chunk.
     """
     records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
     order = records.get("byteorder")
@@ -330,7 +331,7 @@ def _parse_chunk(
 
 
 def find(path: Path) -> Path | None:
-    """Return the DCP folder that `path` refers to, or None."""
+    """Return the DCP folder to which `path` refers, or None."""
     return path if path.is_dir() and os.path.lexists(path / METADATA) else None
 
 
@@ -338,7 +339,7 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
     """Open a DCP folder.
 
     Returns:
-        The reader; each key's path in the nested state_dict that was saved; the places of the
+        The reader, each key's path in the nested state_dict that was saved, and the places of the
         values that are not tensors.
 
     Raises:

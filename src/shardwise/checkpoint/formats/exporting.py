@@ -42,7 +42,7 @@ class Export:
     """An export: the checkpoint to write, and how to write it.
 
     Args:
-        checkpoint: The source. Rules may have changed it.
+        checkpoint: The source, to which rules may have been applied.
         out: The file or folder to write.
         dtype: Dtype of floating-point weights, or None to keep their dtypes.
         with_optimizer: Also write the optimizer state, step and schedulers.
@@ -55,7 +55,7 @@ class Export:
 
     @property
     def specs(self) -> list[TensorSpec]:
-        """The model's tensors as they are written, in their final dtypes and without aliases."""
+        """The model's tensors as they are written: in their final dtypes and without aliases."""
         found = []
         for name, spec in self.checkpoint.model.specs.items():
             if name in self.checkpoint.aliases:
@@ -67,7 +67,7 @@ class Export:
 
     @property
     def weights(self) -> MappedReader:
-        """The model's tensors. Parameters to write in a wider dtype come from fp32 masters."""
+        """The model's tensors. Parameters written in a wider dtype come from fp32 masters."""
         masters = {
             f"{key}": entry["master"]
             for optimizer in self.checkpoint.optimizers
@@ -121,7 +121,7 @@ def format_of(out: Path) -> str:
 def check(export: Export, to: str) -> Export:
     """Return the export that `write` writes. For a PEFT model, this is only the adapter.
 
-    Raises CheckpointError if it cannot be written: the format is unknown or cannot hold the
+    Raises CheckpointError if it cannot be written because the format is unknown or cannot hold the
     optimizer state, the source has no such state, or the path is not usable.
     """
     if to not in FORMATS:
@@ -499,7 +499,7 @@ def _on_meta(spec: TensorSpec) -> Tensor:
 
 
 def _lazy_planner() -> Any:
-    """Return a DCP planner class that reads each tensor only when it is written."""
+    """Return a DCP planner class that reads each tensor only when it writes it."""
     # torch imports half of torch.distributed for this class, so define it only if it is needed.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -528,7 +528,7 @@ FORMATS: dict[str, Callable[[Export, Advance], None]] = {
     "accelerate": _write_accelerate,
     "lightning": _write_lightning,
 }
-"""Formats that `--to` accepts, and the function that writes each."""
+"""The formats that `--to` accepts, each with the function that writes it."""
 
 OF_TRAINING = ("accelerate", "lightning")
 """Formats that always have the optimizer state."""

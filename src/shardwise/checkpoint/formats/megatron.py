@@ -64,9 +64,9 @@ _OPTIONS = ("lr", "betas", "eps", "weight_decay", "momentum")
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint folder that `path` refers to, or None.
+    """Return the checkpoint folder to which `path` refers, or None.
 
-    If `path` is the folder of a run, this is its newest checkpoint.
+    If `path` is the folder of a run, this is the run's newest checkpoint.
     """
     if (path / _LATEST).is_file():
         word = read_whole(path / _LATEST)[:40].decode("ascii", "replace").strip()
@@ -196,7 +196,7 @@ def _unstack(
 ) -> Iterator[tuple[str, Leaf]]:
     """Split a stacked tensor into layers. Yield each layer's name in the model and its tensor.
 
-    Yields a tensor that is not stacked unchanged.
+    If the tensor is not stacked, yields it unchanged.
 
     Args:
         key: Key of the weight.
@@ -205,7 +205,7 @@ def _unstack(
         stacks: Number of layers of each stack, by stack name. New stacks are added.
 
     Raises:
-        ValueError: The tensor has a different number of layers than others in its stack.
+        ValueError: The tensor and another one in its stack have different numbers of layers.
     """
     found = _STACKED.fullmatch(key)
     if found is None:
@@ -249,7 +249,7 @@ def _add_optimizer(
 ) -> None:
     """Add the optimizer to a checkpoint.
 
-    Adds a note instead if it is not certain which parameters its groups have.
+    If it is not certain which parameters the optimizer's groups have, add a note instead.
     """
     saved = list(_groups(common.get("optimizer")))
     groups: list[OptimizerGroup] = []
@@ -296,7 +296,7 @@ def _common_step(common: Mapping[str, Any]) -> Any:
 def _options_of(
     groups: Sequence[Mapping[str, Any]], name: str, shape: tuple[int, ...]
 ) -> dict[str, Any] | None:
-    """Return the options of the group that contains parameter `name`, or None if it is not certain.
+    """Return the options of the group that contains parameter `name`, or None if it is uncertain.
 
     Megatron does not decay biases and vectors: their group has wd_mult=0.
     """

@@ -9,7 +9,7 @@
     1000/lr_scheduler/, random/                                            not read
 
 A shard's metadata contains the full tensor's shape, and pairs of boxes. The first box of a pair is
-in the shard, the second is its place in the full tensor:
+in the shard, and the second is its place in the full tensor:
 "0,4,None|None,None,None#4,8,None|None,None,None;...". Source of the layout:
 nanotron/serialize/{weights,optimizer,metadata,utils}.py, nanotron/parallel/parameters.py and
 nanotron/optim/named_optimizer.py.
@@ -148,9 +148,9 @@ class _StateReader(TensorReader):
 
 
 def find(path: Path) -> Path | None:
-    """Return the checkpoint folder that `path` refers to, or None.
+    """Return the checkpoint folder to which `path` refers, or None.
 
-    If `path` is the folder of a run, this is its newest checkpoint.
+    If `path` is the folder of a run, this is the run's newest checkpoint.
     """
     if (path / _LATEST).is_file() and not (path / "model").is_dir():
         word = read_whole(path / _LATEST)[:40].decode("ascii", "replace").strip()
@@ -321,7 +321,7 @@ def _step(folder: Path) -> int | None:
 
 
 def _facts(path: Path) -> dict[str, str]:
-    """Return the model's head counts and rotary layout from its config, as in config.json."""
+    """Return the head counts and rotary layout in the model's config, in config.json's form."""
     if not path.is_file():
         return {}
     with reading(path, WHAT):

@@ -41,7 +41,7 @@ def fields_for(
     names: Names,
     groups: Groups,
 ) -> SetsAndFields:
-    """Return a checkpoint's tensor sets and checkpoint.json fields, with a model's names.
+    """Return a checkpoint's tensor sets and checkpoint.json fields, under a model's names.
 
     The fields are empty if the checkpoint has no optimizer.
 
@@ -75,7 +75,7 @@ def fields_for(
 def fields_alone(
     checkpoint: Checkpoint,
 ) -> SetsAndFields:
-    """Return a checkpoint's tensor sets and checkpoint.json fields, with the checkpoint's names.
+    """Return a checkpoint's tensor sets and checkpoint.json fields, under the checkpoint's names.
 
     Raises CheckpointError if the checkpoint identifies parameters by position, and the positions do
     not determine the names.
@@ -87,7 +87,7 @@ def fields_alone(
 
 
 def fields_of(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> SetsAndFields:
-    """Return the tensor sets and checkpoint.json fields for the optimizers `named`.
+    """Return the tensor sets and checkpoint.json fields for the optimizers in `named`.
 
     Their parameters must already have names.
     """
@@ -147,7 +147,7 @@ def fields_of(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> SetsAn
 
 
 def _step(checkpoint: Checkpoint, named: Sequence[SavedOptimizer]) -> int:
-    """Return the number of updates. If the checkpoint lacks it, use the optimizers' step counts."""
+    """Return the checkpoint's number of updates, or the optimizers' step count if it lacks one."""
     if checkpoint.step is not None:
         return checkpoint.step
     counts = [
@@ -269,8 +269,8 @@ def _by_name(
 def named_by_order(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOptimizer | None:
     """Name parameters by the order of the model's tensors. Returns None if this is ambiguous.
 
-    A state_dict and parameters() have the same order, except that a state_dict also has buffers.
-    The order is unambiguous if there is a single group, and its state fits the shapes of the
+    A state_dict and parameters() have the same order, except that a state_dict also contains
+    buffers. The order is unambiguous if there is a single group whose state fits the shapes of the
     model's tensors in only one way.
     """
     if not optimizer.is_by_position:
@@ -297,7 +297,7 @@ def named_by_order(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOp
 
 
 def _shape_of_state(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of the parameter that a state belongs to, or None if it is unknown."""
+    """Return the shape of the parameter to which a state belongs, or None if it is unknown."""
     for key, value in entry.items():
         if key in OF_ELEMENTS and isinstance(value, Leaf):
             return value.shape
@@ -307,7 +307,7 @@ def _shape_of_state(entry: Mapping[str, Any]) -> tuple[int, ...] | None:
 def _align(
     wanted: Sequence[tuple[int, ...] | None], shapes: Sequence[tuple[int, ...]]
 ) -> list[int] | None:
-    """Match `wanted`, in order, to the earliest possible positions in `shapes`.
+    """Match each element of `wanted`, in order, to the earliest possible position in `shapes`.
 
     None in `wanted` matches any shape. Returns the positions, or None if there is no match.
     """

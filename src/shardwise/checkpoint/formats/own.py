@@ -22,7 +22,7 @@ from shardwise.checkpoint.tools import OpenedCheckpoint
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the checkpoint `path`, or the newest one in it. Returns None if there is none."""
+    """Open the checkpoint at `path`, or the newest one in `path`. Returns None if there is none."""
     if not path.is_dir() or not (os.path.lexists(path / DOCUMENT) or complete(path)):
         return None
     opened = OpenedCheckpoint(path)

@@ -1,4 +1,4 @@
-"""Recognises the format of a file or folder, and opens it."""
+"""Detects the format of a file or folder, and opens it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_checkpoint(
 
     Args:
         path: A file or folder.
-        formats: Functions that open one format each, tried in order.
+        formats: Functions that each open one format. They are tried in order.
 
     Raises:
         CheckpointError: `path` does not exist or has no known format.
@@ -93,8 +93,8 @@ def open_checkpoint(
 def training_format(folder: Path) -> str | None:
     """Return the name of the library whose training checkpoint is in `folder`, or None.
 
-    A model without an optimizer is not a training checkpoint. Reads no file except DeepSpeed's
-    `latest`.
+    A model without an optimizer is not a training checkpoint. No file except DeepSpeed's `latest`
+    is read.
     """
     if find_deepspeed(folder) is not None:
         return "DeepSpeed"

@@ -47,14 +47,14 @@ class Rule:
 
     Args:
         text: The rule as the user wrote it, for messages.
-        old: Patterns of the names in the source. Several for a fuse.
-        new: Patterns of the new names. Several for a split.
+        old: Patterns of the names in the source. Several if the rule fuses tensors.
+        new: Patterns of the new names. Several if the rule splits a tensor.
         dim: Dim along which tensors are split or fused.
         sizes: Relative sizes of the parts, or () if they are equal.
         groups: Number of groups along `dim`. Each group contains all parts.
         transpose: True to transpose the matrix.
-        rope: Number of heads whose rows are reordered from pairs to halves. A negative number
-            reorders them from halves to pairs. 0: not reordered.
+        rope: Number of heads whose rows are reordered from pairs to halves. If it is negative, they
+            are reordered from halves to pairs. If it is 0, they are not reordered.
         map: Name of the built-in map that contains the rule, or "".
     """
 
@@ -423,7 +423,7 @@ def _built_in(name: str, numbers: _Numbers) -> list[Rule]:
 
 @dataclass(frozen=True)
 class Change:
-    """The effect of a map on one tensor, or on several tensors that it fuses.
+    """The effect of a map on one tensor, or on several tensors that the map fuses.
 
     Args:
         rule: The rule that matches, or None.
@@ -445,8 +445,8 @@ def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) ->
         optional: True to accept rules that match no tensor.
 
     Raises:
-        CheckpointError: Two tensors would get the same name, a fuse lacks a part, or a rule matches
-            no tensor.
+        CheckpointError: Two tensors would get the same name, a part of a fused tensor is missing,
+            or a rule matches no tensor.
     """
     known, done, used = set(names), set[str](), set[str]()
     # A rule for one whole name is found by that name, because there may be one per tensor.
@@ -509,7 +509,7 @@ def _match(rule: Rule, name: str) -> Change | None:
 
 
 def _escape(pattern: str) -> str:
-    """Escape a pattern for `re`, except its {slots}. A slot may appear only once."""
+    """Escape a pattern for `re`, except for its {slots}. A slot may appear only once."""
     parts = _SLOT.split(pattern)
     return "".join(
         f"{{{part}}}" if number % 2 else re.escape(part) for number, part in enumerate(parts)
@@ -517,7 +517,7 @@ def _escape(pattern: str) -> str:
 
 
 class ChangedReader(TensorReader):
-    """Reads tensors that rules change. Caches only the result of the last change."""
+    """Reads tensors to which rules are applied. Caches only the result of the last change."""
 
     def __init__(self) -> None:
         self.specs: dict[str, TensorSpec] = {}

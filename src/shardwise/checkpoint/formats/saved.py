@@ -31,7 +31,7 @@ SetsAndFields = tuple[dict[str, TensorReader], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A checkpoint's tensor, called `name` in `reader`. Its values are read on demand."""
+    """A checkpoint's tensor, named `name` in `reader`. Its values are read on demand."""
 
     reader: TensorReader
     name: str
@@ -70,7 +70,7 @@ class MappedReader(TensorReader):
 
 
 class LastValue:
-    """Caches the last tensor that readers computed, because tensors are read in parts."""
+    """Caches the last tensor that readers computed, because a tensor is read in several parts."""
 
     def __init__(self) -> None:
         self._kept: tuple[Any, Tensor] | None = None
@@ -157,14 +157,14 @@ class Checkpoint:
         seed: The seed of the run, or None.
         aliases: Maps further names of tied weights to names in `model`.
         averages: Other sets of weights in the source, such as moving averages, by name.
-        facts: Further facts that the source states about itself, for display.
+        facts: Further information that the source contains about itself, for display.
         notes: Sentences about contents that the source lacks or that are not read.
         config: Small files of the model, such as config.json, by name.
-        damages: Checks a rank's share of the files, and yields one sentence per damage. Called with
-            the index of the rank and the number of ranks.
+        damages: Checks a rank's share of the files, and yields one sentence per damaged item.
+            Called with the index of the rank and the number of ranks.
         resolve: Returns the tensor sets and the fields of checkpoint.json for a model. Default:
             `optimizers.fields_for`.
-        has_checksums: False if the format has no checksums, so `damages` finds nothing.
+        has_checksums: False if the format has no checksums, so that `damages` finds nothing.
     """
 
     format: str
@@ -206,8 +206,8 @@ class Checkpoint:
 def reading(path: Path, what: str) -> Iterator[None]:
     """Context manager that converts errors from unexpected file contents to BrokenCheckpoint.
 
-    Such errors are TypeError, KeyError and the like. Code that reads an undamaged file can still
-    raise them if a value is missing or has an unexpected type.
+    Such errors are TypeError, KeyError and the like. Even if a file is not damaged, reading it can
+    raise them because a value is missing or has an unexpected type.
 
     Args:
         what: Name of the format, for the message.

@@ -82,7 +82,7 @@ def load(path: Path) -> tuple[Any, str]:
 
 
 def objects_in(tree: Any) -> list[str]:
-    """Return each top-level key whose value is an object of an unknown class, with the class."""
+    """Return each top-level key whose value is an object of an unknown class, and that class."""
     return [
         f"{key!s:.40} ({value.kind})" for key, value in tree.items() if isinstance(value, Inert)
     ]
@@ -116,7 +116,7 @@ def as_tree(content: Any, path: Path) -> tuple[Any, MemoryReader]:
 def find_aliases(checkpoint: Checkpoint, memory: MemoryReader) -> dict[str, str]:
     """Return a map from each further name of a tied weight to its first name.
 
-    torch.save stores shared memory once, so tied weights share memory after a load.
+    torch.save stores shared memory once, so tied weights share memory after loading.
     """
     first: dict[Any, str] = {}
     aliases: dict[str, str] = {}

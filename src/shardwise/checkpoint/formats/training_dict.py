@@ -63,9 +63,10 @@ class Unread:
 
 
 def nest(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Return nested dicts, given their values by path. A list index in a path becomes an int key.
+    """Return nested dicts for the values in `entries`, which are keyed by path.
 
-    Raises ValueError if two values, or a value and a dict, have the same path.
+    A list index in a path becomes an int key. Raises ValueError if two values, or a value and a
+    dict, have the same path.
     """
     tree: dict[Any, Any] = {}
     for path, value in entries.items():
@@ -135,7 +136,7 @@ def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
 
 
 def _of_average(weights: Mapping[Any, Any]) -> dict[str, Leaf]:
-    """Return a model's tensors, without the extra entries that averaging classes add.
+    """Return a model's tensors, without the additional entries that averaging classes add.
 
     torch's AveragedModel has `module.NAME` and a counter. ema_pytorch has `ema_model.NAME`, the
     trained weights as `online_model.NAME`, and counters.
@@ -151,7 +152,7 @@ def _of_average(weights: Mapping[Any, Any]) -> dict[str, Leaf]:
 def _entries(
     levels: Sequence[Mapping[Any, Any]], model: Mapping[Any, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield all entries of the dicts `levels` except tensors and the model, outermost first."""
+    """Yield all entries of the dicts in `levels` except tensors and the model, outermost first."""
     for level in levels:
         for key, value in level.items():
             if isinstance(key, str) and value is not model and not isinstance(value, Leaf):
@@ -171,7 +172,7 @@ def is_weights(tree: Any) -> bool:
 
 
 def _find_model(tree: Any, depth: int = 0) -> tuple[Mapping[Any, Any] | None, list[Any]]:
-    """Return the model's state_dict in `tree`, or None, and the dicts that enclose it."""
+    """Return the model's state_dict in `tree` (None if there is none), and the dicts around it."""
     if is_weights(tree):
         return tree, []
     if not isinstance(tree, Mapping) or depth == _DEEPEST:
@@ -250,7 +251,7 @@ def _scale(levels: Sequence[Mapping[Any, Any]]) -> tuple[float, int] | None:
 
 
 def _schedulers(value: Any, path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the schedulers' states that can be stored, by name."""
+    """Return the states of the schedulers, by name, except those that cannot be stored."""
     states = value if isinstance(value, list | tuple) else [value]
     # Composer stores schedulers by class, and DCP stores lists as dicts.
     if isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values()):

@@ -34,8 +34,8 @@ class Check:
     Attributes:
         name: Name of the row.
         shown: Value of the row for this host.
-        fault: Reason why a run would fail, and a remedy ("" if it would not).
-        advice: Reason why a run might be slow or misleading, and a remedy ("" otherwise).
+        fault: Why a run would fail, and what to do about it ("" if it would not fail).
+        advice: Why a run might be slow or misleading, and what to do about it ("" otherwise).
     """
 
     name: str
@@ -63,7 +63,7 @@ def of_host(settings: Settings) -> list[Check]:
 
 
 def tested(installed: str) -> Check:
-    """Check whether the `installed` version of torch is in the range that the tests cover.
+    """Check whether torch's version, `installed`, is in the range that the tests cover.
 
     Only minor versions are compared, so a patch release of a tested version is in the range.
     """

@@ -40,12 +40,12 @@ def table(hosts: Hosts) -> Table:
 
 
 def faults(hosts: Hosts) -> list[str]:
-    """Return the reasons why a run would fail, each with a remedy."""
+    """Return why a run would fail: one line per reason, with a remedy."""
     return [*_said(hosts, "fault"), *_versions(hosts)]
 
 
 def advice(hosts: Hosts) -> list[str]:
-    """Return the reasons why a run might be slow or misleading, each with a remedy."""
+    """Return why a run might be slow or misleading: one line per reason, with a remedy."""
     return _said(hosts, "advice")
 
 

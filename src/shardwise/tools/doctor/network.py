@@ -30,7 +30,7 @@ REACH = 3.0
 
 SMALL, SMALL_TIMES = 1024, 30
 LARGE, LARGE_TIMES = 2**22, 5
-"""Number of elements and of repetitions, for the small and the large buffer."""
+"""Numbers of elements and repetitions for the small and the large buffer."""
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -45,7 +45,7 @@ class ListeningHost:
 
 
 class Unreachable(Exception):
-    """Raised if hosts cannot connect to each other. `lines` name the hosts and the remedies."""
+    """Raised if hosts cannot connect to each other. `lines` name the hosts and suggest remedies."""
 
     def __init__(self, lines: list[str]) -> None:
         super().__init__("; ".join(lines))
@@ -111,7 +111,7 @@ def _failure(host: ListeningHost) -> str | None:
 
 
 def check(identity: Identity) -> list[Check]:
-    """Return a check that shows successful connections between hosts, or none for a single host.
+    """Return a check that reports successful connections between hosts, or [] for a single host.
 
     `connect_all` has already raised an error if a connection failed.
     """
@@ -125,7 +125,7 @@ class Speed:
     """The speed of all-reduce.
 
     `latency` is the time for 4 KB in seconds. `bandwidth` is the bus bandwidth for 16 MB in
-    bytes/s. It counts the bytes that each rank must send with any algorithm.
+    bytes/s. It counts only the bytes that each rank has to send whatever the algorithm.
     """
 
     latency: float

@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import partition, schedule
 
 @dataclass(frozen=True)
 class TimedLayer:
-    """A layer with its seconds per step, and the bytes that it sends to the next layer."""
+    """A layer, its time per step in seconds, and the bytes that it sends to the next layer."""
 
     name: str
     parameters: int
@@ -36,7 +36,7 @@ class TimedLayer:
 
     @property
     def time(self) -> float:
-        """Total seconds per step in the forward and backward pass."""
+        """The total time per step of the forward and backward passes, in seconds."""
         return self.forward + self.backward
 
 
@@ -180,8 +180,8 @@ def idle_times(
 ) -> tuple[int, float, float] | None:
     """Return the number of stages and the workers' idle fractions under schedule `name`.
 
-    The first fraction is for the measured layers, the second for stages with equal times. Returns
-    None if the schedule cannot be used.
+    The first fraction is for the measured layers, and the second is for stages that all take the
+    same time. Returns None if the schedule cannot be used.
     """
     stages = request.pipeline * (2 if name == "interleaved" else 1)
     # Some schedules need a multiple of the pipeline size. Require it for all of them, so that they

@@ -88,7 +88,7 @@ def _measure(ranks: int, on_made: Callable[..., None]) -> list[dict[str, Any]]:
 
 
 def as_toml(measurements: dict[int, list[dict[str, Any]]], day: str) -> str:
-    """Return a catalogue file, dated `day`, with `measurements` (by number of ranks)."""
+    """Return the text of a catalogue file for `measurements` (by number of ranks), dated `day`."""
     parts = [f'[sources.measured]\ntext = "shardwise plan --calibrate"\ndate = "{day}"\n']
     for ranks, lines in measurements.items():
         parts += _device(ranks, lines)
@@ -140,9 +140,9 @@ def _device(ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
 def _link(name: str, ranks: int, lines: Sequence[dict[str, Any]]) -> list[str]:
     """Return the TOML lines for the link between ranks.
 
-    The bandwidth is the slope between the smallest and the largest message. The latency per hop
-    follows from the rest of the smallest message's time. With one rank, the link is a placeholder
-    that is never used.
+    The bandwidth is the slope between the smallest and the largest message. The latency per hop is
+    derived from the remaining time of the smallest message. With one rank, the link is a
+    placeholder that is never used.
     """
     reduced = sorted((x["size"], x["seconds"]) for x in lines if x["kind"] == "all_reduce")
     bandwidth, latency = 1.0, 1.0

@@ -79,7 +79,7 @@ def _measured(world: World) -> Iterator[dict[str, Any]]:
 
 
 def _timed(work: Callable[[], object], device: torch.device, least: float = LEAST) -> float:
-    """Return the shortest time of `work` over at least `least` seconds and three repetitions.
+    """Return the shortest time of `work` over at least three runs and at least `least` seconds.
 
     The shortest time is the best estimate, because other load can only slow `work` down.
     """
@@ -100,7 +100,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _launch(device: torch.device) -> float:
-    """Return the host time in seconds to launch an operation."""
+    """Return the time in seconds that the host needs to launch an operation."""
     # With a single element, the kernel itself takes practically no time.
     small = torch.ones(1, device=device)
 
@@ -184,7 +184,7 @@ def _hidden(world: World) -> float:
 
 
 def _disk() -> float:
-    """Return the seconds to write and sync a file in the working folder, then read it back."""
+    """Return the time in seconds to write and sync a file in the current directory and read it."""
     # Use random bytes, because some file systems and disks compress data.
     chunk = os.urandom(2**20) * 8
     with tempfile.NamedTemporaryFile(dir=".") as file:

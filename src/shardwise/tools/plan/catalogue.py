@@ -96,7 +96,7 @@ class Device:
         per_host: Devices per host.
         numbers: Values by name (see SCALES), in bytes, bytes/s, FLOP/s, watts or dollars per hour.
         curves: Efficiency as a fraction of the peak: "matmul" as a function of an operation's
-            GFLOP, "memory" as a function of the megabytes that it moves.
+            size in GFLOP, "memory" as a function of the number of megabytes that it moves.
         launch: Time to launch an operation, in seconds.
         sources: Source of each value.
         aliases: Other names of the device.

@@ -12,8 +12,8 @@ class Choice:
     """A candidate configuration: the placement of the states, and the mesh of devices.
 
     It uses `data` x `tensor` x `pipeline` devices. In each step, each of the `data` replicas runs
-    `micro_batches` backward passes of `micro_batch` samples. With `context`, replicas share
-    samples, and each has a part of every sequence.
+    `micro_batches` backward passes of `micro_batch` samples. If `context` is above 1, replicas
+    share samples, and each has a part of every sequence.
     """
 
     row: Placement
@@ -40,7 +40,7 @@ class Choice:
 
     @property
     def stages_per_rank(self) -> int:
-        """The default number of pipeline stages per rank, used without `--stages`."""
+        """The default number of pipeline stages per rank, which applies without `--stages`."""
         return 2 if self.schedule == "interleaved" else 1
 
     @property

@@ -25,8 +25,8 @@ from shardwise.tools.plan.stages import Bytes, UnitWork, step_times
 CALIBRATED, CATALOGUE, ASSUMED = 0.55, 0.20, 0.40
 """Error bands of an estimate, as fractions. CALIBRATED applies to a machine measured with
 --calibrate. It is rounded up from 52.9 %, the largest step-time error in docs/plan_accuracy.md, so
-that page is no independent check of it. CATALOGUE applies to devices with a published measured
-efficiency, ASSUMED to devices with an assumed one."""
+that page does not check it independently. CATALOGUE applies to devices with a published measured
+efficiency, and ASSUMED applies to devices with an assumed one."""
 
 BEFORE, AFTER = -2, -1
 """Numbers of the two extra units, for operations before the first unit and after the last."""
@@ -45,7 +45,7 @@ PEAKS = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "f
 def step_estimate(record: StepRecord, choice: Choice, cluster: Cluster) -> Estimate:
     """Return the estimated time of one step with `choice`.
 
-    `record` is a micro-batch with the size and recomputation that `choice` specifies. Raises
+    `record` is a micro-batch that was observed with the size and recomputation of `choice`. Raises
     ConfigError if the catalogue lacks a value that the estimate needs.
     """
     run = parallelism_of(choice)
@@ -89,7 +89,8 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
 
     16-bit parameters have fp32 masters, and their gradients are reduced in fp32. An update reads
     the gradient twice (once for the norm), clears it, and reads and writes each state. With 16-bit
-    parameters, it also writes the parameter itself. State in 8 bits is expanded and rounded, too.
+    parameters, it also writes the parameter itself. An update also expands 8-bit state and rounds
+    it again.
     """
     trained = [each for each in record.parameters if each.group >= 0]
     elements = sum(each.numel for each in trained) or 1
@@ -159,7 +160,7 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
 
 
 def _placed(record: StepRecord) -> dict[tuple[int, str], list[Operation]]:
-    """Return operations by unit and phase. Those outside units are under BEFORE or AFTER."""
+    """Return operations by unit and phase. Operations outside units are under BEFORE or AFTER."""
     inside = [number for number, each in enumerate(record.operations) if each.unit >= 0]
     first, last = (inside[0], inside[-1]) if inside else (0, -1)
     placed: dict[tuple[int, str], list[Operation]] = defaultdict(list)
@@ -186,10 +187,10 @@ def _outputs(record: StepRecord) -> dict[int, int]:
 def _exchanges(
     record: StepRecord, run: Parallelism, cluster: Cluster
 ) -> dict[tuple[int, str], float]:
-    """Return the seconds that each unit and phase spends exchanging tokens with other ranks.
+    """Return the seconds that each unit and phase spends on exchanges with other ranks.
 
-    The exchanges are those with the ranks that hold experts, and those of attention over sequences
-    that are split across ranks.
+    In these exchanges, layers with experts send tokens to the ranks that hold the experts, and
+    attention sends parts of sequences that are split across ranks.
     """
     seconds: dict[tuple[int, str], float] = defaultdict(float)
     # A recomputation sends the tokens again.
@@ -212,9 +213,9 @@ def _exchanges(
 def _parameters(
     record: StepRecord, expert: int
 ) -> tuple[dict[int, float], dict[int, float], dict[int, float], dict[int, float]]:
-    """Return four maps from units to parameter elements: all, trained, experts', and in 4 bits.
+    """Return four maps from units to parameter elements: all, trained, experts', and 4-bit.
 
-    If experts are spread over `expert` ranks, only the third map includes them.
+    If experts are spread over `expert` ranks, only the third map includes their elements.
 
     A parameter outside units belongs to BEFORE (for example an embedding) if its gradient is
     complete only after the backward pass of all units, and to AFTER otherwise.
@@ -239,7 +240,7 @@ def _parameters(
 
 
 def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[Work]:
-    """Return the operations' work on one of `tensor` devices, without views, which are free."""
+    """Return the work of one of `tensor` devices. Views are omitted because they are free."""
     works = []
     for each in operations:
         if not each.flops and not each.bytes:

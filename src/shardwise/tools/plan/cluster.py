@@ -63,7 +63,7 @@ def parse_cluster(text: str, catalogue: Catalogue) -> Cluster:
 
 
 def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
-    """Return this machine as a cluster, as measured with the given number of ranks (default 1)."""
+    """Return this machine as a cluster, as measured with the given rank count (default 1)."""
     ranks = counts[0] if counts else 1
     # Ranks share cores, memory and links, so measurements with n ranks cannot be scaled to a
     # different number of ranks.
@@ -77,7 +77,7 @@ def _here(text: str, counts: list[int], catalogue: Catalogue) -> Cluster:
 
 
 def name_here(ranks: int) -> str:
-    """Return the catalogue's name for this machine, measured with `ranks` concurrent ranks."""
+    """Return the catalogue's name for this machine as measured with `ranks` concurrent ranks."""
     return HERE if ranks == 1 else f"{HERE}-{ranks}"
 
 
@@ -95,7 +95,7 @@ def _counts(text: str) -> tuple[list[int], str]:
 
 
 def _filled(text: str, total: int, device: Device) -> tuple[int, int]:
-    """Return the number of hosts and the devices per host, for `total` devices."""
+    """Return the number of hosts and the number of devices per host for `total` devices."""
     if total <= device.per_host:
         return 1, total
     if total % device.per_host:

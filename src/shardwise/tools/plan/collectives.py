@@ -36,7 +36,7 @@ class Group:
 
 
 def group_of(cluster: Cluster, ranks: int, stride: int) -> Group:
-    """Return a group of `ranks` ranks, with `stride` between consecutive rank numbers.
+    """Return a group of `ranks` ranks whose rank numbers are `stride` apart.
 
     Ranks are assigned to hosts in order. The ranks of a tensor group (stride 1) are therefore
     adjacent, and the ranks of a data group are one replica apart.
@@ -62,7 +62,7 @@ transfers as a reduce-scatter, in reverse."""
 
 
 def all_reduce_seconds(count: float, group: Group) -> float:
-    """Return the time in seconds to all-reduce `count` bytes, using the faster of ring and tree."""
+    """Return the time in seconds to all-reduce `count` bytes by ring or tree (the faster one)."""
     if group.ranks == 1 or not count:
         return 0.0
     # A ring all-reduce is a reduce-scatter followed by an all-gather.
@@ -72,7 +72,7 @@ def all_reduce_seconds(count: float, group: Group) -> float:
 
 
 def all_to_all_seconds(count: float, group: Group) -> float:
-    """Return the time in seconds of an all-to-all in which each rank divides `count` bytes."""
+    """Return the time in seconds of an all-to-all in which each rank distributes `count` bytes."""
     if group.ranks == 1 or not count:
         return 0.0
     # Each rank sends over its own links, to the ranks of its host and of other hosts at once.

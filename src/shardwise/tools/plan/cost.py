@@ -16,9 +16,9 @@ class Cost:
     """The cost of a run.
 
     Days and dollars have a lower and an upper bound. Dollars are based on the catalogue's lowest
-    and highest price per hour, and are None if it has no price. `kwh` assumes that devices and
-    hosts run at full power, and excludes cooling and network. It is None if the catalogue lists no
-    power.
+    and highest prices per hour, and are None if it lists no price. `kwh` assumes that devices and
+    hosts run at full power, and excludes cooling and the network. It is None if the catalogue does
+    not list their power.
     """
 
     days: float
@@ -39,7 +39,7 @@ class Cost:
 def cost_of(
     seconds: float, error: float, steps: float, cluster: Cluster, devices: int | None = None
 ) -> Cost:
-    """Return the cost of `steps` steps of `seconds` each.
+    """Return the cost of `steps` steps that take `seconds` each.
 
     The steps run on `devices` devices of `cluster`, or on all of them if `devices` is None. `error`
     is the error band of `seconds`, as a fraction.
@@ -67,9 +67,9 @@ def cost_of(
 
 
 def is_within(cost: Cost, days: float | None, dollars: float | None) -> bool:
-    """Return whether the midpoint estimates of `cost` are within `days` and `dollars`.
+    """Return whether the midpoint estimates of `cost` are within the limits `days` and `dollars`.
 
-    None means no limit. An unknown price counts as within the budget.
+    A limit of None means no limit. An unknown price counts as within the limit.
     """
     if days is not None and cost.days > days:
         return False

@@ -1,7 +1,7 @@
 """Collects an engine's units, parameter groups and parameters before its first forward pass.
 
 It also reduces a model to the first tensor-parallel rank's part, with the engine's own rules and
-checks. The other ranks do not exist: collectives with them only return tensors of the correct
+checks. The other ranks do not exist: a collective with them only returns a tensor of the correct
 shape.
 """
 
@@ -51,7 +51,7 @@ class ObservedParameter:
 
 @dataclass(frozen=True)
 class SpecNotes:
-    """The names of an engine's units, its parameter groups and its parameters.
+    """An engine's unit names, parameter groups and parameters.
 
     `modules` maps each module that is a unit to the unit's number.
     """
@@ -193,7 +193,10 @@ def recorded(each: ObservedParameter) -> ParameterRecord:
 
 
 def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Replace the parameters of `module` as mapped by `replaced`, including those in lists."""
+    """Replace the parameters of `module`, including parameters in lists.
+
+    `replaced` maps each old parameter to its replacement.
+    """
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter in replaced:
             module._parameters[key] = replaced[parameter]
@@ -207,7 +210,7 @@ def replace_in(module: nn.Module, replaced: Mapping[nn.Parameter, nn.Parameter])
 
 
 class AbsentRanks(Solo):
-    """A stand-in for a group of `size` ranks, of which only the first exists."""
+    """A stand-in for a group of `size` ranks, only the first of which exists."""
 
     def __init__(self, size: int) -> None:
         # Collectives of Solo, a group of one rank, return their input. So shapes are correct, and
@@ -217,9 +220,9 @@ class AbsentRanks(Solo):
 
 
 class AbsentParts(AbsentRanks):
-    """A stand-in for a context group of `size` ranks, of which only the first exists.
+    """A stand-in for a context group of `size` ranks, only the first of which exists.
 
-    Calls `note` with the number of bytes of each exchange.
+    Each exchange passes its number of bytes to `note`.
     """
 
     def __init__(self, size: int, note: Callable[[int], None]) -> None:

@@ -53,7 +53,7 @@ def rnn_layer(
 
     torch's own fake implementation saves nothing for the backward pass. Every real implementation
     saves the four gates and cell state of each step, and the initial cell state. The rest of
-    oneDNN's workspace is not included, because it depends on this CPU's kernel.
+    oneDNN's workspace is not included, because its size depends on the kernel for this CPU.
     """
     del weight0, weight1, weight2, weight3, reverse, sizes, mode, rest
     length, batch, _ = source.shape

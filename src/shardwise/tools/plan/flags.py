@@ -132,7 +132,7 @@ def _plan(
 
 
 def _check_outputs(json_file: Path | None, page: str | None) -> None:
-    """Raise LaunchError if the outputs cannot be written. Called before the script is observed."""
+    """Raise LaunchError if the output files cannot be written. Runs before the observation."""
     if json_file is not None and json_file.is_dir():
         raise LaunchError(f"--json {json_file} is a folder: name a file in it.")
     if json_file is not None and not json_file.parent.is_dir():

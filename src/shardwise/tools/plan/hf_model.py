@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _config(path: Path) -> tuple[Any, Any]:
-    """Return the model configuration in `path`, and the function that builds the model."""
+    """Return the model config that `path` contains, and the function that builds the model."""
     # transformers is an optional dependency, so importing this module must not import it.
     transformers: Any = __import__("transformers")
     content = json.loads(path.read_text())

@@ -68,11 +68,10 @@ class LaidBucket:
 class StateLayout:
     """The buckets of a record with placement `row` on `ranks` ranks.
 
-    `frozen` are buckets of frozen parameters, which exist only if parameters are sharded or in 4
-    bits. `apart`
-    is True if devices have their own memory, so that the tier `cpu` is separate from it. Experts
-    are spread over groups of `expert` ranks. The layout applies to the last rank of a group, which
-    has the most experts.
+    `frozen` are buckets of frozen parameters, which exist only if parameters are sharded or stored
+    in 4 bits. `apart` is True if devices have their own memory, so that the tier `cpu` is separate
+    from it. Experts are spread over groups of `expert` ranks. The layout applies to the last rank
+    of a group, which has the most experts.
     """
 
     record: StepRecord
@@ -84,7 +83,7 @@ class StateLayout:
     expert: int = 1
 
     def bytes_by_state(self, rank: int) -> dict[str, int]:
-        """Return each state's bytes on `rank`, on any tier, as in `engine.describe()`.
+        """Return the bytes of each state on `rank`, on all tiers, as in `engine.describe()`.
 
         Optimizer state is included even if the optimizers have not created it yet.
         """
@@ -94,7 +93,7 @@ class StateLayout:
         return by_state
 
     def bucket_bytes(self, bucket: LaidBucket, rank: int) -> tuple[int, int, int]:
-        """Return the bytes of one bucket on `rank`, in the order of STATES."""
+        """Return the bytes of each state of one bucket on `rank`, in the order of STATES."""
         share = bucket.share(rank)
         updated = share if self.row.is_sharded("optimizer") else bucket.layout.numel
         held = share if self.row.is_sharded("parameters") else bucket.layout.numel
@@ -114,8 +113,8 @@ class StateLayout:
     def _has_master(self, bucket: LaidBucket) -> bool:
         """Return whether the update needs a master copy of the parameters.
 
-        It does if the parameters are 16-bit, or if only one of parameters and optimizer state is
-        offloaded.
+        It does if the parameters are 16-bit, or if either the parameters or the optimizer state are
+        offloaded, but not both.
         """
         optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
         away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]
@@ -124,8 +123,8 @@ class StateLayout:
     def staging_bytes(self, rank: int) -> int:
         """Return the bytes of the buffers through which `rank` accesses states on disk.
 
-        There are three span buffers for each state tensor that is in use at once, and one spare
-        buffer (see storage_factory).
+        There are three span buffers for each state tensor that is in use at the same time, and one
+        spare buffer (see storage_factory).
         """
         return sum(self._staging(state, rank) for state in STATES)
 
@@ -153,7 +152,7 @@ class StateLayout:
 
     @property
     def unlaid_bytes(self) -> int:
-        """The bytes of frozen parameters outside buckets. Every rank has a full copy of them."""
+        """The size in bytes of frozen parameters outside buckets. Every rank has a full copy."""
         laid = self.row.is_sharded("parameters")
         return sum(
             each.held(self.expert) * each.itemsize
@@ -162,7 +161,7 @@ class StateLayout:
         )
 
     def unit_bytes(self) -> list[int]:
-        """Return the bytes of each unit's gathered parameters."""
+        """Return the size in bytes of each unit's gathered parameters."""
         by_unit = [0] * len(self.record.units)
         trained = self.buckets if self.row.is_sharded("parameters") else ()
         for bucket in (*trained, *self.frozen):
@@ -229,7 +228,7 @@ def _laid(
 ) -> tuple[LaidBucket, ...]:
     """Return the buckets of `parameters`.
 
-    If `as_given` is true, optimizers other than torch's receive full tensors.
+    If `as_given` is true, optimizers that are not torch's receive full tensors.
     """
     specs = []
     for each in parameters:

@@ -55,7 +55,7 @@ class Hardware:
     Args:
         apart: True if the device's memory is separate from the host's.
         shares: True if the ranks on a host share memory. Each rank then reads the other ranks'
-            shards in place, so only its own shard counts.
+            shards in place, so only its own shard counts toward its memory.
     """
 
     apart: bool = True
@@ -119,7 +119,7 @@ Parts = dict[str, NDArray[np.int64]]
 class InFlight:
     """Bytes that a pipeline rank holds for other micro-batches.
 
-    `forward` applies while a forward pass runs, `backward` while a backward pass runs.
+    `forward` applies while a forward pass runs, and `backward` applies while a backward pass runs.
     """
 
     forward: int = 0
@@ -137,9 +137,9 @@ def predict(
 ) -> MemoryPlan:
     """Return the predicted memory of `rank` over a step with `choice`.
 
-    `record` is a micro-batch with the size and recomputation that `choice` specifies. It covers the
-    full model, or one stage of a pipeline rank. In the second case, `parameters` are the parameters
-    of all stages on that rank, and `in_flight` is the memory of other micro-batches.
+    `record` is a micro-batch that was observed with the size and recomputation of `choice`. It
+    covers the full model, or one stage of a pipeline rank. For a stage, `parameters` are the
+    parameters of all stages on that rank, and `in_flight` is the memory of other micro-batches.
     """
     layout = lay_out(
         record if parameters is None else replace(record, parameters=parameters),
@@ -287,8 +287,8 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
 
     These are an fp32 copy of 16-bit gradients, and the intermediate results of an update without a
     fused kernel. For states on disk, the initial state of a span is another temporary, because it
-    is created in memory before it is written. 8-bit state is expanded to full precision one span at
-    a time.
+    is created in memory before it is written. For 8-bit state, only one span at a time is expanded
+    to full precision.
     """
     on_disk = layout.row.tier("optimizer").kind == "nvme"
     most = 0
@@ -308,7 +308,7 @@ def _update_temporaries(layout: StateLayout, rank: int) -> int:
 
 
 def _where(record: StepRecord, at: int) -> str:
-    """Return a description of operation `at`, or of the update."""
+    """Return a description of the operation with index `at`, or of the update."""
     if at >= len(record.operations):
         return "the update, in engine.step"
     operation = record.operations[at]
@@ -318,7 +318,7 @@ def _where(record: StepRecord, at: int) -> str:
 
 
 def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
-    """Return the tensors that are alive at operation `at`, largest first."""
+    """Return the tensors that are alive at the operation with index `at`, largest first."""
     alive = [life for life in record.tensors if max(life.born, 0) <= at <= life.died]
     alive.sort(key=lambda life: -life.nbytes)
     return tuple(
@@ -337,10 +337,10 @@ def _held(record: StepRecord, at: int) -> tuple[Held, ...]:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Numbers of pending micro-batches (before their backward pass), per stage of a rank.
+    """The numbers of micro-batches that wait for their backward pass, per stage of a rank.
 
-    `forward` is taken at the largest total while a given stage runs a forward pass, `backward` at
-    the largest total while it runs a backward pass.
+    `forward` holds the numbers at the largest total while a certain stage runs a forward pass.
+    `backward` holds the numbers at the largest total while that stage runs a backward pass.
     """
 
     forward: tuple[int, ...]
@@ -392,7 +392,7 @@ def saved_bytes(part: StepRecord) -> int:
 def most_waiting(name: str, ranks: int, stages: int, micros: int, rank: int, place: int) -> Waiting:
     """Return the largest numbers of pending micro-batches on `rank` while its stage `place` runs.
 
-    The running micro-batch is not included.
+    The micro-batch that is running is not included.
     """
     waiting = [0] * (stages // ranks)
     # Forward and backward passes are tracked separately, because different numbers of micro-batches

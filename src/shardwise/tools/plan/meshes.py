@@ -34,7 +34,7 @@ def tensor_sizes(cluster: Cluster) -> list[int]:
 
 
 def context_sizes(cluster: Cluster) -> list[int]:
-    """Return the candidate context-parallel sizes above 1, as for tensor parallelism."""
+    """Return the candidate context-parallel sizes: the tensor-parallel ones above 1."""
     return tensor_sizes(cluster)[1:]
 
 

@@ -77,7 +77,7 @@ class Observation:
 
     @classmethod
     def begin(cls, path: Path, tensor: int, context: int = 1, method: str = "") -> Observation:
-        """Start recording, and set `current` to the new observation."""
+        """Start recording, and make the new observation `current`."""
         # Operators receive both real tensors (the batch) and fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(

@@ -44,7 +44,7 @@ class Script:
 
     @property
     def run_words(self) -> tuple[str, ...]:
-        """The program to run and its arguments, with `adopt` applied."""
+        """The program to run and its arguments, after `adopt` has been applied."""
         return ("-m", "shardwise.adopt", self.adopt, *self.words) if self.adopt else self.words
 
     @property
@@ -62,7 +62,7 @@ class ObservedStep:
 
     @property
     def scales(self) -> bool:
-        """Whether other batch sizes can be extrapolated: both runs have the same operations."""
+        """Whether results extrapolate to other batch sizes: both runs have the same operations."""
         return self.small is not None and _alike(self.large, self.small)
 
     def knows(self, samples: int) -> bool:
@@ -73,7 +73,7 @@ class ObservedStep:
     def at(self, samples: int) -> StepRecord:
         """Return the record of a micro-batch of `samples` samples.
 
-        Raises LaunchError if it was not observed and cannot be extrapolated.
+        Raises LaunchError if this size was not observed and results cannot be extrapolated to it.
         """
         # Return observed records as they are, because fitted sizes are rounded.
         if samples == self.large.batch_size:
@@ -88,7 +88,7 @@ class ObservedStep:
         return _fitted(self.small, self.large, samples)
 
     def difference(self) -> str:
-        """Return the reason why other batch sizes cannot be extrapolated, or "" if they can."""
+        """Return why results cannot be extrapolated to other batch sizes, or "" if they can."""
         large, small = self.large, self.small
         if small is None:
             return "it was observed with one batch size only"
@@ -110,14 +110,14 @@ OnRun = Callable[[str], None]
 
 
 def warm_observers(script: Script) -> WarmRanks:
-    """Return a warm process that the observations of `script` are forked from."""
+    """Return a warm process from which the observations of `script` are forked."""
     return WarmRanks(
         script.words, OBSERVER, os.environ, prepare=f"{OBSERVER}:skip_initial_values", servers=1
     )
 
 
 class Way(NamedTuple):
-    """The settings of an observation: those of a placement that change the operations."""
+    """The settings of an observation, which are those that change a step's operations."""
 
     activations: str = "kept"
     tensor: int = 1
@@ -141,10 +141,10 @@ def observe_sizes(
     on_run: OnRun = lambda _: None,
     warm: WarmRanks | None = None,
 ) -> ObservedStep:
-    """Observe the first rank of `script` with its own batch size and with half of it.
+    """Observe the first rank of `script` with the script's own batch size and with half of it.
 
-    With `warm`, fork the processes from there. Raises LaunchError if the script cannot be observed.
-    The message names the line of the script.
+    If `warm` is set, the script's processes are forked from it. Raises LaunchError if the script
+    cannot be observed. The message names the line of the script.
     """
     configured = replace(script, flags=(*script.flags, "--activations", way.activations))
     on_run(f"its own batch, {way}")
@@ -160,7 +160,7 @@ def observe_sizes(
 def observe(
     script: Script, samples: int | None = None, *, way: Way = PLAIN, warm: WarmRanks | None = None
 ) -> StepRecord:
-    """Run `script` up to its first step, with `samples` as its Loader's batch size if given."""
+    """Run `script` up to its first step. If set, `samples` replaces its Loader's batch size."""
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         # The record is written to a file rather than a pipe, to keep it separate from the script's
         # output.
@@ -191,7 +191,8 @@ def observe(
 def _why(script: Script, error: Path, output: bytes, code: int) -> str:
     """Return the error message for a run that wrote no record.
 
-    It contains the reason and the line of the script, or otherwise the last lines of output.
+    It contains the reason and the line of the script if they are known, and otherwise the last
+    lines of the output.
     """
     if error.exists():
         failure = json.loads(error.read_text())

@@ -1,4 +1,4 @@
-"""ObservedEngine: replaces sw.Engine in an observed script, and frees the parameters' memory."""
+"""ObservedEngine: replaces sw.Engine in an observed script, and frees the parameters' storage."""
 
 from __future__ import annotations
 
@@ -175,8 +175,8 @@ class ObservedEngine(Engine):
     def _entering(self, number: int, layer: int) -> Callable[..., None]:
         """Return the forward pre-hook of a module.
 
-        `number` is the module's unit index and `layer` its layer index. Either is -1 if the module
-        is not a unit, or not a layer.
+        `number` is the module's unit index (-1 if it is not a unit), and `layer` is the module's
+        layer index (-1 if it is not a layer).
         """
         recorder = self._observation.recorder
 
@@ -440,7 +440,7 @@ class ObservedEngine(Engine):
     def load(
         self, path: str | PathLike[str], *, strict: bool = True, model_only: bool = False
     ) -> None:
-        """Do nothing, because parameters have no memory to load values into."""
+        """Do nothing, because parameters have no storage to load values into."""
 
     def leave_folders(self) -> None:
         """Do nothing, because this engine never claims a checkpoint folder."""

@@ -3,10 +3,10 @@
     python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SCRIPT ...
 
 SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR and
-CONTEXT are the numbers of tensor-parallel and context-parallel ranks, METHOD the --context-method.
-
-The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' memory.
-At the end of the first step, the record is written to FILE and the script exits.
+CONTEXT are the numbers of tensor-parallel and context-parallel ranks, and METHOD is the
+--context-method. The script's data, loaders and model code run unchanged. `sw.Engine` frees the
+parameters' storage. At the end of the first step, the record is written to FILE and the script
+exits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:
-    """Replace Loader with a class that uses `samples` as its batch size unless that is 0.
+    """Replace Loader with a class whose batch size is `samples`, unless `samples` is 0.
 
     The class also records the script's own batch size, and whether the script's loop can
     accumulate micro-batches.

@@ -1,10 +1,10 @@
 """Predicts how long operations take, with a roofline model.
 
 An operation takes as long as its arithmetic or its memory traffic, whichever is slower (Williams et
-al., 2009). Both run at the fraction of the peak that the device reaches at that size: arithmetic as
-a function of FLOPs, memory traffic as a function of bytes. The host also needs time to launch each
-operation. It launches operations ahead while the device works, so a sequence takes the device's
-total time or the host's total time, whichever is longer.
+al., 2009). Both run at the fraction of the peak that the device reaches at that size. For
+arithmetic, the size is the number of FLOPs. For memory traffic, it is the number of bytes. The host
+also needs time to launch each operation. It launches operations ahead while the device works, so a
+sequence takes the device's total time or the host's total time, whichever is longer.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LAUNCH = "launches"
 class Work:
     """An operation that is executed `count` times.
 
-    `flops` and `bytes` are for one execution. `flops` is the FLOPs of a matrix product, or 0 for
-    any other operation. `bytes` counts the memory that it reads and writes. `dtype` selects the
-    peak rate: "bf16", "fp32", ...
+    `flops` and `bytes` are for one execution. `flops` is the number of FLOPs of a matrix product,
+    or 0 for any other operation. `bytes` is the number of bytes that the operation reads and
+    writes. `dtype` selects the peak rate: "bf16", "fp32", ...
     """
 
     flops: float
@@ -38,7 +38,7 @@ class Work:
 class Busy:
     """Time in seconds of a sequence of operations, by bottleneck: matmul, memory or launches.
 
-    `launch` is only the part of the launch time that the other two do not hide.
+    `launch` includes only launch time that does not overlap with the other two.
     """
 
     matmul: float = 0.0

@@ -1,6 +1,6 @@
 """Predicts a stage's forward and backward time, with collectives overlapped as in the engine.
 
-There are two queues. One runs the computation unit by unit, the other runs one collective after
+There are two queues. One runs the computation unit by unit, and the other runs one collective after
 another, in launch order. Sharded parameters are gathered one unit ahead, and a unit waits for its
 own gather. A unit's gradients are reduced once its backward pass is complete.
 """
@@ -18,8 +18,8 @@ AHEAD = 1
 class UnitTimes:
     """Times of a unit for one micro-batch, in seconds.
 
-    `forward` and `backward` are computation, `gather` is the all-gather of the unit's parameters
-    and `reduce` the reduction of its gradients.
+    `forward` and `backward` are computation, `gather` is the all-gather of the unit's parameters,
+    and `reduce` is the reduction of its gradients.
     """
 
     forward: float
@@ -30,7 +30,7 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class Passed:
-    """Times in seconds at which a pass finishes its computation and its last collective."""
+    """The times in seconds at which a pass finishes its computation and its last collective."""
 
     computed: float
     reduced: float
@@ -50,8 +50,8 @@ def backward_pass(
 ) -> Passed:
     """Return the times of a backward pass over `units` (listed in forward order).
 
-    If `reduced` is true, this micro-batch reduces its gradients. If `overlap` is true, it does so
-    in parallel with the backward pass, otherwise after it. `hidden` is as in `forward_pass`.
+    If `reduced` is true, this micro-batch reduces its gradients. If `overlap` is true, they are
+    reduced during the backward pass, and otherwise after it. `hidden` is as in `forward_pass`.
     """
     turns = [(u.backward, u.gather, u.reduce if reduced else 0.0) for u in reversed(units)]
     if overlap:

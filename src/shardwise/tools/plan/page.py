@@ -68,7 +68,7 @@ def write(plan: Plan, folder: Path) -> Path:
 def _pictures(
     plan: Plan, timed: list[TimedPlacement], folder: Path
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the title, caption and SVG of each plot, and save each plot as PNG."""
+    """Yield the title, caption and SVG of each plot, and save each plot as a PNG file."""
     drawn = [
         DrawnMemory(label_of(line), line.memory, plan.question.capacity)
         for line in plan.lines[:DRAWN]
@@ -92,6 +92,6 @@ def _pictures(
 
 
 def label_of(line: Line) -> str:
-    """Return the label of a placement in plots: its flags, with `nvme:FOLDER` cut to `nvme`."""
+    """Return a placement's label in plots: its flags, with `nvme:FOLDER` shortened to `nvme`."""
     words = ("nvme" if word.startswith("nvme:") else word for word in search.flags_of(line))
     return " ".join(words) or "one device"

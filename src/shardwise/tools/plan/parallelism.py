@@ -17,7 +17,7 @@ class Parallelism:
 
     A tensor group's ranks are adjacent. The next ranks are the other stages of the same replica, as
     in mesh.py. `stages_per_rank` is 2 or more for interleaved schedules. `micros` is the number of
-    micro-batches per step on each data rank, `micro_batch` the number of samples in each.
+    micro-batches per step on each data rank, and `micro_batch` is the number of samples in each.
     """
 
     data: int = 1

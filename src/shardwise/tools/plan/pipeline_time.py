@@ -30,11 +30,11 @@ def pipeline_seconds(
     backward: Sequence[float],
     send: float = 0.0,
 ) -> float:
-    """Return the seconds from the first forward pass's start to the last backward pass's end.
+    """Return the time in seconds from the first forward pass's start to the last backward's end.
 
-    `forward` and `backward` are each stage's seconds per micro-batch. Stage s runs on rank
-    s % `ranks`. `send` is the time in seconds of a message between two stages. Ranks keep computing
-    during a send.
+    `forward` and `backward` are each stage's times per micro-batch, in seconds. Stage s runs on
+    rank s % `ranks`. `send` is the time in seconds of a message between two stages. Ranks keep
+    computing during a send.
 
     Raises ConfigError if the schedule does not support this number of micro-batches.
     """
@@ -93,7 +93,7 @@ def _walked(
 def _ready(
     action: Action, stages: int, ends: dict[tuple[int, str, int], float], send: float
 ) -> float | None:
-    """Return the time when an action's inputs are ready, or None if it is not known yet."""
+    """Return the time when an action's inputs are ready, or None if that time is not known yet."""
     stage, micro = action.stage, action.micro
     # The weight part (W) of a split backward pass depends only on its input part (I).
     if action.kind == "W":

@@ -163,7 +163,7 @@ def _table(result: Plan, lines: Sequence[Line]) -> Table:
 
 
 def _cost_cells(result: Plan, line: Line) -> list[str]:
-    """Return the days (marked if a limit is exceeded), the range of dollars, and the kWh."""
+    """Return the days (marked if they exceed a limit), the range of dollars, and the kWh."""
     cost = result.cost(line)
     if cost is None:
         return ["-"] * 3
@@ -195,7 +195,8 @@ def _explain(result: Plan, console: Console) -> None:
 def grouped(line: Line) -> list[tuple[tuple[str, str], tuple[int, int, tuple[int, ...]]]]:
     """Group the tensors at the peak by (operator, line), largest group first.
 
-    The value of a group is its bytes, its number of tensors, and the shape of the largest tensor.
+    The value of a group is its number of bytes, its number of tensors, and its largest tensor's
+    shape.
     """
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for held in line.memory.held:

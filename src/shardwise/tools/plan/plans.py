@@ -135,7 +135,7 @@ class Plan:
         return cost is None or is_within(cost, self.request.within, self.request.budget)
 
     def notes(self) -> list[str]:
-        """Return notes on the figures' limits, untried settings, and assumptions."""
+        """Return notes on the figures' limits, settings that were not tried, and assumptions."""
         return list(self._notes())
 
     def _notes(self) -> Iterator[str]:
@@ -243,7 +243,7 @@ class Plan:
 def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
     """Observe the script and search its candidates.
 
-    Calls `on_run` before each run of the script. Raises LaunchError if the script cannot be
+    `on_run` is called before each run of the script. Raises LaunchError if the script cannot be
     observed, and ConfigError if the cluster spec is invalid.
     """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
@@ -274,9 +274,9 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
 def _observe_contexts(
     request: PlanRequest, cluster: Cluster, steps: dict[Way, ObservedStep], observe: Observe
 ) -> Iterator[str]:
-    """Observe the script with each context-parallel size and method, and add them to `steps`.
+    """Observe the script with each context-parallel size and method, and add results to `steps`.
 
-    Yields the reasons why some are impossible.
+    If a size or method is impossible, yields the reason.
     """
     script = request.script
     if owner := _owner_of_batches(script):
@@ -323,7 +323,7 @@ def _observe_parts(
 ) -> Iterator[str]:
     """Observe the script with each tensor-parallel size, and add the results to `steps`.
 
-    Yields the reasons why tensor or pipeline parallelism is impossible.
+    If tensor or pipeline parallelism is impossible, yields the reason.
     """
     if owner := _owner_of_batches(script):
         if cluster.devices > 1:
@@ -346,9 +346,9 @@ def _observe_parts(
 
 
 def tokens_per_sample(record: StepRecord) -> int:
-    """Return the number of tokens per sample: the row length of an int64 batch tensor, or 1.
+    """Return the number of tokens per sample: the row length of an int64 tensor in the batch, or 1.
 
-    If the batch has several such tensors, use the longest rows.
+    If the batch contains several such tensors, the longest row length counts.
     """
     rows = [
         each.shape[1]
@@ -380,7 +380,7 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
 
 
 def rounding_bytes(record: StepRecord) -> int:
-    """Return an upper bound in bytes on how far a shard exceeds an even share.
+    """Return an upper bound on the number of bytes by which a shard exceeds an even share.
 
     For each bucket, this is one element of the parameters, of the masters and of each moment. There
     are at most as many buckets as parameters.

@@ -117,7 +117,7 @@ class ParameterRecord:
         return count
 
     def held(self, ranks: int) -> int:
-        """Return how many elements are on the last of `ranks` ranks that share the experts.
+        """Return how many elements the last of the `ranks` ranks that share the experts holds.
 
         If the ranks have different numbers of experts, the last rank has the most.
         """
@@ -137,8 +137,9 @@ class ParameterRecord:
 class GroupRecord:
     """A parameter group of an optimizer, and the kind of its update.
 
-    `moments` are the names of the state tensors per parameter. `elementwise` and `separable` are
-    defined in `states.optimizer_kind`. `fused` is True if the update allocates no temporaries.
+    `moments` are the names of the state tensors that each parameter has. `elementwise` and
+    `separable` are defined in `states.optimizer_kind`. `fused` is True if the update allocates no
+    temporaries.
     """
 
     optimizer: str
@@ -185,7 +186,7 @@ class SequenceExchange:
     """An exchange between context-parallel ranks, which hold parts of the same sequences.
 
     Attributes:
-        nbytes: Bytes that a rank sends, including its own part of them, which stays.
+        nbytes: Number of bytes that a rank sends, including the part that it sends to itself.
         unit: Index into StepRecord.units, or -1 outside units.
         phase: "forward" or "backward".
     """

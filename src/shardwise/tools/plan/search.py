@@ -34,10 +34,11 @@ PER_STAGE = 4
 
 @dataclass(frozen=True)
 class Line:
-    """A candidate with its predicted memory and time (None if it could not be predicted).
+    """A candidate with its predicted memory and time (None if they could not be predicted).
 
-    `over` is the excess over a device's memory in bytes, `over_host` the excess over its share of
-    the host's memory. Both are 0 if the candidate fits.
+    `over` is the number of bytes by which the candidate exceeds a device's memory, and `over_host`
+    is the number by which it exceeds the device's share of the host's memory. Both are 0 if the
+    candidate fits.
     """
 
     choice: Choice
@@ -77,7 +78,7 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """Whether devices have their own memory, and whether ranks share it.
+        """Whether devices have their own memory, and whether ranks share memory.
 
         On this machine without an accelerator, all ranks share the host's memory.
         """
@@ -210,7 +211,7 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
 def _largest_that_fits(
     question: Question, mesh: AxisSizes, row: Placement, way: Way
 ) -> Line | None:
-    """Return the candidate with the fewest micro-batches that fits.
+    """Return the candidate that fits with the fewest micro-batches.
 
     If none fits, return the candidate with the most micro-batches. Returns None if no micro-batch
     size is possible.
@@ -228,7 +229,7 @@ def _largest_that_fits(
 
 
 def _is_excluded(mesh: AxisSizes, way: Way, count: int) -> bool:
-    """Return whether the engine would reject this number of micro-batches or recomputation."""
+    """Return whether the engine would reject `count` micro-batches or `way`'s recomputation."""
     if mesh.schedule == "zero-bubble" and way.activations == "recomputed":
         return True
     # These two schedules run micro-batches in rounds of one per pipeline rank.
@@ -275,7 +276,7 @@ def measure(
 
 
 def flags_of(line: Line) -> list[str]:
-    """Return the flags of `shardwise run` for a candidate, without the number of workers."""
+    """Return a candidate's flags for `shardwise run`, without the number of workers."""
     choice, row = line.choice, line.choice.row
     words = ["--zero", str(row.level)] if choice.data > 1 else []
     if choice.expert > 1:
@@ -304,7 +305,7 @@ def command_of(
 ) -> list[str]:
     """Return the command line that runs candidate `line`.
 
-    `flags` are further flags of `shardwise run`, `words` the script and its arguments.
+    `flags` are further flags of `shardwise run`, and `words` are the script and its arguments.
     """
     # `plan` does not know the host names, so the user must write the hostfile.
     several = ["--hostfile", "hosts"] if cluster.hosts > 1 else []
@@ -315,7 +316,7 @@ def command_of(
 
 
 def remedy(line: Line, lines: Sequence[Line]) -> str:
-    """Return a hint for a candidate that does not fit: the most useful change, and its peak."""
+    """Return a hint for a candidate that does not fit: the most useful change and its peak."""
     others = [each for each in lines if _changes(each, line) == 1]
     # Prefer candidates that fit, even if others have a lower peak.
     others.sort(key=lambda each: (not each.fits, each.memory.peak))
@@ -328,7 +329,7 @@ def remedy(line: Line, lines: Sequence[Line]) -> str:
 
 
 def _changes(one: Line, other: Line) -> int:
-    """Return the number of settings (level, tiers, recomputation, mesh axes) that differ."""
+    """Return how many settings (level, tiers, recomputation, mesh axes) differ."""
     a, b = one.choice, other.choice
     return sum(
         (

@@ -115,7 +115,7 @@ class SourcedFile:
         return entry["value"], source
 
     def number(self, entry: Any, where: str) -> tuple[float, Source]:
-        """Return the number and source of `entry`. Raises ConfigError unless the number is > 0."""
+        """Return the number and source of `entry`. Raises ConfigError unless it is positive."""
         value, source = self.sourced(entry, where)
         number = as_float(value)
         if number is None or not 0 < number < math.inf:

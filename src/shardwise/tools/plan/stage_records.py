@@ -63,7 +63,7 @@ class _Cut:
         self._record, self._layers, self._here = record, layers, here
 
     def before(self, number: int) -> int:
-        """Return the stage's last operation up to `number`, or -1 if it is before the first."""
+        """Return the stage's last operation up to `number`, or -1 if there is none."""
         return bisect_right(self._here, number) - 1
 
     def _runs(self, number: int) -> bool:

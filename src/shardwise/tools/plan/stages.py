@@ -41,11 +41,11 @@ class UnitWork:
     """The work of a unit on one device, for one micro-batch.
 
     `forward` and `backward` are the computation of its passes. `parameters` is the number of
-    parameter elements on the device, and `trained` how many of them have a gradient (default: all).
-    `tensor_forward` and `tensor_backward` are the seconds spent in tensor-parallel collectives.
-    `experts` is the number of expert elements on the device, which the other counts do not include.
-    `exchange_forward` and `exchange_backward` are the seconds spent sending tokens to experts and
-    back.
+    parameter elements on the device, and `trained` is the number of those with a gradient (default:
+    all). `tensor_forward` and `tensor_backward` are the seconds spent in tensor-parallel
+    collectives. `experts` is the number of expert elements on the device, which the other counts do
+    not include. `exchange_forward` and `exchange_backward` are the seconds spent sending tokens to
+    experts and back.
     """
 
     forward: Busy
@@ -138,7 +138,7 @@ def step_times(
 
 
 class _StagePasses:
-    """Times of one stage in seconds: a micro-batch's forward and backward pass, and `tail`.
+    """The times of one stage in seconds: a micro-batch's forward and backward pass, and `tail`.
 
     `tail` is the time from the end of the last backward pass until its reductions are complete.
     """
@@ -225,7 +225,7 @@ def _computed(held: Sequence[_StagePasses], micros: int) -> dict[str, float]:
 def _update(
     held: Sequence[_StagePasses], run: Parallelism, cluster: Cluster, size: Bytes
 ) -> dict[str, float]:
-    """Return a rank's seconds for the update, for offloading it and for publishing parameters."""
+    """Return a rank's seconds for the update, for offloading it, and for publishing parameters."""
     trained, experts = sum(each.trained for each in held), sum(each.experts for each in held)
     row, device = run.placement, cluster.device
     # With a sharded optimizer, each rank updates only its own shard.
@@ -253,8 +253,8 @@ def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, 
     """Return the time in seconds of an update on the host, under the kind OFFLOAD.
 
     Gradients and parameters cross the device's host link, and the update runs at the host memory's
-    bandwidth. With a disk, masters and moments are read and written in parallel with that, so the
-    slower of the two determines the time.
+    bandwidth. If states are on disk, masters and moments are read and written in parallel with this
+    work, so the slower of the two determines the time.
     """
     over_link = own * (size.gradient + size.parameter) / needed(device, "host_gb_per_s")
     seconds = over_link + own * size.update / needed(device, "host_memory_gb_per_s")

@@ -1,8 +1,8 @@
 """StepRecorder: records a step's operators, and the lifetimes of the tensors that they create.
 
-Parameters are fake tensors (torch.subclasses.FakeTensorMode), which have shapes but no memory. All
+Parameters are fake tensors (torch.subclasses.FakeTensorMode), which have shapes but no storage. All
 tensors computed from them are fake as well. Tensors that the script computes only from its own data
-stay real. Masks and lengths therefore have values, while layers take neither memory nor time.
+stay real. Masks and lengths therefore have values, while layers need neither memory nor time.
 
     real batch ─┐
                 ├─▶ operator ─▶ fake result ─▶ ... ─▶ loss
@@ -53,7 +53,7 @@ _VALUES = {
 
 @dataclass(eq=False)
 class _Memory:
-    """A storage that is alive, with its size and the operation that created it."""
+    """A live storage, with its size and the operation that created it."""
 
     nbytes: int
     born: int
@@ -78,7 +78,7 @@ class _Place:
 class _Call:
     """A completed operator call.
 
-    `inputs` are the tensors among its arguments, `outputs` those among its results.
+    `inputs` are the tensors among its arguments, and `outputs` are the tensors among its results.
     """
 
     func: Any
@@ -120,7 +120,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def end(self) -> None:
-        """End the recording. Tensors that are still alive get a lifetime that ends now."""
+        """End the recording. For tensors that are still alive, record a lifetime that ends now."""
         # Iterate over a copy, because `_died` removes the entry.
         for key in list(self._alive):
             self._died(key, kept=True)
@@ -168,7 +168,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run `func` and return its result.
 
-        Operators that create floating-point tensors without inputs return fake tensors.
+        Operators that take no tensors and create floating-point tensors return fake tensors.
         """
         # Otherwise torch.zeros(...) in a script would allocate memory, and everything computed from
         # its result alone would be real.
@@ -350,7 +350,7 @@ def _tensors(nest: Any) -> list[Tensor]:
 
 
 def _makes_floats(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an operator without inputs creates a floating-point tensor."""
+    """Return whether an operator that takes no tensors returns a floating-point tensor."""
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     # Integers stay real, because they are indices and lengths whose values determine shapes.
     name = func._overloadpacket.__name__

@@ -1,7 +1,7 @@
 """A closed-form model of a transformer: the operations of its layers, and the time of a step.
 
-Its predictions are compared with published results, for which there is no script to observe. FLOPs
-follow Narayanan et al. (2021), activation sizes Korthikanti et al. (2022).
+Its predictions are compared with published results for which there is no script to observe. FLOPs
+follow Narayanan et al. (2021), and activation sizes follow Korthikanti et al. (2022).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Transformer:
         heads: Number of attention heads.
         sequence: Tokens per sequence.
         vocabulary: Size of the vocabulary.
-        kv_heads: Number of key and value heads for grouped-query attention (0: as many as `heads`).
+        kv_heads: Number of key and value heads in grouped-query attention (0: same as `heads`).
         ffn: Width of the feed-forward block (0: 4 * `hidden`).
         gated: Whether the feed-forward block has a third matrix (SwiGLU).
         flash: Whether attention is fused, so that its scores are not written to memory.
@@ -85,8 +85,8 @@ class Transformer:
     def model_flops(self, batch: int) -> float:
         """Return the FLOPs of a forward and backward pass without recomputation.
 
-        They are 6 per weight and token, plus attention. For a plain GPT and `batch` sequences, this
-        is 72BLsh²(1+s/6h+V/12hL) in Korthikanti et al. (2022).
+        Each weight costs 6 FLOPs per token, and attention adds its own. For a plain GPT and `batch`
+        sequences, the total is 72BLsh²(1+s/6h+V/12hL) in Korthikanti et al. (2022).
         """
         h, s = self.hidden, self.sequence
         matrices = 3 if self.gated else 2
@@ -103,10 +103,10 @@ class Transformer:
     def backward(self, batch: int, tensor: int, *, sequence_parallel: bool) -> list[Work]:
         """Return the operations of a layer's backward pass on one of `tensor` devices.
 
-        Each matrix product of the forward pass has two in the backward pass. Memory traffic is 1.5
-        times as high as in the forward pass, because most operations read two tensors instead of
-        one. Fused attention recomputes its scores, so it has five products instead of the forward
-        pass's two.
+        For each matrix product of the forward pass, the backward pass has two. Its memory traffic
+        is 1.5 times the forward pass's, because most operations read two tensors instead of one.
+        Fused attention recomputes its scores, so it has five products in the backward pass and two
+        in the forward pass.
         """
         outside = self._outside_attention(batch, tensor, sequence_parallel=sequence_parallel)
         attention = self.attention(batch, tensor)
@@ -139,8 +139,8 @@ class Transformer:
     def attention(self, batch: int, t: int) -> list[Work]:
         """Return the operations of attention itself on one of `t` devices.
 
-        These are the scores, the softmax, dropout and the product with the values. They are
-        repeated by selective recomputation.
+        These are the scores, the softmax, dropout and the product with the values. Selective
+        recomputation repeats them.
         """
         s, h = self.sequence, self.hidden
         # FLOPs of one of the two products, queries with keys and scores with values. They are
@@ -199,9 +199,9 @@ def _reversed(work: Work) -> Work:
 class Software:
     """The overhead of a training framework.
 
-    `host` is the seconds that the host needs to launch a layer's forward pass (the backward pass
-    needs twice as long). `collective_host` is the same for each tensor-parallel collective. `size`
-    contains the bytes moved per element.
+    `host` is the time in seconds that the host needs to launch a layer's forward pass (the backward
+    pass needs twice as long). `collective_host` is the time that it needs to launch a
+    tensor-parallel collective. `size` contains the bytes moved per element.
     """
 
     host: float = 0.0
@@ -277,7 +277,7 @@ def _layer(model: Transformer, run: Parallelism, cluster: Cluster, software: Sof
 def _hosted(work: Busy, host: float, beside: float) -> Busy:
     """Return `work` with the launch time of a host that needs `host` seconds to launch it.
 
-    The `beside` seconds that the device spends on collectives also hide launches.
+    Launches also overlap with the `beside` seconds that the device spends on collectives.
     """
     return replace(work, launch=max(work.launch, host - work.matmul - work.memory - beside))
 

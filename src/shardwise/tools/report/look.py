@@ -62,7 +62,7 @@ def save_picture(
     """Draw a figure, save it to files, and return its SVG for an HTML page.
 
     Args:
-        file: Path of the files without the suffix.
+        file: Path of the files without a suffix.
         size: Width and height in inches.
         draw: Function that draws on an empty matplotlib figure.
         style: matplotlib settings in addition to STYLE.

@@ -20,7 +20,7 @@ from shardwise.errors import LaunchError
 
 
 def is_stdout(file: Path | None) -> bool:
-    """Return whether `file`, the value of `--json`, is "-" for standard output."""
+    """Return whether `file`, the value of `--json`, is "-", which means standard output."""
     return str(file) == "-"
 
 

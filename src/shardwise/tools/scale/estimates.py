@@ -24,11 +24,11 @@ class Rate:
 def rate(samples: Sequence[float], seconds: Sequence[float]) -> Rate:
     """Return a run's throughput with its 95 % confidence interval.
 
-    `samples` has the samples of each step over all ranks, `seconds` its duration. The rate is the
-    ratio of the sums, so a short last batch has the correct weight. Consecutive steps are
-    correlated, so treating them as independent would make the interval too narrow. The interval is
-    therefore computed from groups of consecutive steps (batch means; Law and Carson, 1979), with
-    the ratio estimator.
+    `samples` contains the number of samples of each step over all ranks, and `seconds` contains the
+    steps' durations. The rate is the ratio of the sums, so a short last batch has the correct
+    weight. Consecutive steps are correlated, so treating them as independent would make the
+    interval too narrow. The interval is therefore computed from groups of consecutive steps (batch
+    means; Law and Carson, 1979), with the ratio estimator.
     """
     whole, time = math.fsum(samples), math.fsum(seconds)
     value = whole / time

@@ -18,8 +18,8 @@ from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
 def measure(plan: ScalingPlan) -> int:
     """Measure all worker counts, write the results to `plan.out`, and return the exit code.
 
-    The exit code is 1 if a run failed. If the measurement is interrupted, the results up to then
-    are written. Raises LaunchError if a package for the plots is not installed.
+    The exit code is 1 if a run failed. If the measurement is interrupted, the results so far are
+    written. Raises LaunchError if a package that the plots need is not installed.
     """
     check_can_draw("shardwise scale")  # before the runs, which take minutes
     console = Console(highlight=False, markup=False)

@@ -153,7 +153,7 @@ def _curves(
 
 
 def _workers(axes: Any, report: ScalingReport) -> None:
-    """Set up the workers axis. It is linear, so that ideal scaling is a straight line."""
+    """Set up the workers axis. It is linear so that ideal scaling is a straight line."""
     axes.set_xlim(left=0)
     axes.set_xticks(sorted(report.plan.sizes))
     axes.set_xlabel("workers")

@@ -28,7 +28,7 @@ class Measured:
         rate: Throughput in samples per second.
         loss: Mean loss of each epoch.
         losses: Loss of each step.
-        means: Last value in each epoch of each mean that sw.Metrics computed.
+        means: For each mean that sw.Metrics computed, its last value in each epoch.
     """
 
     steps: int
@@ -48,7 +48,7 @@ class TooFew(Exception):
 def read(folder: Path, ranks: int, warmup: int) -> Measured:
     """Read the records of `ranks` ranks in `folder`, and drop `warmup` steps.
 
-    Raises TooFew if a record is missing or no steps remain to measure.
+    Raises TooFew if a record is missing or no steps remain.
     """
     paths = [folder / f"rank-{rank}.jsonl" for rank in range(ranks)]
     if missing := [str(rank) for rank, path in enumerate(paths) if not path.exists()]:
@@ -105,12 +105,12 @@ def steps_made(folder: Path) -> int:
 
 
 def _seconds(step: Sequence[Mapping[str, Any]]) -> float:
-    """Return a step's duration, measured from when the last rank requested its batch.
+    """Return a step's duration, measured from the moment when the last rank requested its batch.
 
-    All ranks finish a step at the same time, so the time between two step ends is the same on all
-    ranks, apart from jitter that the mean removes. A rank that requests its batch early waits for
-    ranks that are still busy outside the step, for example if only rank 0 runs an evaluation. This
-    wait is not counted.
+    All ranks finish a step at the same time, so the time between the ends of two steps is the same
+    on all ranks, apart from jitter that the mean removes. A rank that requests its batch early
+    waits for ranks that are still busy outside the step, for example if only rank 0 runs an
+    evaluation. This wait is not included.
     """
     between: list[float] = [row["between"] for row in step]
     whole: float = mean(row["between"] + row["seconds"] for row in step)
@@ -139,7 +139,7 @@ def _loss(rows: list[dict[str, Any]]) -> Curve:
 
 
 def _is_loss(row: Mapping[str, Any]) -> bool:
-    """Return whether a step has a loss. Steps of Horovod's optimizer do not have one."""
+    """Return whether a step has a loss. Steps of Horovod's optimizer have none."""
     return math.isfinite(row["loss"])
 
 

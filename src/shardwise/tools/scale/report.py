@@ -153,7 +153,7 @@ COLUMNS = {
 
 
 def lines(report: ScalingReport, kind: str) -> list[list[str]]:
-    """Return the table cells of all runs of kind `kind`, including failed runs."""
+    """Return the table cells of all runs of kind `kind`, including failed ones."""
     rows = {row.run.workers: row for row in report.rows(kind)}
     return [
         _cells(kind, rows[run.workers])

@@ -1,4 +1,4 @@
-"""Runs a script once with a given number of workers, and reads the run's record."""
+"""Runs a script once with a certain number of workers, and reads the run's record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScalingPlan:
         sizes: The numbers of workers.
         kinds: "strong" (constant total batch), "weak" (constant batch per worker), or both.
         warmup: Number of steps to drop at the start of each run.
-        steps: Number of further steps, or None to run until the script ends.
+        steps: Number of steps after the warm-up, or None to run until the script ends.
         out: Folder for the results.
     """
 
@@ -45,7 +45,7 @@ class ScalingPlan:
 
     @property
     def threads(self) -> int:
-        """Threads per rank by default. Identical in all runs, so that they are comparable."""
+        """The default number of threads per rank, the same in all runs for a fair comparison."""
         return max(1, usable_cores() // max(self.sizes))
 
     @property
@@ -56,9 +56,9 @@ class ScalingPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A finished run, with its result `measured` or the `error` that made it fail.
+    """A finished run, with its result `measured` or with the `error` that made it fail.
 
-    `wall` is its duration in seconds, `log` the file with its output.
+    `wall` is its duration in seconds, and `log` is the file with its output.
     """
 
     kind: str
@@ -102,7 +102,7 @@ def run(plan: ScalingPlan, kind: str, workers: int, on_step: OnStep) -> Measured
 
 
 def _folder(folder: Path) -> Path:
-    """Create a run's folder, and delete an earlier run's log and records from it."""
+    """Create a run's folder, and delete any log and records of an earlier run from it."""
     # Remove only files with known names, because --out may contain the user's own files.
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():

@@ -66,7 +66,7 @@ def _found(
 ) -> tuple[Goodput, list[tuple[float, Band]]]:
     """Return the result of the trials, and (interval, goodput) for each interval that was tried.
 
-    If the request specifies no checkpoint interval, search for the best one first.
+    If the request does not specify a checkpoint interval, search for the best one first.
     """
     tried: list[tuple[float, Band]] = []
     if request.save_every is None:
@@ -135,7 +135,7 @@ def _refuse_ignored(request: SimulationRequest, islands: int) -> None:
 
 
 def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -> None:
-    """Raise ConfigError if islands cannot have equal sizes, or if other options rule them out."""
+    """Raise ConfigError if islands cannot have equal sizes, or if other options exclude islands."""
     several = cluster.hosts > 1
     count = cluster.hosts if several else cluster.per_host
     # All islands must have the same size, because each island has the same share of the work.
@@ -184,7 +184,7 @@ def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
 
 @contextmanager
 def _progress(request: SimulationRequest, model: RunModel) -> Iterator[Any]:
-    """Show a progress bar of the trials. Yields the function to call after each trial."""
+    """Show a progress bar of the trials. Yields a function to call after each trial."""
     searched = len(FACTORS) * SEARCH_TRIALS if request.save_every is None else 0
     # With islands, the same run is also simulated without them for comparison.
     models = 1 + (model.islands > 1)

@@ -10,10 +10,10 @@ observed run, or a number per component and 1,000 days:
     detect_seconds = { value = 60, from = "assumed" }   # from the failure until the run has stopped
     repair_hours = { value = 24, from = "assumed" }     # until hosts return (default: not removed)
 
-A failure that takes down no hardware (`scope = "job"`) is by default counted per job, regardless of
-the job's size. With `per = { value = "device", from = "assumed" }` it is counted per device (or
-host, rack, pod). Its rate then grows with the size of the run. This suits a software bug that any
-rank may trigger.
+By default, the rate of a failure that takes down no hardware (`scope = "job"`) is per job,
+regardless of the job's size. With `per = { value = "device", from = "assumed" }`, it is per device
+(or host, rack, pod), so it grows with the size of the run. This suits a software bug that any rank
+may trigger.
 
 With `planned = true`, the run saves before it stops. With `slowdown`, the run does not stop.
 Instead, it runs at the slow component's pace for `lasts_hours`.
@@ -65,7 +65,7 @@ class Topology:
         }[scope]
 
     def hosts_at(self, scope: str, place: int) -> range:
-        """Return the hosts that fail with component number `place` of `scope` (none for a job)."""
+        """Return the hosts that fail if component `place` of `scope` fails (none for a job)."""
         # A failure of scope "job" takes down no hardware.
         if scope == "job":
             return range(0)
@@ -92,10 +92,10 @@ class FailureClass:
         scope: Hardware that the failure takes down: "device", "host", "rack", "pod", or "job" for
             none.
         rate: Failures per second and component of kind `per`.
-        per: Kind of component to whose number the rate is proportional. It differs from `scope`
-            only for job failures that are more frequent on more hardware.
+        per: Kind of component whose number the total rate is proportional to. It differs from
+            `scope` only for job failures that are more frequent on more hardware.
         detect: Seconds until the failure is noticed.
-        repair: Mean seconds until the hosts return, or 0 if they stay in the run.
+        repair: Mean time in seconds until the hosts return, or 0 if they stay in the run.
         planned: True if the run saves before it stops.
         slowdown: Slowdown factor of the run. If it is 1, the run stops instead.
         lasts: Mean duration of the slowdown in seconds.

@@ -44,7 +44,7 @@ class Goodput:
         outcomes: The outcome of each trial.
         goodput: Useful fraction of the wall time.
         wall: Wall time in seconds.
-        lost: Lost fraction of the wall time by cause, over all trials.
+        lost: Fraction of the wall time that was lost, by cause, over all trials.
         failures: Mean number of failures per trial, by class.
         shown: Outcome of the trial with the median goodput.
         unfinished: Number of trials that were stopped before their work was done.
@@ -61,7 +61,7 @@ class Goodput:
 
     @property
     def stop_rate(self) -> float:
-        """Full stops of the run per second, over all trials."""
+        """The number of times per second that the entire run stops, over all trials."""
         seconds = sum(each.wall for each in self.outcomes)
         return sum(each.stops for each in self.outcomes) / seconds
 
@@ -110,7 +110,7 @@ def stops_per_second(
 ) -> float:
     """Return how many failures per second stop the entire run.
 
-    Without islands, every failure does. With islands, the rate is measured in a few trials, whose
+    Without islands, every failure does. With islands, the rate is measured in a few trials. Their
     checkpoint interval hardly affects it.
     """
     if model.islands == 1:
@@ -124,8 +124,8 @@ def intervals_around(model: RunModel, rate: float) -> list[float]:
     """Return the checkpoint intervals to try, in seconds of work.
 
     They range from a quarter of Young's interval (1974) to four times that interval, for a run that
-    stops `rate` times per second. They are rounded to whole rounds, and are at most the length of
-    the run. Without failures, only the run's length is returned.
+    stops `rate` times per second. They are rounded to whole rounds, and none is longer than the
+    run. Without failures, only the run's length is returned.
     """
     if not model.failure_rate:
         return [in_rounds(model.work, model)]

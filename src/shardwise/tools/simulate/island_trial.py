@@ -2,7 +2,7 @@
 
 The present islands run in lockstep. A round consists of steps, a boundary that synchronises their
 parameters, and in some rounds a save. An island that fails loses its work of the current round. It
-restarts while the others continue, and rejoins at a boundary with their common parameters:
+restarts while the others continue, and rejoins at a boundary with the parameters that they share:
 
     island 0   steps │ boundary │ steps │ boundary │ steps │ boundary │ steps
     island 1   steps │ boundary │ st†     detection, restart, rejoining │ steps
@@ -10,7 +10,7 @@ restarts while the others continue, and rejoins at a boundary with their common 
 Before an island rejoins, the present islands stop and save a checkpoint for it. At a boundary, they
 wait for a failed island until its failure is noticed. If no island is present, all of them return
 to the newest checkpoint. The run ends when all islands together have done the total work, so the
-present islands make up for the steps of an absent one.
+present islands make up for the steps that an absent one misses.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class IslandTrial:
 
     @property
     def _work(self) -> float:
-        """Total work of all islands, in seconds of the entire run."""
+        """The total work of all islands, as the seconds that the entire run would need for it."""
         return self._time.totals[USEFUL]
 
     @property
@@ -170,7 +170,7 @@ class IslandTrial:
             self._begin_round()
 
     def _pass(self, until: float) -> None:
-        """Run the next part of the round, at most until time `until`."""
+        """Run the next part of the round, until time `until` at the latest."""
         kind, left = self._left[0]
         room = until - self._time.now
         if kind == BOUNDARY and any(each.awaited for each in self._away.values()):
@@ -320,7 +320,7 @@ class IslandTrial:
     def _fail(self, failure: FailureClass, hit: dict[int, int], working: list[int]) -> None:
         """Handle a failure. The islands that it hits lose their work of the current round.
 
-        If no island is left, the run loses all work since its newest checkpoint.
+        If no island is left, the run loses all work done since its newest checkpoint.
         """
         detect = min(failure.detect, self._model.detect)
         # `_round` is the work of each island since the boundary, so scale it to the entire run.

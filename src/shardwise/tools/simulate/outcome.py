@@ -28,7 +28,7 @@ class Outcome:
         moments: Time and class of each failure.
         bins: Time spent in each bin, by kind (USEFUL or a cause).
         width: Width of a bin.
-        whole: True if the run completed its work.
+        whole: True if the run completed all of its work.
         stops: Number of failures that stopped the entire run.
     """
 
@@ -77,7 +77,7 @@ class TimeSpent:
             self.now = until
 
     def lose(self, work: float) -> None:
-        """Reclassify the last `work` useful seconds as lost."""
+        """Reclassify the last `work` seconds of useful time as lost."""
         self.totals[USEFUL] -= work
         self.totals["lost"] += work
         # Start with the newest bin, because a failure loses the most recent work.
@@ -112,6 +112,6 @@ class TimeSpent:
 
 
 def _row(values: list[float], number: int) -> list[float]:
-    """Extend `values` with zeros up to index `number`, and return it."""
+    """Pad `values` with zeros so that it has an element with index `number`, and return it."""
     values.extend([0.0] * (number + 1 - len(values)))
     return values

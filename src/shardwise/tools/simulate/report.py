@@ -91,7 +91,7 @@ class SimulationReport:
     def dollars(self) -> tuple[float, float] | None:
         """The cost in dollars at the lowest and the highest price, including spare hosts.
 
-        None if the catalogue has no price for the device.
+        None if the catalogue lists no price for the device.
         """
         prices = [self.cluster.device.number(f"dollars_{end}") for end in ("low", "high")]
         # Spare hosts are rented for the entire run, regardless of whether they are used.
@@ -133,7 +133,7 @@ def _number(value: float) -> str:
 
 
 def _given_up(goodput: Goodput) -> Iterator[str]:
-    """Yield a sentence on the runs that were stopped, if any."""
+    """Yield a sentence about the runs that were stopped early, if there are any."""
     if goodput.unfinished:
         yield (
             f"{goodput.unfinished} of {len(goodput.outcomes)} runs were stopped, because they "
@@ -142,7 +142,7 @@ def _given_up(goodput: Goodput) -> Iterator[str]:
 
 
 def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
-    """Yield a sentence on how often the run stops, and on the checkpoint interval."""
+    """Yield a sentence about how often the run stops, and about the checkpoint interval."""
     goodput, model = report.goodput, report.model
     apart = f"checkpoints are {model.interval:,.6g} s of steps apart"
     # Young's formula needs the stop rate of the entire run. With islands, use the rate that the
@@ -161,7 +161,7 @@ def _on_checkpoints(report: SimulationReport) -> Iterator[str]:
 
 
 def _on_islands(report: SimulationReport) -> Iterator[str]:
-    """Yield sentences on the effect of islands, and on the same run without them."""
+    """Yield sentences about the effect of islands, and about the same run without them."""
     # `shardwise run` supports less than this simulation (see NOT_YET).
     model, whole = report.model, report.whole
     if whole is None:
@@ -188,7 +188,7 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
-    """Return the results, in seconds and fractions of the wall time, as JSON-compatible values."""
+    """Return the results as values that JSON can represent. Times are in seconds or fractions."""
     goodput, model = report.goodput, report.model
     return {
         "on": str(report.cluster),

@@ -35,7 +35,7 @@ class RunModel:
         step: Mean duration of a step over all devices.
         interval: Work between two checkpoints.
         save: Time for which a save blocks all devices.
-        restart: Time from a restart to its first step.
+        restart: Time from a restart to the first step after it.
         background: Further time until a checkpoint is complete.
         detect: Maximum time until a failure is noticed.
         jitter: Standard deviation of a device's step time, as a fraction of `step`.
@@ -98,7 +98,7 @@ class RunModel:
         return self.topology.devices_per_host if self.islands > self.topology.hosts else 1
 
     def units_at(self, scope: str, place: int) -> range:
-        """Return the units that fail with component number `place` of `scope` (none for a job)."""
+        """Return the units that fail if component `place` of `scope` fails (none for a job)."""
         if scope == "device" and self.units_per_host > 1:
             return range(place, place + 1)
         hosts = self.topology.hosts_at(scope, place)
@@ -155,14 +155,14 @@ def slowest_of(count: int, jitter: float) -> float:
 def young(rate: float, save: float) -> float:
     """Return Young's (1974) checkpoint interval sqrt(2 save / rate) in seconds.
 
-    `rate` is the number of stops per second, `save` the duration of a save in seconds.
+    `rate` is the number of stops per second, and `save` is the duration of a save in seconds.
     """
     return math.sqrt(2 * save / rate) if rate else math.inf
 
 
 def daly(rate: float, save: float) -> float:
-    """Return Daly's (2006) first-order checkpoint interval in seconds: Young's minus the save.
+    """Return Daly's (2006) first-order checkpoint interval in seconds.
 
-    It is at least `save`.
+    It is Young's interval minus the duration of a save, but at least `save`.
     """
     return max(young(rate, save) - save, save)

@@ -50,6 +50,6 @@ class SlowLinks:
 
     @property
     def gradient_seconds(self) -> float:
-        """Seconds that the gradient reduction of one step takes without islands."""
+        """The time in seconds that the gradient reduction of one step takes without islands."""
         sent = 2 * (self.islands - 1) / self.islands * GRADIENT * self.parameters
         return sent / (self.megabits * MEGABIT)

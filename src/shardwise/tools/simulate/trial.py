@@ -23,7 +23,7 @@ from shardwise.tools.simulate.run_model import RunModel
 class Trial:
     """Simulates `model` with random numbers from `seed`.
 
-    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of
+    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of at
     random ones.
     """
 
@@ -122,10 +122,10 @@ class Trial:
         self._since += work
 
     def _repeat(self, until: float, pace: float) -> None:
-        """Skip ahead over all full cycles of a save and an interval of work.
+        """Skip ahead over all full cycles, each of which is a save and an interval of work.
 
-        A save must be due when this is called, and is due again afterwards. The cycles end before
-        `until`, and before the work is done.
+        A save must be due when this is called, and one is due again afterwards. The cycles end
+        before `until`, and before the work is done.
         """
         model = self._model
         cycle = model.save + model.interval * pace
@@ -172,7 +172,7 @@ class Trial:
                 self._stop(failure)
 
     def _take_returns(self) -> bool:
-        """Return repaired hosts to the run, or to the spares. Return True if the run gained any."""
+        """Return repaired hosts to the run or to the spares. Return True if the run gained any."""
         missed = False
         while self._returns and self._returns[0] <= self._time.now:
             heapq.heappop(self._returns)
@@ -238,7 +238,7 @@ class Trial:
         self._start_again()
 
     def _start_again(self) -> None:
-        """Wait for enough hosts, and restart. A failure during the restart begins it again."""
+        """Wait for enough hosts, and restart. A failure during the restart makes it start over."""
         while self._time.now < self._limit:
             self._take_returns()
             # Idle hosts do not fail, so redraw the next failure after waiting.

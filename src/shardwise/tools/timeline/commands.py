@@ -27,8 +27,8 @@ SHOWN = 5
 def timeline(files: tuple[Path, ...], every: bool, as_json: bool, merge: Path | None) -> int:
     """Show where the time of a run's steps went, per rank, and which rank was slowest.
 
-    FILES are the output of `shardwise run --timeline FILE`. Files that other hosts of the same run
-    wrote are read too if they are in the same folder.
+    FILES are written by `shardwise run --timeline FILE`. Files that other hosts of the same run
+    wrote are also read if they are in the same folder.
     """
     # Import here, so that `shardwise --help` stays fast.
     from shardwise.tools.timeline import reading, tables

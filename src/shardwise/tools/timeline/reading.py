@@ -1,4 +1,4 @@
-"""Reads timelines from one file or from one file per host, even if they are truncated."""
+"""Reads timelines from one file or one file per host, even if the files are truncated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Event = dict[str, Any]
 
 
 def read(paths: Sequence[Path]) -> list[Event]:
-    """Return the events in `paths`, and in files of other hosts of the same run next to them.
+    """Return the events in `paths`, and in other hosts' files of the same run in the same folders.
 
     Raises ConfigError if a file is not a Shardwise timeline, or if the files belong to different
     runs.

@@ -27,7 +27,8 @@ class Slowest:
     """The slowest rank.
 
     On average, it is busy for `seconds` longer per step than the median of the other ranks. Work of
-    `kind` accounts for `more` seconds of that. It was the slowest rank in `times` of `steps` steps.
+    kind `kind` accounts for `more` of these seconds. It was the slowest rank in `times` of `steps`
+    steps.
     """
 
     rank: int
@@ -48,7 +49,7 @@ class Slowest:
 def counted(steps: Mapping[int, Sequence[StepTimes]]) -> dict[int, list[StepTimes]]:
     """Return the steps from which to compute statistics, without each rank's first step.
 
-    The first step includes the start of the run. It is only used if a rank has no other step.
+    The first step includes the start of the run. It is used only if a rank has no other step.
     """
     return {rank: list(own[1:] if len(own) > 1 else own) for rank, own in steps.items() if own}
 
@@ -62,7 +63,7 @@ def slowest(steps: Mapping[int, Sequence[StepTimes]]) -> Slowest | None:
     """Return the rank for which the others wait.
 
     Returns None if all ranks take about the same time or there is only one rank. Ranks are compared
-    by their time without waits, because a rank with less work waits longer.
+    by their time excluding waits, because a rank with less work waits longer.
     """
     ranks = [rank for rank, own in steps.items() if own]
     # A single rank does not delay any other rank.

@@ -43,8 +43,8 @@ class StepTimes:
         seconds: Total duration in seconds.
         spent: Seconds by kind.
         hidden: Seconds during which a collective was in flight while the rank did other work.
-        waited: Seconds that the rank slept until other ranks arrived.
-        nbytes: Bytes that the rank passed to collectives.
+        waited: Seconds during which the rank slept until other ranks arrived.
+        nbytes: Number of bytes that the rank passed to collectives.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class StepTimes:
 
 
 def steps_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[StepTimes]]:
-    """Return each rank's steps in order. With several engines, use the first engine's steps."""
+    """Return each rank's steps in order. If there are several engines, use the first one's."""
     complete: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
         # "X" marks complete events. Skip counters, metadata, and other tools' events in merged

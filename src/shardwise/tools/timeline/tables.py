@@ -50,7 +50,7 @@ def per_step(steps: Iterable[StepTimes]) -> Table:
 
 
 def longest(steps: Steps, count: int) -> list[StepTimes]:
-    """Return the `count` longest steps, each for all ranks."""
+    """Return the `count` longest steps, with one entry per rank for each of them."""
     worst: dict[int, float] = {}
     for step in (step for own in steps.values() for step in own):
         worst[step.number] = max(step.seconds, worst.get(step.number, 0.0))
@@ -66,7 +66,7 @@ def legend() -> list[str]:
 
 
 def words(steps: Steps) -> list[str]:
-    """Return sentences on hidden communication and on the slowest rank."""
+    """Return sentences about hidden communication and the slowest rank."""
     every = [step for own in steps.values() for step in own]
     exposed, hidden = mean(s.exposed for s in every), mean(s.hidden for s in every)
     lines = []
@@ -88,7 +88,7 @@ def words(steps: Steps) -> list[str]:
 def as_json(steps: Steps, every: Steps) -> dict[str, Any]:
     """Return all results, in seconds, as values that JSON can represent.
 
-    `steps` are the steps that the means use. `every` contains all steps.
+    `steps` contains the steps from which the means are computed, and `every` contains all steps.
     """
     last = slowest(steps)
     return {

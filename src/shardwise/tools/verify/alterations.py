@@ -7,7 +7,7 @@
     split        random_split uses the same fixed generator on all ranks
     draws        all ranks draw the same random numbers after each step
     noise        random tensors with a row per sample are drawn for the total batch
-    collate      collate_fn is called for each sample alone, and draws the same for this sample
+    collate      collate_fn is called for each sample alone, with random draws that depend on it
     loss         multiplies losses by a factor
     weight       ignores weight= and reduction=, so that losses are weighted by their graphs
     lr           uses the reference's learning rates, step by step
@@ -161,7 +161,7 @@ class _CollatesEachSample:
 
 
 def _fingerprint(leaf: Any) -> str | int:
-    """Return a number, or a text, that depends on the value of `leaf` alone."""
+    """Return a number or a text that depends only on the value of `leaf`."""
     if not isinstance(leaf, Tensor):
         return str(leaf)
     return zlib.crc32(leaf.flatten().contiguous().view(torch.uint8).numpy().tobytes())
@@ -334,7 +334,7 @@ def _pretend(owner: Any, name: str, value: int) -> None:
 
 
 def _pretend_in_environment(*names: str) -> None:
-    """Set the environment variables `names` to 0 after `sw.init`."""
+    """Patch `sw.init` to set the environment variables `names` to 0 before it returns."""
     # Not before, because `sw.init` reads this process's rank from them.
     plain = shardwise.init
 

@@ -33,7 +33,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class FoundCauses:
-    """The causes that were found, or a clue for the user if none was found."""
+    """The causes that were found, or a clue for the user if there are none."""
 
     causes: Sequence[Suspect]
     clue: str = ""
@@ -46,8 +46,8 @@ Agrees = Callable[[Sequence[Suspect]], bool]
 def find(suspects: Sequence[Suspect], agrees: Agrees, clue: str) -> FoundCauses:
     """Return the first suspect whose removal alone eliminates the difference.
 
-    If there is none, return a minimal set of suspects whose joint removal eliminates it. If there
-    is no such set either, return `clue`.
+    If there is none, return a minimal set of suspects whose combined removal eliminates it. If
+    there is no such set either, return `clue`.
     """
     for suspect in suspects:
         if agrees([suspect]):

@@ -53,7 +53,7 @@ class TensorDifference:
 class StepDifference:
     """The differences in one step of `engine`. Number 0 is the state before the first step.
 
-    `loss`, `grad_norm` and `weight` are relative differences, 0 if the values are identical.
+    `loss`, `grad_norm` and `weight` are relative differences, or 0 if the values are identical.
     `rows` are the models' input row counts in the reference and in the other run. `tensors` are
     sorted in forward order.
     """
@@ -86,7 +86,7 @@ class StepDifference:
 
     @property
     def in_training(self) -> float:
-        """The largest difference, not counting `weight`, which is only a number of items."""
+        """The largest difference, ignoring `weight`, which is only a number of items."""
         apart = (each.relative for each in self.tensors)
         return max((self.loss, self.grad_norm, self.skipped, *apart), default=0.0)
 
@@ -133,7 +133,7 @@ class Comparison:
     def rounds_losses(self, tolerance: float, of_losses: float) -> bool:
         """Return whether only losses differ by more than `tolerance`, and by at most `of_losses`.
 
-        If a loss were really wrong by this much, the gradients would differ too.
+        If a loss were really wrong by this much, the gradients would differ as well.
         """
         return (
             not self.within(tolerance)
@@ -146,7 +146,7 @@ class Comparison:
         return all(step.in_training <= tolerance for step in self.steps)
 
     def first(self, tolerance: float) -> StepDifference | None:
-        """Return the first step that differs by more than `tolerance`, or None."""
+        """Return the first step with a difference above `tolerance`, or None."""
         return next((step for step in self.steps if not step.largest <= tolerance), None)
 
 
@@ -214,8 +214,8 @@ def _step(
 ) -> StepDifference:
     """Return the differences in a step.
 
-    `is_complete` is True if engines recorded both sides. `renamed` maps the reference's parameter
-    names to the other run's, `order` maps modules to their position in forward order, and `least`
+    `is_complete` is True if engines recorded both runs. `renamed` maps the reference's parameter
+    names to the other run's, and `order` maps modules to their positions in forward order. `least`
     contains the lower bounds of the scales for the loss and the norm.
     """
     before = {
@@ -260,8 +260,8 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 def _relative(theirs: float, ours: float, least: float = 0.0, *, is_complete: bool) -> float:
     """Return the difference between two numbers, relative to the larger of `theirs` and `least`.
 
-    If the records are incomplete, NaN in the reference means that the value was not recorded. It
-    then counts as equal.
+    If the records are incomplete, NaN in the reference means that the value was not recorded. The
+    numbers then count as equal.
     """
     if theirs == ours or (math.isnan(theirs) and (math.isnan(ours) or not is_complete)):
         return 0.0
@@ -296,7 +296,7 @@ def _fed_the_same(theirs: Step, ours: Step) -> bool:
 def _tensors(
     theirs: Mapping[Key, WholeTensor], ours: Mapping[Key, WholeTensor], *, is_complete: bool
 ) -> Iterator[TensorDifference]:
-    """Yield the tensors that differ between the runs, or between the ranks of a run.
+    """Yield the tensors that differ between the runs, or between the ranks of one run.
 
     If the records are complete, also yield the tensors that exist in only one of the runs.
     """

@@ -205,7 +205,7 @@ def _verify_stock(
 
 
 def _stock_command(words: tuple[str, ...], size: int | None, *, module: bool) -> tuple[Any, str]:
-    """Return the command that starts the ranks, and its script's name without a suffix."""
+    """Return the command that starts the ranks, and the name of its script without a suffix."""
     kind = import_module("shardwise.tools.verify.stock.stock_runs").StockCommand
     if len(words) == 1 and " " in words[0] and not Path(words[0]).exists():
         if size is not None:
@@ -227,7 +227,7 @@ def _stock_command(words: tuple[str, ...], size: int | None, *, module: bool) ->
 def placement_of(text: str) -> Any:
     """Parse flags of `shardwise run` into a placement.
 
-    Raises LaunchError if `text` contains a script, --adopt, or anything but flags.
+    Raises LaunchError if `text` contains a script, --adopt, or anything other than flags.
     """
     flags = command().make_context("--also", _words_of(text, "--also")).params
     if flags["words"]:
@@ -246,7 +246,7 @@ def placement_of(text: str) -> Any:
 def _words_of(text: str, flag: str) -> list[str]:
     """Split a command line into words. Raises LaunchError if a quote is not closed.
 
-    `flag` is the flag that contains it, for the error message.
+    The error message names `flag`, the flag whose value is `text`.
     """
     try:
         return shlex.split(text)
@@ -257,7 +257,7 @@ def _words_of(text: str, flag: str) -> list[str]:
 def _placement(run_flags: dict[str, Any]) -> Any:
     """Build a placement from `run_flags`.
 
-    The default number of workers is one per GPU, or two without GPUs.
+    By default, there is one worker per GPU, or two workers if there are no GPUs.
     """
     settings = {
         name: command_line.as_text(value)

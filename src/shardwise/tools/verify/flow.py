@@ -59,7 +59,7 @@ class Verification:
         self._why = ""
 
     def check(self) -> RecordedTraining:
-        """Run the reference and check that there is something to compare.
+        """Run the reference, and check that it trains.
 
         Raises LaunchError if the script completes no step, or trains without an engine or Horovod.
         """
@@ -111,7 +111,7 @@ class Verification:
         return self._explain(result, wide_reference, wide) if self.plan.causes else result
 
     def _only_losses(self, compared: Comparison) -> bool:
-        """Return whether everything except the loss agrees with the original script."""
+        """Return whether everything but the loss agrees with the original script."""
         # Hooks on the original script see the argument of the backward call, which may differ from
         # the loss that the user means.
         if self.plan.against is None or compared.within(TOLERANCE):
@@ -316,7 +316,7 @@ class Verification:
 
 
 def _in_fp64(placement: RunPlacement) -> RunPlacement:
-    """Return the placement in fp64, without settings that only apply to 16-bit training."""
+    """Return the placement in fp64, without the settings that only apply to 16-bit training."""
     return placement.without("reduce_dtype").with_settings(precision=WIDE)
 
 
@@ -344,8 +344,8 @@ _FIX_ORDER = (
 def clue(compared: Comparison, other: RecordedTraining, *, against: bool) -> str:
     """Return advice on where to look for a difference that no suspect explains.
 
-    `against` is True if the reference is a different script. In that case only the user can make
-    both scripts read the data in the same order.
+    `against` is True if the reference is a different script. If so, only the user can make both
+    scripts read the data in the same order.
     """
     first = compared.first(TOLERANCE)
     if first is None:

@@ -1,4 +1,4 @@
-"""Detects scaled learning rates and schedules that run too fast, from the rates of both runs."""
+"""Detects scaled learning rates and schedules that run too fast, by comparing both runs' rates."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def recorded_rates(reference: RecordedTraining) -> dict[str, list[list[float]]]:
 def find_pace(reference: RecordedTraining, other: RecordedTraining, size: int) -> int:
     """Return how many times faster the schedule of `other` runs than the reference's.
 
-    The factor is k if the rates of `other` equal the rates of every k-th step of the reference. It
-    tries `size` (the number of workers) first, then possible numbers of micro-batches. Returns 1 if
-    no k fits.
+    The factor is k if the rates of `other` equal the rates of every k-th step of the reference. The
+    first k to be tried is `size`, the number of workers, followed by possible numbers of
+    micro-batches. Returns 1 if no k fits.
     """
     engines = [
         ([step.lr for step in reference.engines.get(engine, [])[1:]], [step.lr for step in steps])
@@ -92,7 +92,7 @@ def _same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
 
 
 def _batch(reference: RecordedTraining, other: RecordedTraining) -> str:
-    """Return a comparison of the runs' batch sizes, to end a sentence about the rates."""
+    """Return a phrase that compares the runs' batch sizes, to end a sentence about the rates."""
     for engine, steps in reference.engines.items():
         for its, mine in zip(steps[1:], other.engines.get(engine, [])[1:], strict=False):
             if (rows := (mine.fed.rows, its.fed.rows))[0] != rows[1]:

@@ -1,4 +1,4 @@
-"""Records a script that trains without an engine, with hooks on torch's optimizers.
+"""Uses hooks on torch's optimizers to record scripts that train without an engine.
 
 Such scripts are the original script of `--against`, and scripts that use `shardwise.horovod`.
 """
@@ -28,11 +28,11 @@ from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 
 class Recorder:
-    """Records the training of rank `rank` to `folder` if the script uses no engine.
+    """Records the training of rank `rank` in `folder` if the script uses no engine.
 
-    If `plain` is true, the script runs without a launcher. The recorder then also stops the script
-    after `stop_after` steps of whichever optimizer steps first. `preset` is the precision to apply
-    to models.
+    If `plain` is true, the script runs without a launcher, so the recorder also has to stop it. It
+    does so after `stop_after` steps of the optimizer that steps first. `preset` is the precision to
+    apply to models.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Recorder:
         return self._plain or "shardwise.horovod" in sys.modules
 
     def write_facts(self) -> None:
-        """Write the facts about the script to a file, when the script ends."""
+        """Write the facts about the script to a file. Called when the script ends."""
         driver = "plain" if self._plain else "horovod"
         facts = {"driver": driver if self._optimizers else ""}
         if self._facts.engines:
@@ -74,7 +74,7 @@ class Recorder:
         (folder / "facts.json").write_text(json.dumps({**self._facts.plain(), **facts}))
 
     def _follow_losses(self) -> None:
-        """Patch torch to sum the losses of backward passes and store the norm from clipping."""
+        """Patch torch to sum the losses of backward passes, and to store the norm when it clips."""
         backward: Any = torch.autograd.backward  # Tensor.backward calls it too
         clip = nn.utils.clip_grad_norm_
 
@@ -217,7 +217,7 @@ class _TrackedOptimizer:
         self.inputs = ForwardInputs(self.models, lambda: None)
 
     def figures(self) -> dict[str, Any]:
-        """Return the figures in a step's file, except the loss and the norm."""
+        """Return the figures of a step's file except the loss and the norm."""
         assert self.inputs is not None
         # Inputs belong to the step after them, not to the state before the first step.
         fed, samples = self.inputs.taken() if self.steps else (FeedTotals(), [])

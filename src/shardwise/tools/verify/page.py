@@ -56,7 +56,7 @@ def write(report: VerifyReport, folder: Path, json_file: Path | None) -> None:
 
 
 def rows_of(comparison: Comparison) -> list[tuple[str, str, str, int]]:
-    """Return the name, kind, difference and step of the tensors that differ most."""
+    """Return the name, kind, difference and step of each of the tensors that differ most."""
     return [
         # Users number steps from 0. Show the state before the first step as 0 as well.
         (each.name, each.kind, verdicts.format_difference(each.relative), max(number - 1, 0))

@@ -114,9 +114,9 @@ Differs = Callable[[RunPlacement], bool]
 def find_smallest(placement: RunPlacement, differs: Differs) -> RunPlacement:
     """Return a simpler variant of `placement` that still differs from the reference.
 
-    The search simplifies the ZeRO level, tiers, micro-batches, layer splits, other settings and the
-    number of workers, in this order. In each group, it chooses the simplest candidate that still
-    differs.
+    The search simplifies, in this order, the ZeRO level, tiers, micro-batches, layer splits, other
+    settings and the number of workers. For each of these, it chooses the simplest candidate that
+    still differs.
     """
     # A single run decides most cases, because errors in the data or in the use of the number of
     # workers also appear on two ranks with --zero 0.
@@ -150,7 +150,7 @@ def rows(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def tiers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without any offloading, then with one kind removed at a time."""
+    """Yield the placement without any offloading, and then without one kind of it at a time."""
     names = [name for name in TIERS if name in placement.settings]
     for candidate in (placement.without(*names), *(placement.without(name) for name in names)):
         if candidate.is_legal:
@@ -163,7 +163,7 @@ def micro_batches(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without any layer splits, then with one kind removed at a time."""
+    """Yield the placement without any layer splits, and then without one kind of them at a time."""
     for names in (AXES, *((name,) for name in AXES)):
         if any(name in placement.settings for name in names):
             candidate = placement.without(*names)
@@ -178,7 +178,7 @@ def layers(placement: RunPlacement) -> Iterator[RunPlacement]:
 
 
 def rest(placement: RunPlacement) -> Iterator[RunPlacement]:
-    """Yield the placement without its other distribution settings, then without one at a time."""
+    """Yield the placement without its other distribution settings, and then without one of them."""
     known = {*TRAINING, *AXES, *OF_LAYERS, "zero", "shard", *TIERS, *MICRO}
     names = [name for name in placement.settings if name not in known]
     yield placement.without(*names)

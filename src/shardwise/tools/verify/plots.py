@@ -83,7 +83,7 @@ def draw(command: str, results: Sequence[DrawnResult], folder: Path) -> str:
 
 
 def _losses(axes: Any, results: Sequence[DrawnResult]) -> None:
-    """Plot the reference's losses as a wide pale line, and the placements' losses as thin lines."""
+    """Plot the reference's losses as a wide pale line, and the other runs' losses as thin lines."""
     axes.set_title("loss")
     reference = max((result.losses[0] for result in results), key=len)
     axes.plot(
@@ -164,7 +164,7 @@ def _tensors(axes: Any, results: Sequence[DrawnResult]) -> None:
 
 
 def _legend_below(axes: Any) -> None:
-    """Put the legend below the plot, where it cannot cover any curves."""
+    """Put the legend below the plot, where it cannot cover a curve."""
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2)
 
 
@@ -178,5 +178,5 @@ def _short(text: str, most: int = 40) -> str:
 
 
 def _tail(name: str, most: int = 34) -> str:
-    """Shorten a long name at its start, because its end is more informative."""
+    """Shorten a long name by cutting off its start, because its end is more informative."""
     return name if len(name) <= most else f"…{name[-most + 1 :]}"

@@ -53,7 +53,7 @@ class WholeTensor:
 
 @dataclass(frozen=True)
 class FeedRecord:
-    """Totals over all of the models' inputs in a step (see `tensor_log.FeedTotals`)."""
+    """Totals over all inputs of the models in a step (see `tensor_log.FeedTotals`)."""
 
     elements: int
     hashes: int
@@ -96,7 +96,7 @@ class RecordedTraining:
 
     @property
     def driver(self) -> str:
-        """What ran the training: "engine", "horovod", "plain", or "" if nothing trained."""
+        """What ran the training: "engine", "horovod", "plain", or "" if nothing was trained."""
         return str(self.facts.get("driver", ""))
 
     @property
@@ -212,7 +212,7 @@ def _wholes(rows: list[tuple[int, dict[str, Any]]]) -> dict[Key, WholeTensor]:
 
 
 def _assemble(parts: list[tuple[int, Tensor]], fingerprint: Fingerprint) -> Tensor | None:
-    """Return the values of a tensor, shape (numel,), or None if some were not recorded."""
+    """Return the values of a tensor, shape (numel,), or None if some of them were not recorded."""
     # Ranks record values only of small tensors, or of those that `Run.values` names.
     if sum(values.numel() for _, values in parts) != fingerprint.numel:
         return None

@@ -82,7 +82,7 @@ class RunFailed(Exception):
 def make(
     run: Run, name: str, log: Path, on_step: OnStep, warm: WarmRanks | None = None
 ) -> RecordedTraining:
-    """Execute a run with its output in `log`, and return its record.
+    """Execute a run, write its output to `log`, and return its record.
 
     Ranks are forked from `warm` processes if possible. On Ctrl-C, the ranks are stopped first. The
     files of the record are always removed. Raises RunFailed, with `name` in the message, if the run
@@ -146,8 +146,8 @@ def environment(max_size: int) -> dict[str, str]:
     """Return the environment variables of a run.
 
     The number of threads per rank depends only on `max_size`, so that it is the same in all runs.
-    The variables of a batch job are left out, so that the run stays on this host: other hosts might
-    not see the folder of the records.
+    The variables of a batch job are removed, so that the run stays on this host: other hosts might
+    not be able to access the folder of the records.
     """
     # Use the number of threads of the largest run. Kernels split sums among threads, so a smaller
     # run with more threads per rank would differ by rounding for that reason alone.

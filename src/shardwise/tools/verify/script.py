@@ -48,9 +48,9 @@ with torch 2.9."""
 class PromoteToFp64(TorchFunctionMode):
     """Makes a script compute in fp64, even if its own code or a library casts tensors to fp32.
 
-    Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because of mixed fp32
-    and fp64 arguments, it is repeated with all arguments in fp64. If the function writes to
-    its first tensor, the other arguments are cast to that tensor's dtype instead.
+    Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because its arguments
+    mix fp32 and fp64, it is repeated with all arguments in fp64. If the function writes to its
+    first tensor, the other arguments are cast to that tensor's dtype instead.
     """
 
     def __torch_function__(

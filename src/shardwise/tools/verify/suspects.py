@@ -75,7 +75,7 @@ def quote_lines(facts: Mapping[str, Any], name: str) -> str:
 
 
 def _of_noise(facts: Mapping[str, Any]) -> Iterator[Suspect]:
-    """Yield suspects if the loop, or a `collate_fn`, draws random numbers for samples."""
+    """Yield suspects if the training loop or a `collate_fn` draws random numbers for samples."""
     if facts.get("collate"):
         yield Suspect(
             name="collate",
@@ -105,7 +105,7 @@ def _of_data(
     size: int,
     rates: Mapping[str, Any],
 ) -> Iterator[Suspect]:
-    """Yield suspects if the runs' inputs differ in their samples or in their number."""
+    """Yield suspects if the runs' inputs have different samples or different sample counts."""
     seen = [step for step in comparison.steps if 0 < step.number <= max(first.number, 1)]
     odd = next((step for step in seen if not step.fed), None)
     # If the batch size is per worker, a step has exactly `size` times the reference's rows.
@@ -273,7 +273,7 @@ def _of_model(facts: Mapping[str, Any]) -> Iterator[Suspect]:
 
 
 def _of_tensors(apart: Sequence[tuple[str, str]]) -> Iterator[Suspect]:
-    """Yield a suspect if module tensors, other than parameters, differ between ranks."""
+    """Yield a suspect if module tensors that are not parameters differ between ranks."""
     if not apart:
         return
     names = [name for _, name in apart]

@@ -56,7 +56,7 @@ class Facts:
             self._found[name].setdefault(word)
 
     def plain(self) -> dict[str, list[str]]:
-        """Return all facts as lists by topic, which JSON can represent."""
+        """Return all facts as values that JSON can represent: one list per topic."""
         return {name: list(words) for name, words in self._found.items()}
 
 
@@ -212,10 +212,10 @@ def _watch_collate(facts: Facts) -> None:
 
 
 def has_rows_of_batch(drawn: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether `drawn` has a row for each of this rank's rows of the training batch.
+    """Return whether `drawn` has one row for each of this rank's rows of the training batch.
 
-    `kwargs` are the keyword arguments that it was drawn with. A `generator` in them belongs to the
-    script, which may have seeded it in any way, so the result is then False.
+    `kwargs` are the keyword arguments of the call that drew it. If they contain a `generator`, the
+    result is False, because the script may have seeded its generator in any way.
     """
     batch = current().current_batch.batch if has_joined() else None
     if batch is None or batch.rows is None or kwargs.get("generator") is not None:

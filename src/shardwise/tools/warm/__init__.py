@@ -1,1 +1,1 @@
-"""Warm ranks: forked from a process that has already imported torch and the script's packages."""
+"""Warm ranks, which are forked from a process that has imported torch and the script's packages."""

@@ -1,10 +1,10 @@
-"""Fork server: a process that imports torch and the script's packages once, then forks ranks.
+"""Fork server: a process that imports torch and the script's packages once, and then forks ranks.
 
     python -m shardwise.tools.warm.fork_server FD IMPORTS
 
 Imports take up most of the time of a short run. rank_client.py requests a rank over a socket. The
-rank is killed if its client exits, and all ranks are killed when standard input is closed. The
-server has no threads and never uses an accelerator, because neither survives a fork.
+rank is killed if its client exits, and all ranks are killed when the server's standard input is
+closed. The server has no threads and never uses an accelerator, because neither survives a fork.
 
     rank_client  ── arguments, environment, files ─▶  fork_server  ── fork ─▶  rank
                  ── signals, one byte each ────────▶               ── kill ─▶
@@ -47,7 +47,7 @@ PATIENCE = 2.0
 
 @dataclass
 class Child:
-    """A forked rank, which leads a process group, and the socket of its client."""
+    """A forked rank, which leads a process group, and the socket that connects to its client."""
 
     pid: int
     line: socket.socket
@@ -97,7 +97,7 @@ class ForkServer:
             self._reap()
 
     def _accept(self) -> list[str] | None:
-        """Fork a rank for the next client. Return the rank's arguments in the rank, None here."""
+        """Fork a rank for the next client. Return its arguments in the rank, and None here."""
         line, _ = self._listener.accept()
         line.settimeout(PATIENCE)
         try:
@@ -122,7 +122,10 @@ class ForkServer:
         return None
 
     def _become_rank(self, request: dict[str, Any], files: list[int]) -> None:
-        """Turn this forked process into a rank: set its files, environment, folder and group."""
+        """Turn this forked process into a rank.
+
+        Sets up its standard streams, environment, working directory and process group.
+        """
         self._selector.close()
         for each in (self._listener, self._woken, self._wakes):
             each.close()

@@ -4,7 +4,7 @@
 
 This script imports nothing from the package, so it starts in milliseconds. It sends its arguments,
 environment and open files to fork_server.py, forwards signals to the rank, and exits with the
-rank's exit code. If no fork server answers, it becomes the rank itself.
+rank's exit code. If there is no response from a fork server, it becomes the rank itself.
 """
 
 import json

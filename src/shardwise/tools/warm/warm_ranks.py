@@ -1,4 +1,4 @@
-"""Starts and stops the fork servers that ranks of short runs are forked from."""
+"""Starts and stops the fork servers from which the ranks of short runs are forked."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _SETS_VARIABLES = re.compile(r"environ|putenv|dotenv")
 
 
 class WarmRanks:
-    """Context manager for the warm processes that fork ranks (see fork_server.py).
+    """Context manager for the warm processes from which ranks are forked (see fork_server.py).
 
     Args:
         words: The script and its arguments, or -m MODULE and its arguments.
         module: The module that each rank runs. Its `main` gets the arguments passed to `words`.
-        environ: Environment variables of the warm processes. Each rank has its client's.
+        environ: Environment variables of the warm processes. Each rank gets its client's instead.
         packages: Modules to import. Default: PACKAGES, and the LARGE_PACKAGES that the script
             imports.
         prepare: A function, as MODULE:NAME, that the warm processes call before they import the
@@ -109,7 +109,7 @@ class WarmRanks:
 
 
 def large_imports(words: Sequence[str]) -> list[str]:
-    """Return those LARGE_PACKAGES that the script imports and that can be imported in advance.
+    """Return the LARGE_PACKAGES that the script imports and that can be imported in advance.
 
     Packages read environment variables such as HF_HOME on import. The result is therefore empty if
     the script, or a module in its folder, sets environment variables. A package is left out if the
@@ -138,7 +138,7 @@ def own_sources(name: str) -> Iterator[str]:
 
 
 def _modules_beside(name: str) -> dict[str, Path]:
-    """Return the modules and packages in the folder of a script, and in the current folder."""
+    """Return the modules and packages in a script's folder and in the working directory."""
     folders = [folder for folder in (Path(name).parent, Path()) if folder.is_dir()]
     paths = (path for folder in folders for path in folder.iterdir())
     return {

@@ -1,6 +1,6 @@
 """Alters the ranks or the reference in one respect, to confirm a cause.
 
-If the altered runs agree, the alteration removes the cause of the difference.
+If the altered runs agree, the alteration has removed the cause of the difference.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
 
 
 def _clip_norms(norms: list[list[float]]) -> None:
-    """Clip by the norms in `norms`, by step. Steps with an empty list use their own norm."""
+    """Clip by the norms in `norms`, by step. A step with an empty list uses its own norm."""
     place = 0
 
     def count(*_: Any) -> None:
@@ -157,7 +157,7 @@ def _scale_rates(factor: float) -> None:
 
 
 def _rates(rates: list[list[float]]) -> None:
-    """Override learning rates with `rates`, by step and parameter group."""
+    """Override the learning rates with `rates`, by step and parameter group."""
     steps = iter(rates)
 
     def set_rates(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Records the batches that each rank's DataLoaders yield, and replays the union of all ranks.
+"""Records the batches that each rank's DataLoaders yield, and replays their union.
 
 A loader's key is the script line that created it and a counter, so that the same loader has the
 same key in all processes. FOLDER/rank-R/batch-LOADER-EPOCH-NUMBER.pt is batch NUMBER of the
@@ -143,7 +143,7 @@ class BatchRecorder:
 
 
 def _evaluated(before: int, rows: Sequence[int]) -> int:
-    """Return the current evaluation's row count, after a batch with `rows`.
+    """Return the current evaluation's row count, after a batch that contains `rows`.
 
     `before` is the count before that batch. The result is 0 if gradients are enabled.
     """
@@ -169,7 +169,7 @@ def hashes_of_rows(batch: Any) -> list[int]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return the batch with all mappings as dicts. pytree does not traverse other mappings."""
+    """Return the batch with mappings as dicts, because pytree does not traverse other types."""
     if isinstance(batch, Mapping):
         return {key: _plain(value) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -178,7 +178,7 @@ def _plain(batch: Any) -> Any:
 
 
 def _is_numeric(values: Any) -> bool:
-    """Return whether `values` is a NumPy array that torch can read."""
+    """Return whether `values` is a NumPy array that torch can convert."""
     return isinstance(values, np.ndarray) and values.dtype.kind in "biufc" and bool(values.ndim)
 
 
@@ -196,7 +196,7 @@ class BatchReplay:
     """Makes one process's loaders yield the union of the batches that the ranks recorded.
 
     Loaders are matched by key. With only one rank, a script or library may create a loader on a
-    different line. Such a loader replays a recorded loader whose dataset has the same size.
+    different line. Such a loader is matched with a recorded loader whose dataset has the same size.
     """
 
     def __init__(self, folder: Path, widen: bool = False) -> None:
@@ -293,7 +293,7 @@ class BatchReplay:
 
 
 def _loaded(path: Path) -> Any:
-    """Load a batch. Move its GPU tensors to this process's GPU."""
+    """Load a batch, with its GPU tensors on this process's GPU."""
 
     def place(storage: Any, location: str) -> Any:
         return storage.cuda() if location.startswith("cuda") else storage
@@ -324,16 +324,16 @@ def without_copies(batches: Sequence[Any]) -> list[Any]:
 def are_copies(batches: Sequence[Any]) -> bool:
     """Return whether every distinct batch occurs equally often, and more than once.
 
-    In that case the ranks share the layers or sequences of a model, and one process needs each
-    batch only once. If some batch occurs more often than another, it also has more weight in the
-    training, so none of its copies may be dropped.
+    If so, the ranks share the layers or sequences of a model, and one process needs each batch only
+    once. If some batch occurs more often than another, it also has more weight in the training, so
+    none of its copies may be dropped.
     """
     counts = Counter(tuple(hashes_of_rows(batch)) for batch in batches)
     return () not in counts and len(set(counts.values())) == 1 < max(counts.values())
 
 
 def join(batches: Sequence[Any], batch_size: int | None = None) -> Any:
-    """Return one batch with the rows of all `batches`, in their order.
+    """Return one batch with the rows of all `batches`, in the same order.
 
     Tensors and arrays are concatenated along dim 0. Rows of different lengths are padded at the
     end: with -100 if one of the tensors contains -100 (labels), otherwise with 0. Lists with one

@@ -1,7 +1,7 @@
-"""Finds mistakes in a stock script that the ranks' records prove, without a trial run.
+"""Finds mistakes in a stock script that the ranks' records prove without a trial run.
 
-An example is identical batches on all ranks. Possible causes that only a trial run can confirm are
-in suspects.py.
+An example is that all ranks train on identical batches. suspects.py lists possible causes that only
+a trial run can confirm.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
 
 
 def parts_of_ranks(made: StockRecords, reference: StockRecords | None) -> list[str]:
-    """Return the parameters that have different sizes on the ranks and in the reference."""
+    """Return the parameters whose sizes on the ranks differ from those in the reference."""
     if reference is None:
         return []
     # Compare numbers of elements, because fingerprints are of flat values. A parameter with another
@@ -127,7 +127,7 @@ def _same_data(made: StockRecords) -> Iterator[Finding]:
 def _compute_parts(made: StockRecords) -> bool:
     """Return whether ranks with the same rows compute different parts of them.
 
-    This is so if their losses differ without dropout, or if they hold parts of the parameters.
+    They do if their losses differ without dropout, or if they hold parts of the parameters.
     """
     values = [[term["value"] for term in rows[0]["terms"]] for rows in made.steps if rows]
     steps = next(iter(made.training.engines.values()))
@@ -394,8 +394,8 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
 def _others(tensors: Mapping[tuple[str, str], WholeTensor], length: float) -> list[str]:
     """Return the names of the gradients that a norm may have left out.
 
-    These are the gradients that only some ranks have, if their norm is `length`. Otherwise, return
-    all names.
+    These are the gradients that only some ranks have, if their norm is `length`. If it is not,
+    returns all names.
     """
     wholes = {name: whole for (kind, name), whole in tensors.items() if kind == "gradient"}
     most = max(len(whole.copies) for whole in wholes.values())
@@ -441,7 +441,7 @@ def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
 
 
 def _joined(wholes: Sequence[WholeTensor | None]) -> torch.Tensor | None:
-    """Return the tensors' values concatenated, or None if some were not recorded."""
+    """Return the tensors' values, concatenated, or None if some of them were not recorded."""
     values = [whole.values for whole in wholes if whole is not None and whole.values is not None]
     if not values or len(values) < len(wholes):
         return None
@@ -449,7 +449,7 @@ def _joined(wholes: Sequence[WholeTensor | None]) -> torch.Tensor | None:
 
 
 def parallel_ratio(one: torch.Tensor, two: torch.Tensor) -> float | None:
-    """Return r if `two` equals r times `one` within rounding, otherwise None."""
+    """Return r if `two` equals r times `one` within rounding, or None if there is no such r."""
     square = float(torch.dot(one, one))
     if not square:
         return None

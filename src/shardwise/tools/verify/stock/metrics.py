@@ -1,4 +1,4 @@
-"""Compares the evaluation results that the ranks report with the reference's.
+"""Compares the evaluation results that the ranks report with the reference's results.
 
 These are the numbers that the script prints during an evaluation, and the scalars that it reduces.
 The comparison is only meaningful if the training itself agrees.
@@ -24,7 +24,7 @@ def findings(reference: StockRecords, made: StockRecords) -> list[Finding]:
 
 
 def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
-    """Check for an unweighted average of the ranks' means although their row counts differ."""
+    """Check for an unweighted average of the ranks' means even though their row counts differ."""
     theirs = _reported(reference)
     for entries in zip(*(facts["reduced"] for facts in made.ranks), strict=False):
         rows = [entry["rows"] for entry in entries]
@@ -47,7 +47,7 @@ def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding
 
 
 def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding]:
-    """Check for printed numbers that are N times, or 1/N of, the reference's, with N ranks."""
+    """Check for printed numbers that are N times or 1/N of the reference's, for N ranks."""
     size = len(made.ranks)
     pairs = zip(reference.ranks[0]["printed"], made.ranks[0]["printed"], strict=False)
     for one, two in pairs:
@@ -82,7 +82,7 @@ def _numbers(text: str) -> list[tuple[float, int]]:
 
 
 def _are_close(one: float, two: float, digits: int) -> bool:
-    """Return whether two numbers agree to `digits` decimals, and to 1e-3 of their size."""
+    """Return whether two numbers agree to `digits` decimals, and to a relative 1e-3."""
     if not digits:
         return False
     return abs(one - two) <= max(10.0**-digits, 1e-7 * abs(two)) and abs(one - two) <= CLOSE * abs(

@@ -1,10 +1,10 @@
 """Gives each run of a script a view of the user's files, and keeps the run's own files in it.
 
 The ranks and the reference run the same script. Without views, the second run would find the first
-run's checkpoints, and both would overwrite the user's. A view is a folder of symbolic links. It has
-the same depth as the current folder, so that relative paths with ".." also work:
+run's checkpoints, and both would overwrite the user's files. A view is a folder of symbolic links.
+It has the same depth as the working directory, so that relative paths with ".." also work:
 
-    /home/me/project/              the current folder          data/train.bin   last.pt
+    /home/me/project/              the working directory      data/train.bin   last.pt
     VIEW/home/me/project/          where the run starts        data/train.bin → ...   last.pt → ...
 
 New files are created in the view. Before a rank opens a link for writing, the link is replaced by a
@@ -41,7 +41,7 @@ def make_view(view: Path, current: Path, hidden: Path) -> Path:
 
     Args:
         view: Folder to create.
-        current: The user's current folder, absolute.
+        current: The user's working directory, as an absolute path.
         hidden: The verification's own folder, which the view does not show.
     """
     place, user = view, Path(current.anchor)
@@ -69,7 +69,7 @@ def make_view(view: Path, current: Path, hidden: Path) -> Path:
 
 
 def _link_entries(place: Path, user: Path, omitted: set[str]) -> None:
-    """Link the entries of a parent of the current folder, if they can be listed."""
+    """Link the entries of a parent of the working directory, if they can be listed."""
     for entry in _entries(user)[:MOST]:
         if entry.name not in omitted:
             (place / entry.name).symlink_to(entry.path)
@@ -123,7 +123,7 @@ def follow(view: Path) -> None:
 
 
 def _follow_safetensors(root: str) -> None:
-    """Patch safetensors, which writes files in Rust, to replace links first."""
+    """Patch safetensors, which writes files in Rust, to replace links before it writes."""
     try:
         import safetensors.torch as library
     except ImportError:

@@ -15,8 +15,8 @@ from shardwise.tools.verify.script import PromoteToFp64
 def widen(*, promotes: bool) -> None:
     """Make fp64 the default dtype of this process, and disable features that use narrower dtypes.
 
-    These are autocast, loss scaling and FSDP's mixed precision. If `promotes` is True, the script's
-    casts to narrower dtypes have no effect, and mixed arguments are promoted.
+    These features are autocast, loss scaling and FSDP's mixed precision. If `promotes` is True, the
+    script's casts to narrower dtypes have no effect, and mixed arguments are promoted.
     """
     torch.set_default_dtype(torch.float64)
     _set_argument(torch.autocast, "enabled", False)

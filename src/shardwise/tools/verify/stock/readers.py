@@ -30,7 +30,7 @@ _WRAPPERS = re.compile(
 
 
 def rank() -> int:
-    """Return this process's rank, which its launcher has set in the environment."""
+    """Return this process's rank, which the launcher has set in the environment."""
     return next(int(os.environ[name]) for name in _RANKS if name in os.environ)
 
 
@@ -89,7 +89,7 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def compiled_modules(models: Iterable[nn.Module]) -> set[nn.Module]:
-    """Return the modules inside compiled modules. Hooks on them would break the graphs."""
+    """Return the modules inside compiled modules. Hooks on them would cause graph breaks."""
     # Importing torch._dynamo takes a second, and without it nothing is compiled.
     frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     if frame is None:
@@ -108,8 +108,8 @@ def full_parameters(models: Iterable[nn.Module]) -> Iterator[bool]:
     """Context manager in which FSDP1 models have full parameters and gradients.
 
     Collective for FSDP1 models. Yields whether any of them has `use_orig_params=True`. The
-    optimizer state of such models stays sharded. FSDP1's flat parameters are left unchanged: see
-    `gathered`.
+    optimizer state of such models stays sharded. FSDP1's flat parameters are left unchanged (see
+    `gathered`).
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -131,7 +131,7 @@ def full_parameters(models: Iterable[nn.Module]) -> Iterator[bool]:
 def gathered(values: Tensor, parameter: Tensor) -> Tensor:
     """Gather a full tensor from the ranks' shards of an FSDP1 flat parameter.
 
-    Return the values of any other parameter unchanged. FSDP1 has flat parameters unless
+    For any other parameter, return `values` unchanged. FSDP1 has flat parameters unless
     `use_orig_params=True`. Each rank's shard has shape (ceil(numel / ranks),), and the last one
     ends with padding. Collective for a flat parameter.
     """
@@ -161,7 +161,7 @@ def gradient(parameter: Tensor, optimizer: torch.optim.Optimizer) -> Tensor | No
 
 
 def part(kind: str, name: str, values: Tensor, rank: int) -> Part:
-    """Return a dense copy of this rank's full tensor, as copy number `rank`."""
+    """Return a dense copy of this rank's full tensor as copy number `rank`."""
     values = whole(values.detach())
     if values.is_sparse:
         values = values.to_dense()

@@ -143,7 +143,7 @@ class StockRecorder:
 
     @property
     def _is_here(self) -> bool:
-        """Whether the current process is the recording one, rather than a forked child."""
+        """Whether the current process is the one that records, rather than a forked child."""
         return os.getpid() == self._pid
 
     def follow(self) -> None:
@@ -268,7 +268,7 @@ class StockRecorder:
         module.start_processes = vars(torch.multiprocessing)["start_processes"] = noted
 
     def _follow_exit(self) -> None:
-        """Patch os._exit, which runs no exit handlers, to write the facts first."""
+        """Patch os._exit to write the facts first, because it runs no exit handlers."""
         leave: Callable[[int], Any] = os._exit
 
         @wraps(leave)
@@ -358,8 +358,8 @@ class StockRecorder:
     def _wait_for_others(self) -> None:
         """Wait until all ranks have written their facts.
 
-        All ranks complete the same step. A rank that exits closes its sockets, while another rank
-        may still be in the collective that this rank has finished.
+        All ranks complete the same step. When a rank exits, its sockets are closed, although
+        another rank may still be in the collective that this rank has finished.
         """
         until = time.monotonic() + LAST_WAIT
         folder = self._folder.parent
@@ -423,8 +423,8 @@ def _describe_clip(result: Any, parameters: Any, max_norm: Any, *args: Any, **kw
 class Rounds:
     """Counts rounds of steps. Every optimizer steps at most once per round.
 
-    With one optimizer, a round is a step. With two, as in a GAN, a round has a step of each. If a
-    script creates an optimizer again for the same parameters, it counts as the same optimizer.
+    With one optimizer, a round is a step. With two, as in a GAN, each of them steps in a round. If
+    a script creates an optimizer again for the same parameters, it counts as the same optimizer.
     """
 
     def __init__(self, most: int) -> None:
@@ -442,7 +442,7 @@ class Rounds:
         return self._number - 1
 
     def end(self) -> bool:
-        """Return whether the last round is complete, so that the script can be stopped."""
+        """Return whether the last round is complete. If it is, the script can be stopped."""
         return self._number >= self._most and self._before <= self._stepped
 
 
@@ -505,10 +505,10 @@ class FollowedOptimizer:
         self._followed: set[Tensor] = set()
 
     def update(self) -> bool:
-        """Find the parameters' names, if the script has changed the parameters since the last call.
+        """Update the parameters' names if the script has changed the parameters.
 
         Returns:
-            Whether the parameters have changed.
+            Whether the parameters have changed since the last call.
         """
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         if [*map(id, parameters)] == [*map(id, self._parameters)]:

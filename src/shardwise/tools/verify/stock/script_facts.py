@@ -70,7 +70,7 @@ class ScriptFacts:
         _before(torch, "save", self._saves_tensors)
 
     def know(self, models: list[tuple[str, nn.Module]], names: Mapping[Tensor, str]) -> None:
-        """Record the modules to which an optimizer's parameters belong."""
+        """Record which modules an optimizer's parameters belong to."""
         self._parameters |= {name: parameter for parameter, name in names.items()}
         for _, model in models:
             for module in model.modules():
@@ -153,7 +153,7 @@ class ScriptFacts:
 
 
 def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
-    """Patch `owner.name` to call `note` with the same arguments first."""
+    """Patch `owner.name` so that it first calls `note` with the same arguments."""
     plain = getattr(owner, name)
 
     @wraps(plain)

@@ -1,8 +1,8 @@
 """Records ranks that a script starts itself with torch.multiprocessing.spawn.
 
-Such ranks have no launcher environment variables. The rank is the first argument of the spawned
-function. In the reference, the script starts one process, and the argument with the world size is
-replaced by 1.
+A launcher's environment variables are not set in such ranks. The rank is the first argument of the
+spawned function. In the reference, the script starts one process, and the argument that contains
+the world size is replaced by 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def follow() -> None:
 def with_one_rank(function: Callable[..., Any], arguments: Any, ranks: int) -> tuple[Any, ...]:
     """Return `arguments` with the world size replaced by 1.
 
-    `function` is called with the rank, followed by `arguments`.
+    `function` is called with the rank followed by `arguments`.
     """
     names = list(inspect.signature(function).parameters)[1:]
     return tuple(
@@ -68,7 +68,7 @@ class SpawnedRank:
 
 
 def _refuse_other_sizes() -> None:
-    """Reject process groups of several ranks, because the single process would wait forever."""
+    """Reject process groups of several ranks, in which the single process would wait forever."""
     plain: Callable[..., Any] = torch.distributed.init_process_group
 
     @wraps(plain)

@@ -41,7 +41,7 @@ class StockRequest:
         command: The command that starts the ranks.
         steps: Largest number of steps per run.
         out: Folder for the page, plot, JSON and logs.
-        accepts_rounding: Whether "equal within rounding" gives exit code 0.
+        accepts_rounding: Whether the exit code is 0 for "equal within rounding".
         finds_causes: Whether to search for the cause of a difference with further runs.
         time_limit: Seconds without progress after which a run is stopped.
         resume_at: Step after which to stop the ranks, or None to compare with one process.
@@ -126,7 +126,7 @@ def sentences(result: StockResult | ResumeResult, alone: Sequence[str] = ()) -> 
 
     Args:
         result: The result.
-        alone: The `--total-batch` command that started the single process, if given.
+        alone: The `--total-batch` command that started the single process, if there is one.
     """
     if isinstance(result, ResumeResult):
         return _about_resume(result)

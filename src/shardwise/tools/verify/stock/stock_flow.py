@@ -104,7 +104,7 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
 
 
 def check(made: StockRecords) -> None:
-    """Raise LaunchError, with the reason, if there is nothing to compare."""
+    """Raise LaunchError if there is nothing to compare. The message says why."""
     if not made.ranks:
         raise LaunchError(
             "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
@@ -137,7 +137,7 @@ def check(made: StockRecords) -> None:
 
 
 def _unproved(result: StockResult, why: str) -> StockResult:
-    """Return the result for a comparison that is impossible for the reason `why`.
+    """Return the result for runs that cannot be compared for the reason `why`.
 
     If there are findings, the verdict is still DIFFERS.
     """
@@ -185,7 +185,7 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
 
 
 def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
-    """Return the result for a difference with this cause, which is not always a mistake."""
+    """Return the result for a difference with this cause. The cause is not always a mistake."""
     if cause is not None and not cause.is_mistake:
         return _unproved(result, cause.words)
     return replace(result, verdict=TrainingVerdict.DIFFERS, cause=cause)
@@ -240,7 +240,7 @@ def _fed(inputs: Sequence[dict[str, Any]]) -> _Totals:
 def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
     """Describe the first step in which the reference had different inputs, or return None.
 
-    The first step's inputs are unknown, because models are found through their optimizer.
+    The first step's inputs are unknown, because models are found through their optimizers.
     """
     pairs = list(zip(_by_step(made), _by_step(reference), strict=False))
     reads_loaders = all(any(e["trains"] and e["rows"] for e in f["seen"]) for f in made.ranks)
@@ -268,7 +268,7 @@ def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
 
 
 def _uneven(made: StockRecords) -> str | None:
-    """Describe the ranks' step counts if they differ, otherwise return None."""
+    """Describe the ranks' step counts if they differ, or return None if they do not."""
     counts = [len(rows) for rows in made.steps]
     if min(counts) == max(counts):
         return None
@@ -297,7 +297,7 @@ def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
 def _confirmed(
     runs: StockRuns, tried: Iterable[StockSuspect], reference: StockRecords, wide: str
 ) -> StockSuspect | None:
-    """Return the first suspect that is proved, or whose removal makes the runs agree."""
+    """Return the first suspect that is proved or whose removal makes the runs agree."""
     for suspect in tried:
         if suspect.is_proved:
             return suspect

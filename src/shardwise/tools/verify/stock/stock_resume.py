@@ -4,8 +4,8 @@
     stopped     step 1 ... K  SIGTERM           the script saves its own checkpoint
     resumed              R+1 ... S              the command again, in the stopped run's folder
 
-R is the last step that the script has saved. It is the step after which the whole run had the
-parameters with which the resumed run starts.
+R is the step at which the script saved its last checkpoint. The whole run's parameters after step R
+are the parameters with which the resumed run starts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResumeResult(StockResult):
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
-    """Execute the three runs, and compare all steps after the one from which the script resumed.
+    """Execute the three runs, and compare the steps after the one from which the script resumed.
 
     Raises:
         LaunchError: If no torch optimizer completes a step, or if a run hangs.
@@ -103,7 +103,7 @@ def _same_until(whole: StockRecords, stopped: StockRecords, step: int) -> bool:
 
 
 def _by_copies(one: RecordedTraining, two: RecordedTraining, steps: int) -> Comparison:
-    """Compare each rank's copies in two runs. Within a run, ranks may have different values."""
+    """Compare each rank's copies in two runs. Within a run, the ranks' copies may differ."""
     compared = compare(one, two, steps=steps)
     kept = []
     for step in compared.steps:

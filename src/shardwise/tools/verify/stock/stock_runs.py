@@ -92,10 +92,10 @@ class StockCommand:
     """Arguments to add for one process, so that it uses the total batch (`--total-batch`)."""
 
     def start_words(self, logs: Path, warm: WarmRanks | None = None) -> list[str]:
-        """Return the full command line, with torchrun in front of a plain script.
+        """Return the full command line, with torchrun before a script that has no launcher.
 
-        torchrun creates a log folder in `logs`. By default it would leave one in the temporary
-        folder. If `warm` is given, the ranks are forked from its processes.
+        torchrun creates a log folder in `logs`. By default, it would leave one in the temporary
+        folder. If `warm` is set, the ranks are forked from its processes.
         """
         if self.size is None:
             return list(self.words)
@@ -176,7 +176,7 @@ class StockRuns:
         return made
 
     def stopped_ranks(self, words: str, step: int, view: Path) -> StockRecords:
-        """Run the script in `view` until step `step`, after which each rank receives SIGTERM."""
+        """Run the script in `view` until step `step`, then send SIGTERM to each rank."""
         made, _ = self._run(
             self.command.start_words(self._folder, self._warm),
             words,
@@ -392,7 +392,7 @@ def end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 
 def _left(folder: Path) -> list[int]:
-    """Return the running processes of a run: its ranks, and those that they have started."""
+    """Return the running processes of a run: its ranks, and processes that they started."""
     if not _has_proc():
         return list(_claimed(folder))
     # Programs have the request in their environment. A forked rank shows that of its fork server.
@@ -408,7 +408,7 @@ def _left(folder: Path) -> list[int]:
 
 
 def _has_open(pid: int, folder: Path) -> bool:
-    """Return whether a process has a file in `folder` open, as each rank has (`STACK`)."""
+    """Return whether a process has a file in `folder` open. Each rank does (`STACK`)."""
     try:
         return any(
             os.path.realpath(file).startswith(f"{folder}{os.sep}")
@@ -419,7 +419,7 @@ def _has_open(pid: int, folder: Path) -> bool:
 
 
 def _has_proc() -> bool:
-    """Return whether other processes' environments can be read. This is not possible on macOS."""
+    """Return whether other processes' environments can be read, which is impossible on macOS."""
     return Path("/proc/self/environ").exists()
 
 
@@ -481,7 +481,7 @@ def read(folder: Path, words: str) -> StockRecords:
 
 
 def _free_port() -> int:
-    """Return a port that is currently free. torch's store binds it a moment later."""
+    """Return a port that is free now. torch's store binds it a moment later."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

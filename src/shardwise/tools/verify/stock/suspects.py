@@ -165,7 +165,7 @@ def _unreduced(
 
 
 def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
-    """Return the suspect for gradients that are all off by the factor `ratio`."""
+    """Return the suspect for gradients that are all wrong by the factor `ratio`."""
     size = len(made.ranks)
     if abs(ratio - size) < CLOSE * size:
         rows = [[each["rows"] for each in facts["seen"] if each["trains"]] for facts in made.ranks]
@@ -204,7 +204,7 @@ def _partly_scaled(
     wrong: Mapping[str, float],
     size: int,
 ) -> StockSuspect:
-    """Return the suspect for a common factor by which only some gradients are off."""
+    """Return the suspect for some gradients, but not all, that are wrong by a common factor."""
     ratio, names = sum(wrong.values()) / len(wrong), list(wrong)
     trial = {"scale_some_gradients": [1 / ratio, names]}
     if all(len(models[name].copies) < size for name in names):
@@ -226,7 +226,7 @@ def _partly_scaled(
 def _of_norms(
     reference: StockRecords, made: StockRecords, first: StepDifference
 ) -> Iterator[StockSuspect]:
-    """Yield a suspect if the runs clip by different gradient norms."""
+    """Yield a suspect if the runs clip with different gradient norms."""
     if len(made.training.engines) > 1:
         return  # events are by step, of any optimizer
     theirs, ours = (
@@ -332,7 +332,7 @@ def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
 
 
 def of_bf16(made: StockRecords) -> Iterator[StockSuspect]:
-    """Yield a suspect for bf16 gradients, which autocast with fp32 parameters does not produce."""
+    """Yield a suspect for bf16 gradients. Autocast with fp32 parameters does not produce any."""
     rows = [row for rows in made.steps for row in rows]
     if not any("bfloat16" in facts["dtypes"] for facts in made.ranks):
         return
@@ -367,7 +367,7 @@ def _ratios(
 ) -> dict[str, float]:
     """Return the ratio of each gradient to the reference's, before clipping.
 
-    Empty if some gradient is not a multiple of the reference's.
+    The result is empty if some gradient is not a multiple of the reference's.
     """
     ratios = {}
     clipped = [1.0, 1.0]
@@ -429,7 +429,8 @@ def _of_loss_weights(reference: StockRecords, made: StockRecords) -> Iterator[St
 def loss_factors(made: StockRecords) -> list[list[list[float]]] | None:
     """Return the factors that turn each step's losses into one mean over all items.
 
-    The factors are indexed by rank, step and backward pass. None if a loss's item count is unknown.
+    The factors are indexed by rank, step and backward pass. Returns None if the item count of a
+    loss is unknown.
     """
     size = len(made.ranks)
     factors: list[list[list[float]]] = [[] for _ in made.ranks]

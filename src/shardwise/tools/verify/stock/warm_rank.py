@@ -1,14 +1,14 @@
-"""Runs a stock script in a process that has imported torch already.
+"""Runs a stock script in a process that has already imported torch.
 
     python -m shardwise.tools.verify.stock.warm_rank train.py [ARGS]
 
-A rank started by a launcher imports torch for seconds, and a verification of a correct script needs
-six of them. Therefore the ranks under torchrun, and the reference, are forked (see fork_server.py).
-torchrun still starts and watches a process per rank: rank_client.py.
+A rank started by a launcher takes seconds to import torch, and verifying a correct script takes six
+such ranks. Therefore, the reference and the ranks under torchrun are forked (see fork_server.py).
+torchrun still starts and watches one process per rank: rank_client.py.
 
-The script sees what `python train.py` would show it: its arguments, path and environment. It does
-not see that torch is in memory before it sets an environment variable, so `can_be_forked` is false
-for a script that sets one.
+The script sees the same arguments, path and environment as under `python train.py`. However, torch
+is already imported when the script sets an environment variable, so `can_be_forked` is false for a
+script that sets one.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ environment, but are not ranks themselves."""
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads torch as usual, then starts the recorder."""
+    """Loads torch as usual, and then starts the recorder."""
 
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
         if name != "torch":
@@ -51,7 +51,7 @@ class _AfterTorch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def _import_next() -> None:
-    """Import the sitecustomize module that this one shadows, if any."""
+    """Import the sitecustomize module that this one shadows, if there is one."""
     paths = [path for path in sys.path if os.path.abspath(path or ".") != HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
