@@ -77,7 +77,7 @@ class BucketUpdate:
     def flat(self, first: int, end: int) -> Tensor:
         """Return elements [first, end) of the bucket from the master.
 
-        The result has no memory if the master is on a disk.
+        The result has no storage if the master is on a disk.
         """
         if (memory := self.master.memory) is not None:
             return memory[first - self.own[0] : end - self.own[0]]
@@ -121,7 +121,7 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 
 def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat placeholder of `numel` elements for data that is in a storage."""
+    """Return a flat placeholder of `numel` elements for data that is in a `Storage`."""
     return _nothing(dtype).expand(numel)
 
 

@@ -5,12 +5,12 @@ device, gradient and hooks, but no values: a NaN or a stale value would spread s
 access values on two levels, and both are guarded:
 
     Python      the parameter gets a subclass of its class, whose `__torch_function__` sees every
-                call; `p.data` and `p.detach()` are tensors without memory that raise, too
+                call; `p.data` and `p.detach()` are tensors without storage that raise, too
     dispatcher  the tensor gets an additional dispatch key, whose only kernel raises; this catches
                 tensors that autograd has saved, torch.func and torch.tensor(p)
 
-A gathered parameter has its own class and keys again, so the guard has no cost while the parameter
-is in use.
+A gathered parameter has its own class and keys again, so the guard costs nothing while the
+parameter is in use.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AtRest:
     """Text for messages: why the parameter has no values."""
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Attach this placeholder to `parameter`, which then cannot be copied or pickled."""
+        """Attach this placeholder to `parameter`, and prevent copying or pickling it."""
         values = (self, self._refuse_copy, self._refuse_copy)
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
@@ -193,7 +193,7 @@ def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 class ValueAtRest(Tensor):
-    """A tensor without memory that replaces `p.data` and `p.detach()` of a parameter at rest."""
+    """A tensor without storage: stands in for `p.data` and `p.detach()` of a parameter at rest."""
 
     form: AtRest
 
@@ -311,7 +311,7 @@ def _form(value: Any) -> AtRest:
 
 
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return a parameter at rest itself if a cast or move would not change it. Otherwise raise."""
+    """Return a parameter at rest itself if the cast or move would not change it, else raise."""
     value, *rest = args
     like = _form(value).like
     # torch returns its argument itself from a cast without effect, so try the cast on an empty
@@ -329,7 +329,7 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context manager inside which arguments that are parameters at rest have their original class.
 
-    torch.autograd.grad differentiates with respect to them without reading their values. Because of
+    torch.autograd.grad differentiates with respect to them without reading their values. Thanks to
     their original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]

@@ -82,7 +82,7 @@ class _Views:
         self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
 
     def __call__(self, result: Tensor) -> Tensor:
-        """Return `result`, as a `_View` if it is a view of a read-only argument."""
+        """Return `result`, wrapped as a `_View` if it is a view of a read-only argument."""
         name = self._names.get(_memory(result))
         if name is None or isinstance(result, _ReadOnly):
             return result
