@@ -138,7 +138,7 @@ class SecondCopies:
     def _pass_on(self, pairs: Iterable[tuple[Bucket, Tensor, Tensor]]) -> None:
         """Send intervals to the next rank, and receive the owner's. Collective.
 
-        Each of `pairs` holds a bucket, this rank's interval, and the memory for the owner's interval.
+        Each of `pairs` holds a bucket, this rank's interval, and memory for the owner's interval.
         """
         size = self._group.size
         handles = []

@@ -1,6 +1,6 @@
 """Moves parts of sequences between the ranks of a context group.
 
-Ranks exchange parts of sequences for heads, so that each rank has full sequences for its heads.
+Ranks trade parts of sequences for heads: afterwards, each rank has full sequences for its heads.
 The method is from Jacobs et al., "DeepSpeed Ulysses" (2023). With two ranks and two heads:
 
     rank 0   tokens 0-2 of heads A B   ─┐                ┌─▶ tokens 0-6 of head A
@@ -116,7 +116,7 @@ class CausalShares:
         rank 0 has   chunks 0 1           ─▶ computes 0 3    1 + 4 parts of the scores
         rank 1 has         chunks 2 3     ─▶ computes 1 2    2 + 3 parts
 
-    Only the queries and the results are moved, so the model still sees contiguous parts.
+    Only queries and results are moved, so the model still sees contiguous parts.
 
     Args:
         lengths: The length of each rank's part.

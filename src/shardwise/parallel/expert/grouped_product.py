@@ -8,8 +8,9 @@ multiplies each group of rows by its own matrix in one kernel:
 
 The experts may be modules of any class. The first expert's `forward` runs on the rows of all
 experts, and each of its linear layers becomes a grouped product with the weights of all experts.
-This is right if experts differ only in their weights, use weights only in linear layers, and treat
-each row by itself. A trial in fp64 checks it. Otherwise the layer keeps its loop.
+This is correct if experts differ only in their weights, use weights only in linear layers, and
+process each row independently. A trial in fp64 checks these conditions. If it fails, the layer
+keeps its loop.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class GroupedExperts:
 
 
 def allows(rows: Tensor, experts: Sequence[nn.Module]) -> bool:
-    """Return whether torch has a grouped kernel for experts on this device, in this dtype."""
+    """Return whether torch has a grouped kernel for these experts' device and dtype."""
     if rows.device.type != "cuda" or not hasattr(F, "grouped_mm"):
         return False
     if _dtype_of(rows) not in DTYPES:
@@ -114,7 +115,7 @@ def are_groupable(experts: Sequence[nn.Module]) -> bool:
     """Return whether the experts differ only in their weights, and a trial of two succeeds.
 
     The trial runs the first expert's `forward` with random weights in fp64: once on all rows, and
-    once on each expert's rows. Outputs and gradients of the rows must be equal.
+    once on each expert's rows. The outputs and the gradients of the rows must be equal.
     """
     if len({signature(expert) for expert in experts}) > 1:
         return False
@@ -130,7 +131,7 @@ def are_groupable(experts: Sequence[nn.Module]) -> bool:
         return drawn[id(own)]
 
     def linear_of(index: int | None) -> Product:
-        """Return a linear layer of expert `index`, or of both experts on their own rows."""
+        """Return a linear layer of expert `index`, or of both experts, each on its own rows."""
 
         def product(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
@@ -181,7 +182,7 @@ def are_groupable(experts: Sequence[nn.Module]) -> bool:
 
 
 class _LinearOfAll(TorchFunctionMode):
-    """Inside the block, linear layers of the first expert are computed by `product`.
+    """Context manager inside which `product` computes the linear layers of the first expert.
 
     Any other use of its parameters raises _CannotGroup. In a trial, dropout does nothing.
     """

@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current StageRun, and close its channels, on which late messages may arrive."""
+        """Drop the current StageRun, and close its channels. Late messages may still arrive there."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -104,7 +104,7 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses a parameter that another stage owns, and send it there."""
+        """Record that stage `stage` uses another stage's parameter, and send the parameter there."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:
@@ -132,7 +132,7 @@ class PipelineGroup(Stages):
     def forward(self) -> Iterator[None]:
         """Context manager for a forward pass of the model, which starts a new StageRun.
 
-        If a schedule or an enclosing forward pass has already started one, it is used instead.
+        If a schedule or an enclosing forward pass has already started a StageRun, it uses that one.
         """
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()
@@ -144,7 +144,7 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive from stage `target` the gradient of `value`, which `source` sent to it."""
+        """Receive from stage `target` the gradient of `value`, which was sent to it by `source`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
@@ -175,7 +175,7 @@ class PipelineGroup(Stages):
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
         """Receive a value with the shape and dtype of `like`.
 
-        If it requires a gradient, attach it to a new leaf in this rank's graph.
+        If the value requires a gradient, attach it to a new leaf in this rank's graph.
         """
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():

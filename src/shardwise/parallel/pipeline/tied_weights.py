@@ -33,7 +33,7 @@ class TiedWeights:
                     self._send_or_receive(parameter, stage)
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a weight that stage `stage` uses outside of all layers."""
+        """Send or receive a weight that stage `stage` uses outside all layers."""
         users = self._pipeline.partition.tied.setdefault(parameter, [])
         if stage not in users:
             # Under a schedule, the other ranks are in different micro-batches and cannot open a

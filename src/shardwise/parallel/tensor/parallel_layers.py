@@ -33,7 +33,7 @@ on_local_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 class TensorParallelModule(nn.Module):
-    """Base class of modules that have one part on each rank.
+    """Base class of modules of which each rank has one part.
 
     `_size_attributes` maps attributes that depend on the size (out_features, num_heads) to their
     values for the full module and for this rank's part.

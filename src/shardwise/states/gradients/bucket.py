@@ -354,9 +354,9 @@ class GradientBucket:
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
         """Remove and return the gradients that arrived after the launch.
 
-        Returns pairs (parameter index, gradient). Each gradient has its parameter's shape. `backward`
-        is the current backward pass. It is an argument because `begin` is called only for the buckets
-        that a backward pass fills.
+        Returns pairs (parameter index, gradient). Each gradient has its parameter's shape.
+        `backward` is the current backward pass. It is an argument because `begin` is called only
+        for the buckets that a backward pass fills.
         """
         self._backward = backward
         with unguarded():

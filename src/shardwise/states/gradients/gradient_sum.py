@@ -95,7 +95,7 @@ class GradientSum:
 
 
 class TreeSum(GradientSum):
-    """The exact mode's sum. At level i, every `fan_ins[i]` sums are added up into one of level i + 1.
+    """The exact mode's sum. `fan_ins[i]` sums of level i are added up into one of level i + 1.
 
     The additions run on `device`.
     """

@@ -434,7 +434,7 @@ class Residency:
         """No-op: all passes of the same kind gather in the same way."""
 
     def is_past(self, number: int) -> None:
-        """Call the function passed to `pace`, after the last gather of unit `number` in this pass."""
+        """Call the function passed to `pace`: unit `number` had its last gather in this pass."""
         if self._over is not None and self._is_backward() and not self.units[number].lasting:
             self._over(number)
 
