@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current StageRun, and close its channels. Late messages may still arrive there."""
+        """Drop the current StageRun, and close its channels, where late messages may arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -104,7 +104,7 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses another stage's parameter, and send the parameter there."""
+        """Record that stage `stage` uses another stage's parameter, and send it the parameter."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:

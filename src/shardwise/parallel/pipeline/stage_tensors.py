@@ -85,7 +85,7 @@ class StageExchange(Protocol):
         """Return the stage that trains a parameter, or None if it is not in the model."""
 
     def add_user(self, parameter: torch.nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses another stage's parameter, and send the parameter there."""
+        """Record that stage `stage` uses another stage's parameter, and send it the parameter."""
 
     def whole_parameter(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the full parameter. Collective if tensor parallelism splits it."""
