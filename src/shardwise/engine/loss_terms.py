@@ -365,7 +365,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term for a mean or sum over a tensor. If it stacks scalars, yield them instead."""
+        """Add the term for a mean or sum over a tensor. If it stacks scalars, yield them."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Controls a replica's random numbers, which differ between ranks only in tensor-parallel regions."""
+"""Controls a replica's random numbers: equal on all ranks except in tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ReplicaRandomness:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager that uses the open region, or opens one for its block if there is none."""
+        """Context manager that uses the open region, or opens one for its block if none is open."""
         if self.in_region:
             yield
             return
