@@ -122,7 +122,7 @@ class RepeatableSteps(StepRunner):
         return stats
 
     def _part(self) -> None:
-        """Leave the run if this rank is in `_leaving`. Otherwise continue without the leaving ranks.
+        """Leave the run if this rank is in `_leaving`. Otherwise continue without those ranks.
 
         Collective.
         """

@@ -165,7 +165,7 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 
 
 def _optimizers_by_trial(states: States) -> dict[str, str]:
-    """Return the optimizers whose tensors are split because a trial update has shown that they can be.
+    """Return the optimizers whose tensors are split because a trial update showed that they can be.
 
     The keys are the optimizers' names, and the values are notes. If all parameter groups of an
     optimizer are split, its note is "". Otherwise the key also lists the groups that are split, and

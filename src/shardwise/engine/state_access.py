@@ -117,7 +117,7 @@ class StateAccess:
             yield
 
     def _check_enters(self, block: str) -> None:
-        """Raise UsageError if parameters cannot be swapped now: during a step, or while gathered."""
+        """Raise UsageError if parameters cannot be swapped now: in a step, or while gathered."""
         state = self._state
         if state.accumulation.backwards:
             raise UsageError(

@@ -218,7 +218,7 @@ class StepRunner:
     # -- reduce and exchange ----------------------------------------------------------------
 
     def _reduced(self, call: str) -> StepTotals:
-        """Reduce this step's gradients, unless they are already reduced, and return the global totals."""
+        """Reduce this step's gradients unless this was already done. Return the global totals."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
         state.aggregation.check(self._accumulation.backwards)

@@ -1,4 +1,4 @@
-"""Raises errors for calls that would silently give wrong results. The errors say what to write instead."""
+"""Raises errors for calls that would silently give wrong results, saying what to write instead."""
 
 from __future__ import annotations
 

@@ -522,7 +522,7 @@ class UserObjects:
 
     @contextmanager
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
-        """Context manager that gives `optimizer` full parameters and state if its `method` uses them.
+        """Context manager that gives `optimizer` full parameters and state if `method` uses them.
 
         Collective if it does. Does nothing if the optimizer already holds them.
         """

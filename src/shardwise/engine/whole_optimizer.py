@@ -30,7 +30,7 @@ TakenApart = tuple[dict[Any, Tensor], dict[Any, Tensor] | None, Kept | None]
 
 @dataclass(frozen=True)
 class Rebuilding:
-    """The methods of an engine that move its states to the user's objects and back. All are collective.
+    """An engine's methods that move its states to the user's objects and back. All are collective.
 
     `check` takes the name of the optimizer's method, and raises UsageError if the states cannot be
     moved now.

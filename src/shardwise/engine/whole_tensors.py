@@ -192,7 +192,10 @@ def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) 
 def _on_the_first(
     spec: EngineSpec, states: States, model: nn.Module | None, call: str
 ) -> Iterator[nn.Module]:
-    """Context manager that gathers the full `model` (default: the only one) on rank 0. Collective."""
+    """Context manager that gathers the full `model` (default: the only one) on rank 0.
+
+    Collective.
+    """
     if model is None:
         if len(spec.models) != 1:
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")

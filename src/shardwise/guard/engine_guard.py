@@ -256,7 +256,7 @@ class EngineGuard:
             checks.act(found, partial(self._repair, found, pieces), self._advice)
 
     def _name_straggler(self, step: int) -> None:
-        """Print, at most once, for which rank the others wait. Collective if there is such a rank."""
+        """Print, at most once, which rank the others wait for. Collective if there is one."""
         slow = self._stragglers.name(step, self._checks.times)
         recording = recorder.active
         if slow is not None and recording is not None and self._group.rank == slow.rank:

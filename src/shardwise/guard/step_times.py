@@ -81,7 +81,7 @@ class StepTimes:
         self._since = time.perf_counter() - self._waited()
 
     def row(self) -> list[float]:
-        """Return the median seconds per step and per phase. All are 0 in the first `STEPS` steps."""
+        """Return the median seconds per step and per phase. All are 0 until `STEPS` steps."""
         if len(self._steps) < STEPS:
             return [0.0] * (1 + len(PHASES))
         return [median(map(sum, self._steps)), *map(median, zip(*self._steps, strict=True))]

@@ -205,7 +205,7 @@ class Guard:
     # -- states -------------------------------------------------------------------------------
 
     def _place(self) -> float:
-        """Return the number of this rank's shard: its index among the ranks across which a tensor is sharded."""
+        """Return this rank's shard number: its index among the ranks that shard a tensor."""
         for parameter in self._model.parameters():
             if _is_dtensor(parameter):
                 shard: Any = parameter

@@ -230,7 +230,7 @@ def _patterns(flat: Tensor) -> Tensor:
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Hash each word with splitmix64 (Steele, Lea and Flood 2014). Relies on int64 overflow wrapping."""
+    """Hash each word with splitmix64 (Steele, Lea and Flood 2014). Relies on int64 wrap-around."""
     words = words + _signed(_GOLDEN)
     words = (words ^ _shifted(words, 30)) * _signed(_MIX_A)
     words = (words ^ _shifted(words, 27)) * _signed(_MIX_B)

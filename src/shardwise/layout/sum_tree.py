@@ -88,7 +88,7 @@ class MicroShards:
 
     @property
     def fan_ins(self) -> list[int]:
-        """Number of nodes added up into one, for each tree level above a turn, lowest level first."""
+        """Number of nodes added up into one, for each tree level above a turn, lowest first."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:

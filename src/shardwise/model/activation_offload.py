@@ -110,7 +110,7 @@ class _MovedTensor:
 
 
 class SavedTensors:
-    """Offloads tensors saved for the backward pass to `target`, using the hooks `pack` and `unpack`.
+    """Offloads tensors saved for the backward pass to `target`. `pack` and `unpack` are its hooks.
 
     Only memory on devices of `device_type` is moved. Tensors smaller than LEAST bytes, parameters
     and buffers stay in place.
@@ -150,7 +150,7 @@ class SavedTensors:
         return _MovedTensor(piece, tensor)
 
     def _key(self, tensor: Tensor) -> _Key | None:
-        """Return the key of the memory range that is moved for `tensor`, or None if it stays in place."""
+        """Return the key of the memory range to move for `tensor`, or None if it stays in place."""
         # A subclass may store its data elsewhere, and only memory of `device_type` can be
         # offloaded.
         if type(tensor) not in _PLAIN or tensor.device.type != self._device_type:
@@ -198,7 +198,7 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """Count freed memory. Return it to the system only occasionally, because that takes time."""
+        """Count freed memory. Occasionally return it to the system, because that takes time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0

@@ -87,7 +87,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Model hooks that offload what autograd saves in the forward pass. Copies of them do nothing."""
+    """Model hooks that offload what autograd saves in the forward pass. Their copies do nothing."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models

@@ -124,7 +124,7 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:
-    """Undo `replace`, given the same arguments. If the user has set a value since then, it stays."""
+    """Undo `replace`, given the same arguments. A value that the user has set since then stays."""
     state = _state_of(module)
     replacement = state.ours.get(name, (None, []))
     if replacement[0] is value:

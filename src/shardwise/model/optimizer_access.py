@@ -77,7 +77,7 @@ for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
 
 
 class WatchedGroup(dict[str, Any]):
-    """Stands in for a parameter group during a method call. Any use of its "params" calls `reach`."""
+    """Stands in for a parameter group during a method call. Using its "params" calls `reach`."""
 
     def __init__(self, group: dict[str, Any], reach: Reach) -> None:
         super().__init__(group)

@@ -48,7 +48,7 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """Call number of the backward pass's exchange. The numbers after it are for second derivatives."""
+        """Call number of the backward pass's exchange. Later ones are for second derivatives."""
         return 4 * self.forward
 
 

@@ -95,7 +95,7 @@ class DirectFile:
             )
 
     def _open(self, name: str) -> int:
-        """Open an unnamed file or, if that is unsupported, a named file whose name is then removed."""
+        """Open an unnamed file or, if unsupported, a named one whose name is removed at once."""
         try:
             try:
                 return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)

@@ -125,7 +125,10 @@ class RecordedCall:
         return torch.device("cpu")
 
     def values_for_meta(self) -> bool:
-        """Return whether the call copies known values to the meta device, as torch does with indices."""
+        """Return whether the call copies known values to the meta device.
+
+        torch makes such copies of indices.
+        """
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
             and not any(tensor.is_meta for tensor in self.tensors)

@@ -127,7 +127,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _for_real(self, call: RecordedCall) -> Any:
-        """Run a call on the real values of its deferred arguments, because its result is needed now."""
+        """Run a call on its deferred arguments' real values, because its result is needed now."""
         entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []
