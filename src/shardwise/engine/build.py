@@ -57,7 +57,7 @@ class ShardedUnits:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """A bucket's parameters, and the bytes that one rank stores for it.
+    """A bucket's parameters, and the number of bytes that one rank stores for the bucket.
 
     `sizes` has one entry per state, in the order of STATES.
     """
@@ -264,7 +264,7 @@ def _gradients(
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """Return the indices of the buckets that this rank leaves out of the gradient norm.
 
-    Every tensor-parallel rank holds these buckets in full, so only rank 0 counts them.
+    Every tensor-parallel rank holds these buckets in full, so only rank 0 includes them.
     """
     if spec.tensor_rank == 0:
         return set()

@@ -42,7 +42,7 @@ class _RankReport:
     parameters: list[str]
     loss_is_bad: bool
     gradient_is_bad: bool | None
-    """None if unknown, because the sum has overwritten this rank's part."""
+    """None if this is unknown because the sum has overwritten this rank's part."""
     samples: list[int]
 
     def accusation(self, rank: int) -> str | None:

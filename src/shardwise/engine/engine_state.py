@@ -66,7 +66,7 @@ class EngineState:
     in_uneven: bool = False
     """True while ranks may run different numbers of forward passes."""
     asked_to_end: bool = False
-    """True once an exchange of this engine has told all ranks to stop because of a signal."""
+    """True once an exchange of this engine has told all ranks to stop after a signal."""
 
     @property
     def in_ema(self) -> bool:
@@ -125,7 +125,7 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Replace parameters by the anchor inside the block if islands have different weights.
+        """Context manager that swaps in the anchor if islands have different weights.
 
         Collective.
         """

@@ -263,7 +263,7 @@ def begin_backward(
     run.drops = not (mine or has_tokens)
     if mine or not has_tokens:
         return mine
-    # Tokens count in the router losses also if none of them has a label.
+    # Tokens count toward the router losses even if none of them has a label.
     if not bool(torch.isfinite(loss.detach()).all()):
         raise UsageError(
             "A loss over no items is NaN or infinite, but its tokens count in the router losses of "

@@ -48,9 +48,9 @@ class LossTerm:
 class LossAccumulation:
     """This rank's backward passes since the last step.
 
-    Each of the four lists has one entry per backward pass: its number of items (`weights`), the
-    number of items to print in messages (`shown`), its loss times its factor (`losses`), and its
-    sample indices (`indices`). Values on a GPU stay there.
+    Four lists have one entry per backward pass: its number of items (`weights`), the number of
+    items that messages print (`shown`), its loss times its factor (`losses`), and its sample
+    indices (`indices`). Values on a GPU stay there.
     """
 
     weights: list[Number] = field(default_factory=list)

@@ -666,7 +666,7 @@ _BY_ELEMENT = frozenset(
         "Tanh",
     ]
 )
-"""Operations that a batch statistic may be hidden under."""
+"""Operations below which a batch statistic may be hidden."""
 
 
 def _statistic_under(node: Any) -> str:

@@ -150,7 +150,7 @@ class StepRunner:
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError if no backward pass precedes `call`, or inside `world.alike()`."""
+        """Raise UsageError if no backward pass precedes `call`, or if inside `world.alike()`."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(

@@ -477,8 +477,8 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 def names_only() -> Iterator[None]:
     """Allow `state_dict()` of sharded modules inside the block, but only to read the names.
 
-    Code that has the full weights uses it to find those that belong to a module. Any use of the
-    values raises.
+    Code that has the full weights uses this block to find the names of a module's weights. Any use
+    of the values raises.
     """
     token = _allows_names.set(True)
     try:

@@ -366,7 +366,7 @@ class UserObjects:
     def follow_changes(self) -> None:
         """Rebuild the states if parameter groups, requires_grad or optimizer state have changed.
 
-        Collective if they have.
+        Collective if any of them has changed.
         """
         # This also runs before a forward pass, because the layout must not change before its
         # backward pass.
@@ -465,7 +465,7 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace each `optimizer.state` that the engine holds, to detect its use."""
+        """Replace each `optimizer.state` that the engine holds, to detect when it is used."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
@@ -524,7 +524,7 @@ class UserObjects:
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
         """Context manager that gives `optimizer` full parameters and state if `method` uses them.
 
-        Collective if it does. Does nothing if the optimizer already holds them.
+        Collective if the method uses them. Does nothing if the optimizer already holds them.
         """
         in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
         in_place |= any(inner.is_users_stepping for inner in self.states.optimizer.inners)

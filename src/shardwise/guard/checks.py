@@ -120,7 +120,7 @@ class Checks:
         """Return `found` without the results that differed between the two runs on every rank.
 
         A defective device causes a difference on its own rank only. A nondeterministic operation
-        causes one on all ranks.
+        causes a difference on all ranks.
         """
         computed = [each for each in found if each.kind in (GRADIENT, OUTPUT)]
         by_name: dict[tuple[str, str], set[int | None]] = {}

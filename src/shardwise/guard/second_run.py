@@ -288,7 +288,7 @@ class SecondRun:
 
         Args:
             loss: The loss, with one element.
-            seed: Gradient of the loss, in its shape. None for 1.
+            seed: Gradient of the loss, in the loss's shape. None stands for 1.
             named: The parameters, each with its name.
             passes: Returns a context manager for a backward pass.
         """

@@ -21,8 +21,8 @@ LEAST = 0.05
 MOST = 3
 """Number of consecutive spikes after which the comparison starts again.
 
-The level has changed then, as with other data or another learning rate. Otherwise all later steps
-would be skipped."""
+So many spikes in a row mean that the level has changed, for example because the data or the
+learning rate has. Without the restart, all later steps would be skipped."""
 
 
 class Spikes:

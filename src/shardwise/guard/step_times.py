@@ -26,7 +26,7 @@ STEPS = 20
 """Number of recent steps over which medians are computed."""
 
 FACTOR = 1.3
-"""A rank is a straggler if its steps take this many times as long as on the other ranks."""
+"""A rank is a straggler if its steps take this many times as long as those of other ranks."""
 
 LEAST = 0.002
 """Difference in seconds below which no rank is a straggler."""

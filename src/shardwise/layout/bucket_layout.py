@@ -45,7 +45,7 @@ class Spec:
     key: Hashable
     """Parameters with equal keys (dtype, device, parameter group) may share a bucket."""
     whole: bool = False
-    """True if one rank must own the complete tensor."""
+    """True if a single rank must own the full tensor."""
     room: int | None = None
     """Number of elements to count when filling a bucket; `numel` if None. Ranks whose parts of a
     split tensor differ in size pass the same value, so that their buckets contain the same

@@ -280,7 +280,7 @@ class SavedTensors:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Subclasses of Tensor may have no memory, or several memories."""
+"""Other subclasses of Tensor may have no storage, or several."""
 
 
 def _changed(dtype: torch.dtype, shape: torch.Size) -> UsageError:

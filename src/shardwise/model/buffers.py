@@ -211,7 +211,7 @@ class Buffers:
         return parameter is not None and not parameter.requires_grad and self._compares(parameter)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Drop buffers without a new index. `numbers` maps old indices to new ones."""
+        """Renumber the buffers: `numbers` maps old indices to new ones. Drop all other buffers."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
         followed = [averaged for averaged in self._averaged if averaged.index in numbers]

@@ -175,7 +175,7 @@ class _SavedForm:
 
 
 class UnitBuffers:
-    """Learns which of a unit's buffers its forward pass changes.
+    """Learns which of a unit's buffers are changed by its forward pass.
 
     It learns this per module and mode, because torch's batch_norm increments the version of its
     counter but not the versions of its running statistics.

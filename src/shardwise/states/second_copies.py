@@ -201,7 +201,7 @@ class _Held:
         self.is_flat = own.is_flat
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
-        """Return those segments of bucket `index` that have state here, each with its state."""
+        """Return the segments of bucket `index` that have state here, each with its state."""
         return [each for state in self._states for each in state.state_of(index)]
 
     def whole(self, index: int, key: str, dtype: torch.dtype) -> Tensor:

@@ -119,7 +119,7 @@ class StepHooks:
     replaces_sums = False
     """True if `after_exchange` replaces a step's gradient sums with those of an earlier step."""
     bytes_name = ""
-    """Name of the memory that the hooks hold in addition to the three states."""
+    """Name of the memory that the hooks occupy on top of the three states."""
     copies = 0
     """Number of copies of the parameters that the hooks hold."""
 

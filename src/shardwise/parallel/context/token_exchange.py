@@ -25,7 +25,7 @@ from shardwise.parallel.expert import dispatch
 from shardwise.timeline.recorder import Row
 
 all_to_all = partial(dispatch.all_to_all, row=Row.ATTENTION)
-"""Exchanges tokens, as for experts. A timeline shows these exchanges on a separate row."""
+"""Exchanges tokens as experts do, but on a separate row of a timeline."""
 
 
 def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives) -> list[Tensor]:

@@ -42,7 +42,7 @@ Product = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], Tensor]
 
 
 class _CannotGroup(Exception):
-    """The experts use a parameter outside of linear layers."""
+    """Raised if the experts use a parameter outside linear layers."""
 
 
 class GroupedExperts:

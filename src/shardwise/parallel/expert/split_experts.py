@@ -213,7 +213,7 @@ class ExpertParallelModels:
         Inside the block, each rank runs all experts itself.
 
         Args:
-            chosen: The parameters to gather. Parameters outside of experts are ignored.
+            chosen: The parameters to gather. Parameters outside experts are ignored.
             write: True to keep values written inside the block.
             group: If given, the values written by this group's first rank are kept.
         """

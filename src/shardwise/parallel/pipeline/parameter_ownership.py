@@ -1,7 +1,7 @@
 """Frees other stages' parameters on this rank, gathers full models, and restores them.
 
-On this rank, a NaN placeholder replaces each parameter of another stage. It has the full shape, but
-the memory of a single element.
+On this rank, each parameter of another stage is replaced with a placeholder, a NaN. The placeholder
+has the full shape, but the memory of a single element.
 """
 
 from __future__ import annotations

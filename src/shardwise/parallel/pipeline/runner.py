@@ -406,7 +406,7 @@ class PipelineRunner:
         counted = torch.where(weights > 0, losses.cpu() * weights, 0.0)
         return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
 
-    # -- a plain forward, outside of any schedule ------------------------------------------
+    # -- a plain forward, outside any schedule ---------------------------------------------
 
     def backward(
         self,

@@ -80,7 +80,7 @@ class TiedWeights:
             self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
-        """Return one stage for each rank that receives the weight: the first that uses it."""
+        """Return one stage for each rank that receives the weight: the first stage that uses it."""
         # One stage per rank is enough, because stages on the same rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         receivers = []

@@ -230,7 +230,7 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _shadowed(owner: object, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Context manager that sets attributes of `owner` that hide its submodules of the same names.
+    """Context manager that sets attributes on `owner`, which hide submodules of the same names.
 
     Python looks up an object's attributes before submodules. The submodules stay registered, but
     neither they nor their hooks run.

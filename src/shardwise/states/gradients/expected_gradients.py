@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PATIENCE = 8
-"""After this many backward passes without its gradient, buckets no longer wait for a parameter."""
+"""After this many backward passes without a parameter's gradient, its bucket no longer waits."""
 
 
 class ExpectedGradients:

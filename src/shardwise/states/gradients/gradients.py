@@ -445,9 +445,10 @@ def _make_buckets(
     exact_sum: bool,
     elsewhere: Set[int],
 ) -> tuple[list[ReductionQueue], list[GradientBucket]]:
-    """Create the buckets, and allocate the memory that each one occupies between steps.
+    """Create the buckets, and allocate the memory that each of them occupies between steps.
 
-    This is either a full flat buffer, or memory for the elements that this rank updates.
+    A bucket occupies either a full flat buffer, or just memory for the elements that this rank
+    updates.
     """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")

@@ -99,9 +99,9 @@ class Averages:
     def swapped_in(self) -> Iterator[None]:
         """Context manager inside which the parameters hold the averages. Collective.
 
-        If a parameter and its average have the same dtype, they swap values, span by span.
-        Otherwise the parameter receives the rounded average, and on exit its value is restored from
-        its master.
+        If a parameter and its average have the same dtype, the two swap values, span by span.
+        Otherwise the parameter receives the rounded average. On exit, its value is then restored
+        from its master.
         """
         self._exchange(_swap, _round)
         try:

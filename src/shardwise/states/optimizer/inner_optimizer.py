@@ -54,7 +54,7 @@ class InnerOptimizer:
     """
 
     is_users_stepping = False
-    """True while the user's optimizer itself runs its step, and may call its own methods."""
+    """True while the user's own optimizer runs its step, in which it may call its own methods."""
     following: InnerOptimizer | None = None
     """The inner optimizer that the step updates next."""
 

@@ -69,7 +69,7 @@ def _gradient_of(interval: BucketUpdate) -> Storage:
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start reading span `index` of each interval that has one, and of its gradient."""
+    """Start reading span `index` of each interval that has such a span, and of its gradient."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:

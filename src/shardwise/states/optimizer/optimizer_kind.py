@@ -113,7 +113,7 @@ _FOREIGN_ATTRIBUTES = frozenset(
 
 
 def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that the class of `optimizer` itself sets on it.
+    """Return the attributes that the class of `optimizer` itself sets on `optimizer`.
 
     Excludes attributes that shadow a method, because a scheduler or an engine has set those.
     """

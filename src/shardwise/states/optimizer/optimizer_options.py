@@ -58,7 +58,7 @@ class ParameterGroup:
     together: bool
     """True if all tensors of the optimizer must be updated in a single call."""
     stays: bool = False
-    """True if the user's optimizer itself makes that call for its own parameters, and keeps its own
+    """True if the user's own optimizer makes that call, on its own parameters, and keeps its own
     state."""
 
     @property

@@ -352,7 +352,7 @@ class OptimizerState:
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
-        """Return those segments of bucket `index` that have state, each with its state."""
+        """Return the segments of bucket `index` that have state, each together with its state."""
         inner = self._inner_of[index].inner
         return [
             (segment, inner.state[segment.tensor])

@@ -22,7 +22,7 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
-    """The user's own optimizer. `intervals` covers every parameter that it trains."""
+    """The user's own optimizer. `intervals` covers every parameter that the optimizer trains."""
 
     def _make_optimizer(self) -> optim.Optimizer:
         return self._groups[0].optimizer

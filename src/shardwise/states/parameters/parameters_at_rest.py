@@ -136,7 +136,7 @@ def _unusable(like: Tensor) -> Tensor:
     with torch.no_grad(), SwappingData(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         unusable = torch.empty(0, dtype=like.dtype, device=like.device)
-        unusable.data = keyed  # takes over all keys, except the one of the Python subclass
+        unusable.data = keyed  # gets all keys except the Python subclass's
     return unusable
 
 
@@ -293,7 +293,7 @@ def _plain(value: Any) -> Any:
 
 
 def _found(value: Any) -> AtRest | None:
-    """Return the placeholder of a parameter at rest, or of a tensor derived from one, else None."""
+    """Return the placeholder if `value` is a parameter at rest or derived from one, else None."""
     if isinstance(value, ValueAtRest):
         return value.form
     # Checking the class is not sufficient: a tensor that autograd has saved is no subclass, but has
@@ -329,8 +329,8 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context manager inside which arguments that are parameters at rest have their original class.
 
-    torch.autograd.grad differentiates with respect to them without reading their values. Thanks to
-    their original class, torch does not call `__torch_function__` for them again.
+    torch.autograd.grad differentiates with respect to such parameters without reading their values.
+    Because they have their original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in lifted:
@@ -401,4 +401,4 @@ _LIKE = frozenset(
         torch,
     )
 )
-"""Functions that need no values, but an address, or a tensor whose metadata a new tensor copies."""
+"""Functions that need only an address, or only a tensor whose metadata a new tensor copies."""

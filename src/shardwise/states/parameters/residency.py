@@ -247,7 +247,7 @@ class Residency:
         self.end_dead_pass()
 
     def end_dead_pass(self) -> None:
-        """Finish a backward pass through these units that has failed unnoticed, if any."""
+        """Finish a backward pass through these units if it has failed without being noticed."""
         # -1 means that autograd executes no graph in this thread. A backward pass that is still
         # open here has therefore raised, and its callback never ran.
         if self._is_backward() and torch._C._current_graph_task_id() == -1:

@@ -1,6 +1,6 @@
 """Classifies torch functions: those that need only a tensor's metadata, and those that write.
 
-A function is the object that `__torch_function__` receives.
+Here, a function is the object that `__torch_function__` receives.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ _CHUNK = {"cpu": 2**17}
 """Device type -> elements that are converted at a time. On a CPU, temporaries stay in its cache."""
 
 _LARGE_CHUNK = 2**24
-"""Elements on an accelerator, where launches cost more than memory. Temporaries take 0.2 GB."""
+"""The same on an accelerator, where launches cost more than memory. Temporaries take 0.2 GB."""
 
 
 def nbytes_of(numel: int, itemsize: int) -> int:

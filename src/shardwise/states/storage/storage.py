@@ -44,7 +44,7 @@ class Storage(ABC):
     is_on_disk = False
     """True if reading a span waits for a disk."""
     copy_stream: CopyStream | None = None
-    """Copies between host memory and the accelerator, or None if they are not needed."""
+    """Runs copies between host memory and the accelerator. None if no copies are needed."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
