@@ -482,7 +482,7 @@ class BackwardRunner:
 def layer_times_of(state: EngineState) -> LayerTimes | None:
     """Return the layer timing of this process's first model if `time_layers` is set.
 
-    Only rank 0's first engine has one. Returns None for other ranks and engines.
+    Only rank 0's first engine times layers. Returns None for other ranks and engines.
     """
     path = state.spec.settings.time_layers
     if path is None or state.number or not state.world.is_main:

@@ -1,4 +1,4 @@
-"""Saves and resumes a script's engines together, such as those of a GAN.
+"""Saves and resumes several engines of a script together, such as those of a GAN.
 
 checkpoints/
 ├── generator/step-100/           a checkpoint of each engine, like any other

@@ -235,7 +235,7 @@ def begin_backward(
     """Prepare the mixture-of-experts layers for a backward pass of `loss`.
 
     Collective if the layers have router losses. Returns the weight for the gradients: `weight`, or
-    1.0 if it is 0 but the router losses still need gradients.
+    1.0 if `weight` is 0 but the router losses still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
     run.drops = weight == 0

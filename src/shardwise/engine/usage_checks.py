@@ -180,7 +180,7 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
 
 
 def describe_losses(losses: Sequence[Sequence[str]]) -> str:
-    """Describe the losses of two workers that differ, or of one worker if all are the same."""
+    """Describe two workers' losses if they differ, or one worker's if all workers' are the same."""
     known = [n for n, each in enumerate(losses) if each] or [0]  # of a pipeline, the last stages
     other = next((n for n in known if losses[n] != losses[known[0]]), known[0])
     chosen = [(n, losses[n]) for n in sorted({known[0], other})]

@@ -68,7 +68,7 @@ def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
 
 
 def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
-    """Return the parts of `parts` inside elements [first, end), with starts relative to `first`."""
+    """Return the portions of `parts` in elements [first, end), with starts relative to `first`."""
     found = []
     for part in parts:
         low, high = max(part.start, first), min(part.end, end)

@@ -334,7 +334,7 @@ class Buffers:
             )
 
     def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
-        """Tell the user that a tensor cannot be averaged, if checkpoints contain it."""
+        """Tell the user about a tensor that cannot be averaged if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return

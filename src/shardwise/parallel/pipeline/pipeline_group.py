@@ -144,7 +144,7 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive from stage `target` the gradient of `value`, which was sent to it by `source`."""
+        """Receive from stage `target` the gradient of `value`, which `source` sent to that stage."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
@@ -156,7 +156,7 @@ class PipelineGroup(Stages):
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send to stage `source` the gradient of `leaf`, which stage `target` received from it."""
+        """Send the gradient of `leaf` to stage `source`, from which stage `target` received it."""
         # Send zeros if the loss does not depend on the value, because the receiver waits for a
         # gradient.
         grad, leaf.grad = leaf.grad, None

@@ -233,7 +233,7 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
 
 
 def compares_by_identity(value: Any) -> bool:
-    """Return whether `value` is an object with attributes whose class defines no `__eq__`."""
+    """Return whether `value` has attributes, but its class defines no `__eq__`."""
     plain: Any = object.__eq__
     return hasattr(value, "__dict__") and type(value).__eq__ is plain
 
