@@ -174,7 +174,7 @@ def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
 
 
 def units_in(sections: Sections, module: nn.Module | None) -> list[int]:
-    """Return the sorted indices of the units with parameters of `module`; if None, of all units."""
+    """Return the sorted indices of the units with parameters of `module` (None: of all units)."""
     if module is None:
         return list(range(len(sections.sections)))
     return sorted({sections.unit_of[p] for p in module.parameters() if p in sections.unit_of})

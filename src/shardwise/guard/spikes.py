@@ -33,7 +33,7 @@ class Spikes:
         self._spikes = 0
 
     def look_at(self, loss: float, grad_norm: float) -> str:
-        """Record a step. If it is a spike, return a sentence that describes it, otherwise return ""."""
+        """Record a step. If it is a spike, return a sentence that describes it, otherwise ""."""
         found = ""
         for (name, values), value in zip(self._last.items(), (loss, grad_norm), strict=True):
             if not math.isfinite(value):

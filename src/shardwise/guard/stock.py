@@ -97,7 +97,7 @@ class Guard:
         self._arm_if_due()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Run `loss.backward(gradient, **options)`. Every `every` steps, compute it twice.
+        """Run `loss.backward(gradient, **options)`. Once every `every` steps, run it twice.
 
         Args:
             loss: Tensor with one element, or with any shape if `gradient` is passed.

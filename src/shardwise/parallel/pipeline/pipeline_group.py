@@ -144,7 +144,7 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive from stage `target` the gradient of `value`, which `source` sent to that stage."""
+        """Receive the gradient of `value` from stage `target`, to which `source` sent `value`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
@@ -156,7 +156,7 @@ class PipelineGroup(Stages):
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send the gradient of `leaf` to stage `source`, from which stage `target` received it."""
+        """Send the gradient of `leaf` to stage `source`, which sent `leaf` to stage `target`."""
         # Send zeros if the loss does not depend on the value, because the receiver waits for a
         # gradient.
         grad, leaf.grad = leaf.grad, None
@@ -218,7 +218,7 @@ class PipelineGroup(Stages):
 
 
 class _OfLeaf(torch.autograd.Function):
-    """Returns `value`. Its gradient goes to `leaf`, which shares its memory."""
+    """Returns `value`, and passes its gradient on to `leaf`. The two share their memory."""
 
     # A view of the leaf would not do: autograd forbids in-place writes to a view of a leaf, and a
     # stage may start with an in-place operation. `mark_dirty` makes `value` an output without a

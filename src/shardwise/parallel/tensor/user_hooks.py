@@ -1,4 +1,4 @@
-"""Rejects user hooks on modules between split layers, in the first forward pass that runs one.
+"""Rejects user hooks on modules between split layers, in the first forward pass that runs them.
 
 Such a hook would see only part of the features, and mistake it for the full tensor.
 """
