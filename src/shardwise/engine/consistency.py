@@ -173,7 +173,7 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 
 
 def everything(spec: EngineSpec) -> list[Tensor]:
-    """Return the parameters and buffers of all models, including frozen ones, but no meta tensors."""
+    """Return all models' parameters and buffers, including frozen ones, except meta tensors."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     tensors = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in tensors if not tensor.is_meta]

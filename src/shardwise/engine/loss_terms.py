@@ -138,7 +138,7 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
     Saved tensors that a saved-tensor hook has replaced are not read: they may be on a disk, or
     torch.utils.checkpoint would rerun a forward pass to recompute them. The number of labels of a
-    cross_entropy in a checkpoint is read if `checkpointed_scalars.keep` was called before.
+    cross_entropy in a checkpoint is read if `checkpointed_scalars.keep` was called earlier.
 
     Args:
         loss: A scalar.

@@ -312,8 +312,8 @@ class _StepStart:
     def remember(self, *, plain: bool) -> None:
         """Store the values at the start of a step.
 
-        A `plain` loop may change tracked objects and the optimizers' options in its body, after a
-        step that is later repeated. With `plain`, they are therefore stored too.
+        The body of a `plain` loop may change tracked objects and the optimizers' options after a
+        step that is later repeated. If `plain` is true, they are therefore stored too.
 
         Raises UsageError if a plain loop uses a learning-rate scheduler that is not tracked.
         """

@@ -1,4 +1,4 @@
-"""Measures the phases of each step on this rank, and finds a rank for which the others wait.
+"""Measures the phases of each step on this rank, and finds a rank that the others wait for.
 
     data       from the end of a step or a backward pass to the start of the next forward pass
     forward    from the start of the forward pass to that of the backward pass, including the loss
@@ -103,7 +103,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def name(self, step: int, rows: Sequence[Sequence[float]]) -> Straggler | None:
-        """Print for which rank the others wait, and return that rank if it is new.
+        """Print which rank the others wait for, and return that rank if it is new.
 
         Collective if there is a new straggler. `rows` must be the same on all ranks.
         """

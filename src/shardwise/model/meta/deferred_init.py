@@ -114,7 +114,7 @@ class _PlainAnswers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
-        """Return `value` as the new data of `taker`: deferred if `taker` is deferred, otherwise real."""
+        """Return `value` as the new data of `taker`: deferred if `taker` is deferred, else real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:

@@ -437,7 +437,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _first_rows(leaf: Tensor, rows: int) -> Tensor:
-    """If `leaf` has `rows` rows, return the first `ROWS` of them; otherwise return all of it."""
+    """Return the first `ROWS` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`."""
     detached = leaf.detach()
     return detached[:ROWS] if leaf.ndim and leaf.size(0) == rows else detached
 
