@@ -198,7 +198,7 @@ class GradientWeighting:
         self._unit = None
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
-        """Return whether this worker is the only one, and probably runs no other backward pass."""
+        """Return whether this is probably the step's only backward pass, on the only worker."""
         # After a step with several backward passes, expect several again: `settle` would
         # synchronise.
         has_weight = isinstance(weight, Tensor) or weight > 0
