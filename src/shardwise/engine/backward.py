@@ -30,7 +30,7 @@ from shardwise.world.current_batch import Batch
 class BackwardRunner:
     """Runs backward passes, and accumulates their gradients until the next step.
 
-    `timing` measures the time per layer. It may be None.
+    `timing` measures the time per layer, and may be None.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class BackwardRunner:
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:
-        """Discard the step if the block raises."""
+        """Context manager that discards the step if its block raises."""
         try:
             yield
         except BaseException:
@@ -244,8 +244,8 @@ class BackwardRunner:
     def _announce(self, parts: int | None, *, averaged: bool, share: float = 1.0) -> None:
         """At the first backward pass, print how a batch is split, and start testing gradient hooks.
 
-        `parts` is the number of micro-batches, or None for `engine.backward`. `averaged` is True if
-        losses are averaged across workers (reduction="ddp").
+        `parts` is the number of micro-batches, or None for `engine.backward`. If `averaged` is
+        true, losses are averaged across workers (reduction="ddp").
         """
         if not self._announced:
             # Print once per engine. Later batches may be split differently, but the user has seen
@@ -328,7 +328,7 @@ class BackwardRunner:
             usage_checks.check_reachable(loss, several=len(living) > 1)
 
     def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:
-        """Called before autograd starts from `loss` with `seed`. The guard overrides it."""
+        """Called before autograd starts from `loss` with `seed`. Overridden by the guard."""
 
     def _one_by_one(
         self,
@@ -374,9 +374,10 @@ class BackwardRunner:
         among: frozenset[int] | None = None,
         usual: bool = True,
     ) -> Iterator[None]:
-        """Accumulate gradients by hooks while the block runs autograd.
+        """Context manager in which hooks accumulate the gradients that autograd computes.
 
-        If `by_hand` is true, accumulate them from `param.grad` at the end of the block instead.
+        If `by_hand` is true, they are accumulated from `param.grad` at the end of the block
+        instead.
         """
         gradients = self._objects.states.gradients
         gradients.begin(last=last, weight=weight, factor=factor, among=among, usual=usual)
@@ -439,9 +440,10 @@ class BackwardRunner:
         )
 
     def _refusal(self, used: Sequence[nn.Parameter]) -> str | None:
-        """Return the error if a parameter `used` outside of the layers is freed too early, or None.
+        """Return the error to raise if one of the parameters in `used` is freed too early, or None.
 
-        Only some units stay gathered between the forward and the backward pass.
+        These parameters are used outside the layers, but only some units stay gathered between the
+        forward and the backward pass.
         """
         shown = self._objects.states.shown
         if shown is None:
@@ -480,7 +482,7 @@ class BackwardRunner:
 def layer_times_of(state: EngineState) -> LayerTimes | None:
     """Return the layer timing of this process's first model if `time_layers` is set.
 
-    Only rank 0's first engine has one. Returns None for other ranks and engines.
+    Only rank 0's first engine times layers. Returns None for other ranks and engines.
     """
     path = state.spec.settings.time_layers
     if path is None or state.number or not state.world.is_main:

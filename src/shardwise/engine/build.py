@@ -57,7 +57,7 @@ class ShardedUnits:
 
 @dataclass(frozen=True)
 class BucketBytes:
-    """A bucket's parameters, and the bytes that one rank stores for it.
+    """A bucket's parameters, and the number of bytes that one rank stores for the bucket.
 
     `sizes` has one entry per state, in the order of STATES.
     """
@@ -70,9 +70,9 @@ class BucketBytes:
 class States:
     """The parameters, gradients and optimizer state of an engine.
 
-    `shown` gathers sharded parameters, and is None if parameters are replicated. `averages` is set
-    if `ema_decay` is. `hooks` is `spec.hooks`. `copies` are this rank's copies of another rank's
-    optimizer state, with `--survive`.
+    `shown` gathers sharded parameters, and is None if parameters are replicated. `averages` is None
+    unless `ema_decay` is set. `hooks` is `spec.hooks`. With `--survive`, `copies` are this rank's
+    copies of another rank's optimizer state.
     """
 
     parameters: Parameters
@@ -95,7 +95,7 @@ class States:
     def extra_bytes(self) -> dict[str, int]:
         """Return the sizes in bytes of averages, second copies and anchor, by name.
 
-        Omits those that do not exist or are empty.
+        Omits any that do not exist or are empty.
         """
         kept = {
             "averages": self.averages,
@@ -113,11 +113,11 @@ class States:
         return {value: frozenset(numbers) for value, numbers in buckets_of.items()}
 
     def expected_bytes(self) -> int:
-        """Return the value of `state_bytes` once the optimizers have created all their state."""
+        """Return what `state_bytes` will be once the optimizers have created all their state."""
         return sum(self.extra_bytes().values()) + sum(self.bytes_by_state().values())
 
     def bytes_by_state(self) -> dict[str, int]:
-        """Return the expected size in bytes of each of STATES on this rank, on all tiers together.
+        """Return the expected size in bytes of each of STATES on this rank, summed over tiers.
 
         Excludes averages, second copies and anchor.
         """
@@ -264,7 +264,7 @@ def _gradients(
 def _counted_elsewhere(spec: EngineSpec, parameters: Parameters) -> set[int]:
     """Return the indices of the buckets that this rank leaves out of the gradient norm.
 
-    Every tensor-parallel rank holds these buckets in full, and only rank 0 counts them.
+    Every tensor-parallel rank holds these buckets in full, so only rank 0 includes them.
     """
     if spec.tensor_rank == 0:
         return set()
@@ -321,7 +321,8 @@ def give_back(
 def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     """Return the parameter group that trains each parameter.
 
-    Raises ModelError if a parameter is in two groups, or if an optimizer's state cannot be sharded.
+    Raises ModelError if a parameter is in two groups, or if an optimizer has state that cannot be
+    sharded.
     """
     owners: dict[nn.Parameter, ParameterGroup] = {}
     kinds = spec.optimizer_kinds
@@ -561,7 +562,7 @@ def _spec(
 
 
 def _room(shard: Shard, axis: str) -> int:
-    """Return the number of elements that a split parameter counts towards its bucket's capacity."""
+    """Return how many elements a split parameter counts as when its bucket's capacity is filled."""
     # Of several experts' parameters in a bucket, a rank holds only a part.
     return -(-shard.most // (len(shard.ranges) if axis == EXPERT_COPIES else 1))
 

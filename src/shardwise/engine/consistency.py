@@ -74,8 +74,8 @@ def _gathered_values(
 ) -> list[dict[tuple[int, str], tuple[int, int]]]:
     """Gather each rank's fingerprints of the parameters in `names`. Collective.
 
-    Returns one dict per rank. Its keys are (part, name), because the parts of a split parameter
-    differ; `part` is 0 for other parameters.
+    Returns one dict per rank, with keys (part, name). The parts of a split parameter differ, so
+    each has its own key. `part` is 0 for all other parameters.
     """
     mine = {
         (0 if each.shard is None else each.shard.rank, each.name): fingerprints.sums_of(
@@ -163,7 +163,7 @@ def _outline(optimizer: optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
-    """Return `entry`. If it describes a tensor, return a tensor of that shape and dtype instead."""
+    """Return `entry` or, if it describes a tensor, a tensor of that shape and dtype."""
     if not isinstance(entry, _Tensor):
         return entry
     if isinstance(old, Tensor) and tuple(old.shape) == entry.shape and old.dtype == entry.dtype:
@@ -173,7 +173,7 @@ def _room(entry: Any, old: Any, parameter: Tensor) -> Any:
 
 
 def everything(spec: EngineSpec) -> list[Tensor]:
-    """Return all parameters and buffers of all models, also frozen ones, except meta tensors."""
+    """Return all models' parameters and buffers, including frozen ones, except meta tensors."""
     buffers = [buffer for model in spec.models for buffer in model.buffers()]
     tensors = [*(named.parameter for named in spec.located()), *buffers]
     return [tensor for tensor in tensors if not tensor.is_meta]
@@ -185,7 +185,7 @@ _PLAIN = (bool, int, float, str, complex, type(None))
 
 
 class OptionChecksum:
-    """A checksum of the options in the optimizers' parameter groups, to compare ranks.
+    """A checksum of the options in the optimizers' parameter groups, for comparison across ranks.
 
     It covers numbers, strings, sequences of these, and tensors on the CPU.
     """

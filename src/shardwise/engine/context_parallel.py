@@ -26,7 +26,7 @@ from shardwise.world.world import World
 
 
 class ContextParallel:
-    """The engine's part of `--context`: the hooks on its model, and a trial of the first batch.
+    """The engine's part of `--context`: the hooks on its model, and a trial on the first batch.
 
     Create it before the engine changes the model, because the trial copies the model.
     """
@@ -49,7 +49,7 @@ class ContextParallel:
         return self.run.group.size
 
     def skip_trial(self) -> None:
-        """Accept the model without a trial, because the other ranks do not exist."""
+        """Accept the model without a trial. Used if the other ranks do not exist."""
         self._is_tried = False
 
     def install(self) -> None:
@@ -132,7 +132,7 @@ class ContextParallel:
     def check_loss(
         self, terms: LossTerms, batch: Batch | None, reduction: str, *, is_weighted: bool
     ) -> None:
-        """Raise UsageError if it is unknown how many items a loss averages over on this rank.
+        """Raise UsageError if it is unknown how many of this rank's items a loss averages over.
 
         `is_weighted` is True if the user passed a weight.
         """
@@ -163,9 +163,9 @@ class ContextParallel:
 
     @contextmanager
     def backward(self, loss: Tensor, weight: float | Tensor) -> Iterator[float]:
-        """Context manager for a backward pass of `loss`. Its value is the weight of the gradients.
+        """Context manager for a backward pass of `loss`. Yields the weight of the gradients.
 
-        It is always 1, because other ranks' losses depend on this rank's keys and values.
+        The weight is always 1, because other ranks' losses depend on this rank's keys and values.
         """
         if loss.grad_fn is None:
             raise UsageError(

@@ -16,7 +16,7 @@ from shardwise.states.parameters.sharded_parameters import ShardedParameters
 
 @dataclass
 class _Row:
-    """A table row: one unit, or several consecutive equal units."""
+    """A table row: one unit, or several consecutive units that are equal."""
 
     names: list[str]
     parameters: int = 0
@@ -101,7 +101,7 @@ def _title(spec: EngineSpec, transport: str) -> str:
 
 
 def _rows(states: States) -> list[_Row]:
-    """Return one row per unit. If parameters are replicated, return one row for the whole model."""
+    """Return one row per unit, or a single row for the whole model if parameters are replicated."""
     # If parameters are replicated, a bucket may span several units, so there is only one row.
     rows = {0: _Row(["the model"])}
     unit_of = dict.fromkeys((t.parameter for t in states.parameters.named), 0)

@@ -26,7 +26,7 @@ class Skips:
     def words(self, *, finite: bool) -> str:
         """Record whether a step's gradient was `finite`.
 
-        Returns a warning if too many consecutive steps were skipped, otherwise "".
+        Returns a warning if too many consecutive steps have been skipped, otherwise "".
         """
         self._count = 0 if finite else self._count + 1
         if self._count != SKIPS:
@@ -42,7 +42,7 @@ class _RankReport:
     parameters: list[str]
     loss_is_bad: bool
     gradient_is_bad: bool | None
-    """None if unknown, because the sum has overwritten this rank's part."""
+    """None if this is unknown because the sum has overwritten this rank's part."""
     samples: list[int]
 
     def accusation(self, rank: int) -> str | None:
@@ -55,7 +55,7 @@ class _RankReport:
 def nonfinite_error(
     step: int, states: States, accumulation: LossAccumulation, group: Collectives
 ) -> NonFiniteError:
-    """Return the NonFiniteError for all ranks to raise. Collective."""
+    """Return the NonFiniteError that all ranks should raise. Collective."""
     return NonFiniteError(
         f"{nonfinite_cause(step, states, accumulation, group)} Nothing was updated. Check these "
         "samples, lower the learning rate, or clip with engine.step(max_norm=1.0). To skip such "
@@ -82,7 +82,7 @@ def nonfinite_cause(
 
 
 def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
-    """Describe which rank has the largest loss, and its samples. Collective."""
+    """Describe which rank has the largest loss, and on which samples. Collective."""
     weight = float(sum(accumulation.weights))
     mine = float(sum(accumulation.losses)) / (accumulation.divisor or weight or 1.0)
     samples = [index for indices in accumulation.indices for index in indices]

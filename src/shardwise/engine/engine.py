@@ -321,11 +321,11 @@ class Engine(HintsAtAttributes):
     def full_gradients(self) -> Iterator[None]:
         """Set `param.grad` to the full averaged gradient inside the block, to read or change it.
 
-        Use it between backward and step. Inside, every trained parameter's `grad` is the gradient
-        of the mean over all workers' items, unscaled and unclipped, with the parameter's shape and
-        dtype. It is None if no worker has a gradient. `engine.step()` uses rank 0's gradients, as
-        they are at the end of the block. Setting a gradient to None excludes the parameter from the
-        step. Collective: every rank must enter and leave the block.
+        Use it between backward and step. Inside the block, every trained parameter's `grad` is the
+        gradient of the mean over all workers' items, unscaled and unclipped, with the parameter's
+        shape and dtype. It is None if no worker has a gradient. `engine.step()` uses rank 0's
+        gradients, as they are at the end of the block. Setting a gradient to None excludes the
+        parameter from the step. Collective: every rank must enter and leave the block.
 
         Raises:
             UsageError: There was no backward pass since the last step, or no worker has the full
@@ -357,14 +357,14 @@ class Engine(HintsAtAttributes):
         """Gather full parameters inside the block, to read or write them with autograd off.
 
         Collective: every rank must enter and leave the block. Replicated parameters can also be
-        read outside of it at any time.
+        read outside the block at any time.
 
         Args:
             module: Module whose parameters to gather. Default: all models.
             write: If True, rank 0's values are broadcast to all ranks at the end of the block,
                 including the fp32 masters. Once islands have taken a step, each island gets the
-                values of its first rank instead. Accumulated gradients are kept, so it also works
-                between backward and step (as SAM needs). Default: False.
+                values of its first rank instead. Accumulated gradients are kept, so the block may
+                also be used between backward and step (as SAM needs). Default: False.
 
         Example:
             with engine.full_parameters(write=True):
@@ -378,9 +378,9 @@ class Engine(HintsAtAttributes):
         """Allow ranks to run different numbers of forward passes inside the block.
 
         Use it to generate sequences of different lengths, or to evaluate on rank 0 only. Training
-        inside is an error. All ranks must enter and leave the block. A rank that has finished
-        participates in the other ranks' gathers until all have finished. Does nothing if parameters
-        are not sharded.
+        inside the block is an error. All ranks must enter and leave the block. A rank that has
+        finished participates in the other ranks' gathers until all have finished. Does nothing if
+        parameters are not sharded.
 
         Raises:
             UsageError: With `--pipeline`, because a forward pass needs all workers of a replica.
@@ -395,9 +395,9 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def ema(self) -> Iterator[None]:
-        """Replace parameters by their exponential moving average (`ema_decay`) inside the block.
+        """Replace parameters with their exponential moving average (`ema_decay`) inside the block.
 
-        Only parameters that an optimizer trains have an average; the others keep their values.
+        Only parameters that an optimizer trains have an average. All others keep their values.
         Collective.
 
         Example:
@@ -409,7 +409,7 @@ class Engine(HintsAtAttributes):
 
     @contextmanager
     def anchor(self) -> Iterator[None]:
-        """Replace parameters by their anchor, the islands' last average, inside the block.
+        """Replace parameters with their anchor, the islands' last average, inside the block.
 
         Use it for evaluation. `export`, `model_state_dict` and checkpoints always use the anchor.
         Collective. Does nothing without `--islands`.
@@ -645,8 +645,8 @@ class Engine(HintsAtAttributes):
     def close(self) -> None:
         """Turn models and optimizers back into plain ones, including the optimizer state.
 
-        The engine cannot be used afterwards. With `--islands`, the models hold the weights after
-        the last averaging. Weights that were cast to 16 bits keep that dtype, and their optimizer
+        The engine cannot be used afterwards. With `--islands`, the models hold the weights from the
+        last averaging. Weights that were cast to 16 bits keep that dtype, and their optimizer
         state gets the dtype that torch's optimizers use for such weights. Collective.
         """
         self._randoms.stop_waiting()

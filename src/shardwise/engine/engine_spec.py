@@ -43,7 +43,7 @@ from shardwise.states.step_hooks import StepHooks
 class EngineSpec:
     """The models, optimizers, settings and process groups of an engine.
 
-    A rebuild of the states does not change them.
+    They stay the same when the states are rebuilt.
     """
 
     models: tuple[nn.Module, ...]
@@ -85,7 +85,7 @@ class EngineSpec:
 
     @property
     def has_peers(self) -> bool:
-        """True if there are several islands, or if this is an elastic island without others."""
+        """True if there are several islands, or an elastic island that is currently alone."""
         return self.peers.size > 1 or self.peers.has_changing_ranks
 
     @cached_property
@@ -119,7 +119,7 @@ class EngineSpec:
     def apart(self) -> Collectives:
         """If islands have different weights, the ranks with this rank's index in every island.
 
-        Otherwise only this rank.
+        Otherwise just this rank.
         """
         return self.peers if self.staleness is None else Solo()
 
@@ -140,7 +140,7 @@ class EngineSpec:
 
     @property
     def shares_whole_tensors(self) -> bool:
-        """True if layers or experts are split, which needs their full tensors in memory first."""
+        """True if layers or experts are split, which first requires full tensors in memory."""
         return self.tensor is not None or self.experts is not None
 
     @property
@@ -187,7 +187,7 @@ class EngineSpec:
         return any(split is not None and split.writes for split in splits)
 
     def runs(self, module: nn.Module) -> bool:
-        """Return whether this rank runs `module`. For a container, its first layer decides."""
+        """Return whether this rank runs `module`. A container is judged by its first layer."""
         return (
             self.pipeline is None or self.pipeline.stage_of_module(module) in self.pipeline.stages
         )
@@ -238,7 +238,7 @@ class EngineSpec:
 
     @cached_property
     def shard_group(self) -> Collectives:
-        """The ranks that states are sharded across: all data-parallel ranks, or this host's."""
+        """The ranks across which states are sharded: all data-parallel ranks, or this host's."""
         # Replicated states are not sharded, so don't create a group per host for them.
         within = self.settings.shard_within == "host" and self.placement.level > 0
         return shard_within_hosts(self.data_group) if within else self.data_group
@@ -269,7 +269,7 @@ class EngineSpec:
     def gather_group(self) -> Collectives:
         """The ranks of `shard_group` on a separate channel, for gathers.
 
-        Ranks may order gathers differently relative to other collectives.
+        On different ranks, gathers may be ordered differently relative to other collectives.
         """
         # Creating the side channel is collective, so don't wait for the first forward pass.
         side = self.gather_order.group
@@ -342,8 +342,8 @@ class Shape:
     def fits(self, now: Shape) -> bool:
         """Return whether states that were laid out for this shape can also be used for `now`.
 
-        They can if parameters were only frozen, as a GAN freezes its discriminator in every step.
-        A frozen parameter leaves its slot unused.
+        They can if parameters were only frozen, as when a GAN freezes its discriminator in every
+        step. A frozen parameter leaves its slot unused.
         """
         # A different number of parameters or different groups always needs a new layout.
         if (self.groups, len(self.trained)) != (now.groups, len(now.trained)):

@@ -44,8 +44,8 @@ from shardwise.world.world import World
 class EngineState:
     """The state that the parts of one engine share.
 
-    `number` is the engine's index in this process. Fields from `steps` on change during training;
-    those before it do not.
+    `number` is the engine's index in this process. `steps` and the fields after it change during
+    training; the fields before it do not.
     """
 
     world: World
@@ -66,7 +66,7 @@ class EngineState:
     in_uneven: bool = False
     """True while ranks may run different numbers of forward passes."""
     asked_to_end: bool = False
-    """True once an exchange of this engine has told all ranks to stop because of a signal."""
+    """True once an exchange of this engine has told all ranks to stop after a signal."""
 
     @property
     def in_ema(self) -> bool:
@@ -94,7 +94,7 @@ class EngineState:
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
-        """Indices of engine, step, replica and backward pass that seed the next backward pass."""
+        """Indices of engine, step, replica and backward pass. They seed the next backward pass."""
         return (
             self.number,
             self.steps,
@@ -115,7 +115,7 @@ class EngineState:
         self.steps = steps
 
     def refuse_in_step(self, call: str) -> None:
-        """Raise UsageError for `call` if a step has begun, or inside an EMA or anchor block."""
+        """Raise UsageError for `call` during a step, or inside an EMA or anchor block."""
         if self.accumulation.backwards:
             raise UsageError(
                 f"{call} between engine.backward and engine.step: call it after the step."
@@ -125,7 +125,7 @@ class EngineState:
 
     @contextmanager
     def anchored(self) -> Iterator[None]:
-        """Replace parameters by the anchor inside the block if islands have different weights.
+        """Context manager that swaps in the anchor if islands have different weights.
 
         Collective.
         """
@@ -167,7 +167,7 @@ class EngineState:
     def parameters_changed(self) -> None:
         """Invalidate the copies of tied weights on other pipeline stages.
 
-        Call it after parameters have changed.
+        Call this after parameters have changed.
         """
         if self.spec.pipeline is not None:
             self.spec.pipeline.tied_weights.invalidate()

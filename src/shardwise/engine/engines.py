@@ -1,4 +1,4 @@
-"""Saves and resumes a script's engines together, such as those of a GAN.
+"""Saves and resumes several engines of a script together, such as those of a GAN.
 
 checkpoints/
 ├── generator/step-100/           a checkpoint of each engine, like any other
@@ -158,7 +158,7 @@ class Engines:
         return number
 
     def _settle_in(self, home: Path) -> None:
-        """Use folder `home` also for saves that a signal triggers."""
+        """Use folder `home` for saves that a signal triggers, too."""
         if self._home is None:
             self._world.preemption.heed(self._is_between_steps, self._join_at_the_end)
         if home != self._home:
@@ -168,7 +168,7 @@ class Engines:
         return True  # each engine has its own check
 
     def _join_at_the_end(self) -> Path:
-        """List the engines' last checkpoints in a file, unless this step already has one.
+        """List the engines' last checkpoints in a file, unless a file already lists this step's.
 
         Returns the path of the file.
         """
@@ -198,7 +198,7 @@ class Engines:
 
 
 def _sum(checkpoint: Path) -> str:
-    """Return the CRC-32 of a checkpoint's checkpoint.json, which has its files' checksums."""
+    """Return the CRC-32 of a checkpoint's checkpoint.json, which contains its files' checksums."""
     return crc_of((checkpoint / DOCUMENT).read_bytes())
 
 

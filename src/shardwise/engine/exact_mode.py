@@ -52,7 +52,7 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
 
 
 class ExactAggregation(Aggregation):
-    """Adds up the ranks' reports in exact mode, and rounds only once.
+    """Adds up the ranks' reports in exact mode, with a single rounding at the end.
 
     Ranks report one number per micro-shard.
     """

@@ -1,4 +1,4 @@
-"""The one small collective per step that lets every rank apply the same update."""
+"""Runs the one small collective per step that lets every rank apply the same update."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def exchange(
 ) -> StepTotals:
     """Exchange the step's statistics, and return their totals across all ranks. Collective.
 
-    It also averages the buffers that forward passes change, weighted by rows. Gradients that
-    arrived after some rank had launched their bucket are reduced too.
+    It also averages the buffers that forward passes change, weighted by rows, and reduces gradients
+    that arrived after a rank had launched their bucket.
 
     copies    number of ranks that hold the same part of the summed gradient
     options   checksum of the optimizer options, which must be the same on all ranks
@@ -122,7 +122,7 @@ def squared_norm(
 def _squared_in_fp64(
     aggregation: Aggregation, gradients: Gradients, group: Collectives, copies: int
 ) -> float:
-    """Return the squared norm, computed in fp64. Call it if fp32 gave inf or NaN. Collective."""
+    """Return the squared norm, computed in fp64. Call this if fp32 gave inf or NaN. Collective."""
     row = (gradients.squared_in_fp64().double() / copies).reshape(-1)
     report = group.gather_rows(row.to(group.small_device))
     return aggregation.total_of_squares(report.tolist())
@@ -131,7 +131,7 @@ def _squared_in_fp64(
 def over_stages(totals: StepTotals, group: Collectives) -> StepTotals:
     """Combine the `totals` of all pipeline stages. Collective.
 
-    `group` has one rank per stage. Weights and losses are already the same on every stage, because
+    `group` has one rank per stage. Weights and losses are already identical on every stage, because
     all stages have the same batches.
     """
     flags = [float(totals.several), float(totals.unsaved), float(totals.asked), totals.written]

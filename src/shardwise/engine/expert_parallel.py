@@ -39,7 +39,7 @@ def begin(
 
     Returns the RoutingRun that connects the layers, and an ExpertParallelModels that has not split
     anything yet. Both are None if there are no layers. The second is also None if every rank holds
-    all experts. Collective if there are layers.
+    all experts. The call is collective if there are layers.
 
     Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
     with mixture-of-experts layers.
@@ -82,7 +82,7 @@ def _restore_blocks(planned: Iterable[PlannedBlock]) -> None:
 
 
 def _check_islands(world: World) -> None:
-    """Raise ConfigError with islands, because each island has only its own part of the batch."""
+    """Raise ConfigError if there are islands, because each has only its own part of the batch."""
     if world.mesh.islands > 1 or world.collectives.has_changing_ranks:
         raise ConfigError(
             f"--islands {world.settings.islands} cannot be combined with balance, z_loss and "
@@ -235,7 +235,7 @@ def begin_backward(
     """Prepare the mixture-of-experts layers for a backward pass of `loss`.
 
     Collective if the layers have router losses. Returns the weight for the gradients: `weight`, or
-    1.0 if it is 0 but the router losses still need gradients.
+    1.0 if `weight` is 0 but the router losses still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
     run.drops = weight == 0
@@ -263,7 +263,7 @@ def begin_backward(
     run.drops = not (mine or has_tokens)
     if mine or not has_tokens:
         return mine
-    # Tokens count in the router losses also if none of them has a label.
+    # Tokens count toward the router losses even if none of them has a label.
     if not bool(torch.isfinite(loss.detach()).all()):
         raise UsageError(
             "A loss over no items is NaN or infinite, but its tokens count in the router losses of "

@@ -2,8 +2,7 @@
 
 A hook from `parameter.register_hook` runs on every worker, on the gradient of that worker's rows,
 and the engine adds up the results. For a linear hook (a mask, a factor) the sum is the same as in a
-single process. For a nonlinear hook it is not: the sum of clamped parts differs from the clamped
-sum.
+single process. For a nonlinear hook it is different: a sum of clamped parts is not the clamped sum.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def watch(named: Iterable[NamedParameter]) -> None:
 
 
 class _Trial:
-    """Replaces a hook until a finite, nonzero gradient has arrived to test the hook on."""
+    """Stands in for a hook until a finite, nonzero gradient has arrived to test the hook on."""
 
     def __init__(self, name: str, hook: Hook, hooks: MutableMapping[int, Hook], key: int) -> None:
         self._name, self._hook = name, hook
@@ -84,7 +83,7 @@ class _Trial:
 
 
 def _trial_factor(largest: float, dtype: torch.dtype) -> float:
-    """Return the factor that a gradient is scaled by to test a hook.
+    """Return the factor by which a gradient is scaled to test a hook.
 
     `largest` is the largest absolute value in the gradient and in the hook's result. The factor is
     negative to expose abs(), and as large as `dtype` allows to expose clamping. If `largest` is too

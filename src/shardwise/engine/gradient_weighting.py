@@ -12,9 +12,10 @@ the rows of the global batch. Nonlinear code in the graph (a hook that clamps) t
 gradients of the same size as in a single process. With one worker and an undivided batch the seed
 is 1, as in `loss.backward()`. The seed of a sum (reduction="sum" or "ddp") is always 1.
 
-The unit is the last step's total weight divided by its total share. The rest is therefore 1, and
-costs nothing, as long as weights are proportional to rows and batches have the same size. It is not
-1 if weights count tokens, around a short batch, or if the seed of a 16-bit loss is rounded.
+The unit is the last step's total weight divided by its total share. As long as weights are
+proportional to rows and batches have the same size, the rest is therefore 1 and costs nothing. It
+is not 1 if weights count tokens, if the batch size changes, or if the seed of a 16-bit loss is
+rounded.
 
 - If a step has only one backward pass on only one worker, the weight cancels out, so it is left out
   (`is_sole`). If another backward pass follows, the unit is set so that the first rest is 1.
@@ -49,7 +50,7 @@ class LossWeight:
     The loss's gradient is multiplied by `factor`, and `items` are added to the step's number of
     items. If losses are means, both equal the weight, and the sum is divided by the total number of
     items. If losses are sums, the factor is 1 and there is no division. `shown` is the number of
-    items to print in messages: the number of rows if the loss is a mean over all elements of its
+    items that messages print: the number of rows if the loss is a mean over all elements of its
     rows.
     """
 
@@ -108,9 +109,9 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
     """Return the divisor of the sum of a step's losses.
 
-    It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", where the real divisor
-    is the number of items. Raises UsageError if `reduction` is unknown, or if a weight is combined
-    with "sum" or "ddp".
+    It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", for which the real
+    divisor is the number of items. Raises UsageError if `reduction` is unknown, or if a weight is
+    combined with "sum" or "ddp".
     """
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
@@ -197,7 +198,7 @@ class GradientWeighting:
         self._unit = None
 
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
-        """Return whether this is the only worker, and probably the step's only backward pass."""
+        """Return whether this is probably the step's only backward pass, on the only worker."""
         # After a step with several backward passes, expect several again: `settle` would
         # synchronise.
         has_weight = isinstance(weight, Tensor) or weight > 0
@@ -207,7 +208,7 @@ class GradientWeighting:
         """Prepare for another backward pass if the previous one left out its weight.
 
         Returns False if the weight was 0. The gradients must then be dropped, because they may be
-        NaN. Reading a weight on a GPU synchronises, so later steps do not leave out weights.
+        NaN. Reading a weight on a GPU synchronises, so no weights are left out in later steps.
         """
         if self._sole is None:
             return True
@@ -254,9 +255,9 @@ class GradientWeighting:
         return filled.view_as(loss), rest
 
     def seed_of(self, total: float, share: float, *, is_sole: bool) -> float:
-        """Return the seed for a term that has the weight `total`, summed over all ranks.
+        """Return the seed for a term whose weight, summed over all ranks, is `total`.
 
-        `share` and `is_sole` are those of this rank's loss. Call it after `seed`.
+        `share` and `is_sole` are those of this rank's loss. Call this after `seed`.
         """
         return share * self._scale.value if is_sole else total / self._divisor
 
@@ -275,7 +276,7 @@ class GradientWeighting:
         self._had_several = self._had_several if several is None else several
 
     def follow(self, total_weight: float, count: int, shares: float) -> None:
-        """Compute `unit` from a step's total weight and its sum of `shares`.
+        """Compute `unit` from a step's total weight and `shares`, the sum of its shares.
 
         `count` is the step's number of backward passes.
         """

@@ -1,7 +1,7 @@
 """Defines the backward and step runners of an engine with `--guard`.
 
-They override methods of the plain runners to call the guard, so an engine without a guard has no
-additional calls.
+They override methods of the plain runners to call the guard, so that an engine without a guard
+makes no additional calls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GuardedBackward(BackwardRunner):
 
 
 class GuardedSteps(StepRunner):
-    """Runs steps. Checks the states' memory before each step, and its results afterwards."""
+    """Runs steps. Checks the states' memory before each step, and the step's results afterwards."""
 
     guard: EngineGuard
     _searches = False

@@ -31,7 +31,7 @@ def make_alike(tensors: Iterable[Tensor], group: Collectives) -> None:
 
 
 def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> None:
-    """Initialise meta tensors that were built outside `on_meta`, by calling `reset_parameters`.
+    """Initialise meta tensors that were created outside `on_meta`, by calling `reset_parameters`.
 
     Also initialises buffers. Raises ModelError if a module with such tensors has no
     `reset_parameters`, or if `reset_parameters` leaves some of them uninitialised.
@@ -52,7 +52,7 @@ def fill_unrecorded(models: Sequence[nn.Module], say: Callable[[str], None]) -> 
 
 
 def make_all_real(located: Iterable[NamedParameter], device: torch.device) -> None:
-    """Materialise all parameters that were built inside `on_meta`, on `device`."""
+    """Materialise on `device` all parameters that were created inside `on_meta`."""
     for named in located:
         # Parameters that are not on the meta device keep their values.
         if named.parameter.is_meta:

@@ -48,9 +48,9 @@ class LossTerm:
 class LossAccumulation:
     """This rank's backward passes since the last step.
 
-    Each of the four lists has one entry per backward pass: its number of items (`weights`), the
-    number of items to print in messages (`shown`), its loss times its factor (`losses`), and its
-    sample indices (`indices`). Values on a GPU stay there.
+    Four lists have one entry per backward pass: its number of items (`weights`), the number of
+    items that messages print (`shown`), its loss times its factor (`losses`), and its sample
+    indices (`indices`). Values on a GPU stay there.
     """
 
     weights: list[Number] = field(default_factory=list)
@@ -88,12 +88,12 @@ class LossAccumulation:
 
     @property
     def weighted_backwards(self) -> int:
-        """Number of backward passes since the last step, excluding those known to have weight 0."""
+        """Number of backward passes since the last step, except those known to have weight 0."""
         return sum(isinstance(weight, Tensor) or weight != 0 for weight in self.weights)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Number of tokens and of positions in this step's batches, on all ranks together."""
+        """Number of tokens and of positions in this step's batches, totalled over all ranks."""
         # Several losses may have the same batch.
         batches = {id(term.batch): term.batch for term in self._terms if term.batch is not None}
         known = batches.values()
@@ -126,7 +126,7 @@ class LossAccumulation:
         Losses of the same items are added. Losses of different items are averaged, weighted by
         their number of items. By default, losses of the same batch are assumed to be of the same
         items, as in plain PyTorch. If the user passed a weight for one of them, `same_items` must
-        say whether they are.
+        say whether that is so.
 
         Args:
             batch: The batch of the loss, or None.
@@ -166,7 +166,7 @@ class LossAccumulation:
             loss: The loss, a scalar.
             term: The loss's contribution, from `term()`.
             divisor: Number by which the sum of losses is divided; 0 for means.
-            share: The loss's fraction of the loss that a single process would compute.
+            share: The fraction of the single-process loss that this loss accounts for.
             compares: If True, also record whether the number of items in the loss's graph matches
                 its weight.
         """
@@ -223,8 +223,8 @@ class LossAccumulation:
     def mix_range(self) -> tuple[Number, Number]:
         """Return the minimum and maximum of this rank's values in `_mixes`.
 
-        If the weights are right for all losses, all ranks' values are equal, so both are the same
-        number. Returns (inf, -inf) if there are no values.
+        If the weights are right for all losses, the values of all ranks are equal, so the minimum
+        equals the maximum. Returns (inf, -inf) if there are no values.
         """
         mixes = list(self._mixes.values())
         # Compare values on a GPU there, because reading them would synchronise.
@@ -264,7 +264,7 @@ class LossAccumulation:
     def kinds(self) -> tuple[str, ...]:
         """The distinct sources, such as "cross_entropy", of the means in the step's losses.
 
-        Includes only losses whose weight was read from their graph.
+        Only losses whose weight was read from their graph are included.
         """
         # Skip losses with a weight from the user, who has already decided how to weight them.
         mains = [t.terms.main for t in self._terms if not (t.given or t.is_repeated)]
@@ -295,9 +295,9 @@ class LossAccumulation:
     ) -> int | None:
         """Return the index of the earlier backward pass that counted a loss's items, or None.
 
-        Raises UsageError if a weight was `given` for one of two losses of a batch without
-        `same_items`, because each may be a mean over only part of the batch. Also raises it if two
-        means over the same items have different numbers of items.
+        Raises UsageError in two cases: a weight was `given` for one of two losses of a batch
+        without `same_items` (each may be a mean over only part of the batch), or two means over the
+        same items have different numbers of items.
         """
         if same_items is False or (not isinstance(weight.items, Tensor) and weight.items == 0):
             return None
@@ -333,7 +333,7 @@ class LossAccumulation:
 def _is_counted(items: Number) -> bool:
     """Return False only if `items` is known to be 0.
 
-    A value on a GPU counts as nonzero, because reading it would synchronise.
+    A value on a GPU is assumed to be nonzero, because reading it would synchronise.
     """
     return isinstance(items, Tensor) or items != 0
 

@@ -10,8 +10,8 @@ term:
     ├─ NllLossBackward0               a mean over _saved_total_weight labels
     └─ MulBackward0 ─ MeanBackward0   a mean over hidden.numel() elements
 
-Penalties on parameters are the same for every part of a batch, so they are not terms. Nothing here
-synchronises with a GPU: counts on a GPU stay there, as 0-dim tensors.
+Penalties on parameters are the same for every part of a batch, so they are not terms. Nothing in
+this module synchronises with a GPU: counts on a GPU stay there, as 0-dim tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Term:
     """A part of a loss that depends on the batch.
 
     `items` is the number of items of a "mean", and 1 for a "sum". For an "unread" term it is an
-    estimate, whose value per row is the same on all ranks if they have the same fraction of labels.
+    estimate. Its value per row is the same on all ranks that have the same fraction of labels.
     `source` names the operation. `has_rows` is True if the first dimension of the operation's input
     is the batch dimension.
     """
@@ -94,7 +94,7 @@ class LossTerms:
         return self.has_sum
 
     def mix(self, weight: Number) -> Number:
-        """Return a number that is the same for all micro-batches and ranks if `weight` is right."""
+        """Return a number that is equal for all micro-batches and ranks if `weight` is right."""
         terms = [term for term in self.terms if term.kind != "sum"]
         if len(terms) == 1 and terms[0].items is weight:
             return 1.0
@@ -117,7 +117,7 @@ UNKNOWN = LossTerms()
 def _known(number: Any) -> float:
     """Return a number that autograd has saved on the CPU, as a Python number or a 0-dim tensor.
 
-    Don't call `item` on such a tensor: an active TorchDispatchMode would then receive a number
+    Do not call `item` on such a tensor: an active TorchDispatchMode would then receive a number
     instead of a tensor.
     """
     value: Any = number.tolist() if isinstance(number, Tensor) else number
@@ -138,7 +138,7 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
 
     Saved tensors that a saved-tensor hook has replaced are not read: they may be on a disk, or
     torch.utils.checkpoint would rerun a forward pass to recompute them. The number of labels of a
-    cross_entropy in a checkpoint is read if `checkpointed_scalars.keep` was called before.
+    cross_entropy in a checkpoint is read if `checkpointed_scalars.keep` was called earlier.
 
     Args:
         loss: A scalar.
@@ -174,7 +174,7 @@ class _Scale:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """A key that is equal for equal scales. Compares counts on a GPU by identity."""
+        """A key that is equal for equal scales. Counts on a GPU are compared by identity."""
         count = id(self.count) if isinstance(self.count, Tensor) else self.count
         return self.factor, count, self.siblings, self.is_multiplied, self.is_bent
 
@@ -365,7 +365,7 @@ class _Walk:
     # -- scalars of tensors -----------------------------------------------------------------
 
     def _reduced(self, node: Any, name: str, scale: _Scale) -> Iterator[tuple[Any, int, _Scale]]:
-        """Add the term of a mean or sum over a tensor. If the tensor stacks scalars, yield them."""
+        """Add the term for a mean or sum over a tensor. If it stacks scalars, yield them."""
         child, output = _edges(node)[0]
         sizes = _sizes(child, output)
         numel = math.prod(sizes)
@@ -394,7 +394,7 @@ class _Walk:
             self._sum(numel if counted is None else counted, numel, name, scale, has_rows=has_rows)
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
-        """Add the term of one of torch's loss functions."""
+        """Add the term for one of torch's loss functions."""
         source = _LOSSES[name]
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
@@ -421,9 +421,9 @@ class _Walk:
     def _sum(
         self, counted: Number, numel: int, source: str, scale: _Scale, *, has_rows: bool = False
     ) -> None:
-        """Add the term of a sum over `numel` elements, `counted` of which are unmasked.
+        """Add the term for a sum over `numel` elements, `counted` of which are unmasked.
 
-        The term is a mean if the sum is divided by a number of items.
+        The term counts as a mean if the sum is then divided by a number of items.
         """
         source, count, factor = source.lower(), scale.count, abs(scale.factor)
         if isinstance(count, float) and math.isnan(count):
@@ -533,7 +533,7 @@ def _sizes(node: Any, output: int) -> tuple[int, ...]:
 
 
 def _is_times_zero(node: Any) -> bool:
-    """Return whether `node` multiplies by the number 0. A number on a GPU is not read."""
+    """Return whether `node` multiplies by the number 0. Numbers on a GPU are not read."""
     if _kind(node) != "Mul" or len(_edges(node)) != 1:
         return False
     number = _saved(node, "other" if node.next_functions[0][0] is not None else "self")
@@ -666,13 +666,13 @@ _BY_ELEMENT = frozenset(
         "Tanh",
     ]
 )
-"""Operations that a batch statistic may be hidden under."""
+"""Operations below which a batch statistic may be hidden."""
 
 
 def _statistic_under(node: Any) -> str:
     """Return the name of a batch statistic below `node`, such as a variance over rows, or "".
 
-    A batch statistic reduces the rows, so a sum or mean over its result counts features and not
+    A batch statistic reduces the rows, so a sum or mean over its result counts features rather than
     items.
     """
     opened, seen = [node], set[Any]()
@@ -703,7 +703,7 @@ def _of_parameters(node: Any) -> bool:
 
     Data has no edge in the graph, so an operation on data has fewer edges than inputs. An
     element-wise operation may still have a constant input of the parameter's shape, such as the
-    values that a penalty pulls the weights towards.
+    values towards which a penalty pulls the weights.
     """
     # Penalties are shallow. Without a depth limit, this would walk the whole model in each step.
     opened, seen = [(node, 0)], set[Any]()

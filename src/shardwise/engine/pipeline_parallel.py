@@ -78,7 +78,7 @@ def stages_of(settings: Settings) -> int:
 
 
 def assign_layers(spec: EngineSpec, pipeline: PipelineGroup) -> None:
-    """Assign layers to stages, identically on all ranks.
+    """Assign layers to stages, in the same way on all ranks.
 
     Raises ModelError or ConfigError on all ranks if the model cannot be split into the number of
     stages in `spec`.

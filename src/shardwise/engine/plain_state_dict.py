@@ -8,9 +8,9 @@ optimizer does not have are therefore stored under additional keys:
     fp32_master_weights  {0: ..., ...}, for 16-bit parameters
     fp32_gradients       True if gradients of 16-bit parameters are summed in fp32, which starts
                          after the first step with several backward passes
-    loss_weight_divisor  for a resume, if not all loss weights are 1: the number that loss weights
-                         are divided by in the backward pass. It cancels out in the update, except
-                         for rounding.
+    loss_weight_divisor  for a resume, if not all loss weights are 1: the number by which loss
+                         weights are divided in the backward pass. It cancels out in the update,
+                         except for rounding.
     attributes           values that the optimizer stores in attributes and changes in its steps,
                          and the optimizer that it wraps: see `attribute_values`
 
@@ -66,7 +66,7 @@ def make(
 ) -> dict[str, Any]:
     """Build the state_dict that `Engine.optimizer_state_dict` returns. Collective.
 
-    `unit` is the number that loss weights are divided by, or None to omit it. `resting` contains
+    `unit` is the number by which loss weights are divided, or None to omit it. `resting` contains
     the fp32 masters of frozen parameters.
     """
     # A parameter that was frozen during training has its state in the user's optimizer.
@@ -96,7 +96,7 @@ def make(
 def _masters_now(states: States) -> dict[nn.Parameter, Tensor]:
     """Return the fp32 master of each 16-bit parameter. Collective.
 
-    If user code has written to a parameter, its new value is the master, as in the next step.
+    If user code has written to a parameter, the master is its new value, as in the next step.
     """
     masters = states.gathering.wide_masters()
     # Sharded parameters can only be written in full_parameters, which updates the masters itself.
@@ -219,7 +219,7 @@ def numbers(state: Mapping[str, Any]) -> tuple[bool, float | None]:
 def refine(
     known: dict[nn.Parameter, Tensor], optimizer: optim.Optimizer, state: Mapping[str, Any]
 ) -> dict[nn.Parameter, Tensor]:
-    """Replace masters in `known` by those in `state`. Return the masters of frozen parameters."""
+    """Replace masters in `known` with those in `state`. Return the masters of frozen parameters."""
     saved = _masters(optimizer, state)
     for parameter in saved.keys() & known.keys():
         known[parameter] = _finer(parameter, saved[parameter], known[parameter])
@@ -229,13 +229,13 @@ def refine(
 
 
 def thawed(resting: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-    """Remove from `resting` the masters of parameters that are trainable again. Return them."""
+    """Remove and return the masters in `resting` whose parameters are trainable again."""
     trained = [parameter for parameter in resting if parameter.requires_grad]
     return {p: _finer(p, resting.pop(p), p.detach().float()) for p in trained}
 
 
 def _finer(parameter: nn.Parameter, saved: Tensor, now: Tensor) -> Tensor:
-    """Return `saved` where it rounds to the current value of `parameter`, and `now` elsewhere.
+    """Return the master `saved` where it rounds to the current value of `parameter`, else `now`.
 
     Both are fp32 masters. Loading an optimizer's state_dict must not change weights.
     """
@@ -250,7 +250,7 @@ def _masters(optimizer: optim.Optimizer, state: Mapping[str, Any]) -> dict[nn.Pa
 def _by_parameter(
     optimizer: optim.Optimizer, state: Mapping[str, Any], entries: Mapping[int, Any]
 ) -> dict[nn.Parameter, Any]:
-    """Return `entries` with its keys, parameter numbers in `state`, replaced by parameters."""
+    """Return a copy of `entries` whose keys, parameter numbers in `state`, became parameters."""
     by_parameter: dict[nn.Parameter, Any] = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):

@@ -27,7 +27,7 @@ from shardwise.world.tensor_log import Part, TensorLog
 class Recording:
     """Writes records of an engine's steps to `folder`.
 
-    Creating one and calling `stepped` are collective, because listing the tensors is.
+    The constructor and `stepped` are collective, because listing the tensors is.
     """
 
     def __init__(self, state: EngineState, folder: Path) -> None:
@@ -78,7 +78,8 @@ class Recording:
         """Return whether this rank records `tensor`, an input of a model.
 
         The ranks of a replica have the same inputs, so only the first one records them. Each rank
-        of a context group records its parts, and the first one also inputs that are not split.
+        of a context group records its own parts; the first one also records inputs that are not
+        split.
         """
         world, batch = self._world, self._world.current_batch.batch
         if world.counts or batch is None or not batch.sequence:

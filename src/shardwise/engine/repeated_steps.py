@@ -9,9 +9,9 @@ is lost, the remaining ranks agree on whether to complete the step (comm/survivo
 
 If the optimizer state is sharded, every rank also holds a second copy of another rank's state
 (states/second_copies.py). Before a rank confirms, it sends its reduced gradients to the rank that
-holds the copy of its state, which applies the same update. After a rank is lost, the states are
-laid out again for the remaining ranks. If the step is repeated, this happens at once. Otherwise it
-happens after the update, whose all-gather is then skipped.
+holds the copy of its state. That rank applies the same update to the copy. After a rank is lost,
+the states are laid out again for the remaining ranks: at once if the step is repeated, otherwise
+after the update. The update's all-gather is then skipped.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class RepeatableBackward(BackwardRunner):
 class RepeatableSteps(StepRunner):
     """Runs each step in two phases: all ranks confirm it, then they update.
 
-    A step that at least one rank has confirmed is completed even if a rank is lost.
+    If at least one rank has confirmed a step, the step is completed even if a rank is lost.
 
     Args:
         state: See StepRunner.
         backward: See StepRunner.
         randoms: See StepRunner.
         checkpoints: See StepRunner. If a plain loop repeats a step, the objects tracked here are
-            restored to their state at its start.
+            restored to their state at the start of the step.
         *others: See StepRunner.
     """
 
@@ -158,7 +158,7 @@ class RepeatableSteps(StepRunner):
         return self._ended_by_loss()
 
     def _ended_by_loss(self) -> bool:
-        """Reduce and confirm the step. Return True if a lost rank means that it must be repeated.
+        """Reduce and confirm the step. Return True if it must be repeated because a rank was lost.
 
         Collective.
         """
@@ -265,7 +265,7 @@ class RepeatableSteps(StepRunner):
 
 
 class _StepStart:
-    """Restores the values that a step may change before it is confirmed.
+    """Restores values that a step may change before it is confirmed.
 
     These are buffers, tracked objects and the optimizers' options.
     """
@@ -298,7 +298,7 @@ class _StepStart:
     def go_back(self) -> None:
         """Restore the buffers, because the step's forward passes will run again.
 
-        Also drop agreements that the interrupted step has made with other ranks.
+        Also drop any agreements that the interrupted step has made with other ranks.
         """
         with torch.no_grad():
             for buffer, version, copied in self._buffers.values():
@@ -313,8 +313,8 @@ class _StepStart:
     def remember(self, *, plain: bool) -> None:
         """Store the values at the start of a step.
 
-        A `plain` loop may change tracked objects and the optimizers' options in its body, after a
-        step that is later repeated. With `plain`, they are therefore stored too.
+        The body of a `plain` loop may change tracked objects and the optimizers' options after a
+        step that is later repeated. If `plain` is true, they are therefore stored too.
 
         Raises UsageError if a plain loop uses a learning-rate scheduler that is not tracked.
         """
@@ -339,7 +339,7 @@ class _StepStart:
         ]
 
     def return_tracked(self) -> None:
-        """Restore tracked objects and options, after the loop's body has changed them."""
+        """Restore tracked objects and options after the loop's body has changed them."""
         for each, state in self._tracked:
             each.load_state_dict(state)
         for group, options in self._options:

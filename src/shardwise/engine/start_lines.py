@@ -35,7 +35,7 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
     The first line shows workers, transport, placement and precision. The second shows the model,
     the size of its states, and their tiers. More lines follow for split layers, exact mode,
     islands, and optimizers that were classified by a trial update. With `--trial`, a message about
-    it is printed even if the summary is disabled.
+    the trial is printed even if the summary is disabled.
     """
     if world.settings.trial:
         world.print("shardwise: trial: nothing is resumed, saved or exported")
@@ -165,7 +165,7 @@ def announce_weight(world: World, spec: EngineSpec, terms: LossTerms, items: flo
 
 
 def _optimizers_by_trial(states: States) -> dict[str, str]:
-    """Return the optimizers whose tensors are split because a trial update has allowed it.
+    """Return the optimizers whose tensors are split because a trial update showed that they can be.
 
     The keys are the optimizers' names, and the values are notes. If all parameter groups of an
     optimizer are split, its note is "". Otherwise the key also lists the groups that are split, and
@@ -204,9 +204,9 @@ def _run_line(world: World, spec: EngineSpec) -> str:
 
 
 def precision_in_words(spec: EngineSpec) -> str:
-    """Return the precision preset, or for fp32 the dtypes of the trained parameters.
+    """Return the precision preset or, for fp32, the dtypes of the trained parameters.
 
-    Adds that frozen weights are stored in 4 bits, if they are.
+    If frozen weights are stored in 4 bits, the result says so.
     """
     narrow = ", frozen linear weights in nf4" if spec.settings.quantises_frozen else ""
     if spec.settings.precision != "fp32":
@@ -248,7 +248,7 @@ def _model_line(spec: EngineSpec, states: States) -> str:
 
 
 def _unit_count(spec: EngineSpec, states: States) -> int:
-    """Return the number of units. A model's parameters outside of its blocks form one more unit."""
+    """Return the number of units. A model's parameters outside its blocks form one more unit."""
     if states.shown is not None:
         return sum(bool(unit.buckets) for unit in states.shown.residency.units)
     count = 0

@@ -145,12 +145,12 @@ class StepRunner:
                 self._randoms.reseed()
 
     def close(self) -> None:
-        """Remove hooks from the models. The guard overrides it."""
+        """Remove hooks from the models. Overridden by the guard."""
 
     # -- checks -----------------------------------------------------------------------------
 
     def _check_begun(self, call: str) -> None:
-        """Raise UsageError if no backward pass precedes `call`, or inside `world.alike()`."""
+        """Raise UsageError if no backward pass precedes `call`, or if inside `world.alike()`."""
         self._world.draws.check_outside(call)
         if not self._accumulation.backwards:
             raise UsageError(
@@ -202,8 +202,8 @@ class StepRunner:
     def _report_mixed(self) -> None:
         """Raise UsageError because no weight is right for all losses of the step. Collective.
 
-        If the user passed all weights, print one warning instead: the script may intend these
-        weights.
+        If the user passed all weights, print one warning instead, because the script may intend
+        these weights.
         """
         accumulation = self._accumulation
         gathered = self._world.step_group.gather_plain(
@@ -218,7 +218,7 @@ class StepRunner:
     # -- reduce and exchange ----------------------------------------------------------------
 
     def _reduced(self, call: str) -> StepTotals:
-        """Reduce this step's gradients, unless they already are, and return the global totals."""
+        """Reduce this step's gradients unless this was already done. Return the global totals."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
         state.aggregation.check(self._accumulation.backwards)
@@ -348,7 +348,7 @@ class StepRunner:
             states.parameters.settle()
 
     def _step_often(self, closure: Callable[[], Any], max_norm: float | None) -> StepStats:
-        """Run a step of an optimizer that may call the closure several times (L-BFGS)."""
+        """Run a step of an optimizer that may call the closure several times, such as L-BFGS."""
         objects = self._objects
         # `closures.check` has ensured that there is exactly one inner optimizer.
         (inner,) = objects.states.optimizer.inners

@@ -21,7 +21,7 @@ Number = float | Tensor
 
 
 class Aggregation:
-    """Adds up the statistics of ranks that each report the sum over their backward passes.
+    """Adds up the statistics of ranks, each of which reports the sum over its backward passes.
 
     In the methods below, `rows` has one row of numbers per rank.
     """
@@ -36,7 +36,7 @@ class Aggregation:
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
         """Return the seed for the random generators after `backwards` backward passes of `step`.
 
-        If it is None, the generators stay unchanged.
+        If the seed is None, the generators stay unchanged.
         """
         return None if backwards else seed_from(seed, "step", engine, step, self._rank)
 
@@ -85,7 +85,7 @@ class StepReport:
     options      checksum of the optimizers' options; in the totals, NaN if ranks differ
     calls        checksum of the calls since the last step that all ranks must make; NaN as above
     rows         digest of the first rows of shared batches
-    shown        the weights to print in messages
+    shown        the weights that messages print
     mix          range of numbers that are equal on all ranks if the weights fit all loss terms
     copies       checksum of the buffers and frozen parameters that ranks do not average
     used         per parameter: whether it has a gradient
@@ -98,7 +98,7 @@ class StepReport:
     divisor      divisor of the summed losses; 0 for means, -1 if unknown
     alone        a loss is correct only if it is the step's only loss
     experts      number of token copies per expert
-    buffer_rows  the numbers of rows that weight the averages of buffers
+    buffer_rows  the numbers of rows by which the averages of buffers are weighted
     """
 
     weights: list[Number]
@@ -185,12 +185,12 @@ class StepReport:
 
 
 def _common(numbers: list[float]) -> float:
-    """Return the number that all ranks have in common, or NaN if their `numbers` differ."""
+    """Return the number if it is the same in all of `numbers` (one per rank), otherwise NaN."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 
 
 def _row(numbers: list[Number], device: torch.device) -> Tensor:
-    """Concatenate `numbers` to an fp64 vector on `device`, with one copy from the host.
+    """Concatenate `numbers` into an fp64 vector on `device`, with one copy from the host.
 
     Numbers on an accelerator are not copied to the host, which would synchronise.
     """

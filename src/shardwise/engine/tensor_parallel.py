@@ -37,7 +37,7 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
 def find_and_split(
     spec: EngineSpec, split_models: TensorParallelModels, plan: TensorPlan | None
 ) -> None:
-    """Find the layers to split, and replace them by this rank's parts. Collective.
+    """Find the layers to split, and replace them with this rank's parts. Collective.
 
     Raises on all ranks: ModelError if there is nothing to split, and ModelMismatch if ranks find
     different splits.
@@ -90,7 +90,7 @@ def _agree_on_splits(
 def _find_splits(
     spec: EngineSpec, parts: int, plan: TensorPlan, trials: known_modules.SplitTrials
 ) -> list[SplitGroup] | ModelError:
-    """Return the splits that this rank finds, or the error that all ranks raise together later."""
+    """Return the splits that this rank finds, or the error that all ranks will raise together."""
     try:
         planned = plans.match_modules(spec.models, spec.prefixes, plan)
         groups = plans.split_by_plan(planned, parts)
@@ -108,7 +108,7 @@ def _find_splits(
 
 
 def _check_experts(experts: ExpertParallelModels, groups: Iterable[SplitGroup]) -> None:
-    """Raise ModelError if the user's plan splits a layer that `--expert` gives to one rank."""
+    """Raise ModelError if the user's plan splits a layer that `--expert` assigns to one rank."""
     for cut in (cut for group in groups for cut in group.splits):
         if cut.module in experts.modules:
             raise ModelError(

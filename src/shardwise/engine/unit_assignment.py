@@ -1,4 +1,4 @@
-"""Assigns each sharded parameter to the unit that it is gathered with.
+"""Assigns each sharded parameter to the unit with which it is gathered.
 
 A model consists of its units (the smallest blocks that all ranks execute) and the rest, which forms
 one more unit. A parameter shared by two units belongs to the rest. Parameters outside all models
@@ -99,8 +99,8 @@ def _innermost(sections: Sections) -> dict[nn.Module, set[int]]:
 def _home(sections: Sections, homes: set[int]) -> int:
     """Return the unit of a parameter that is used in the units `homes`.
 
-    If `homes` has several units, this is the rest of the first model among them. If it has none, it
-    is the unit that is never sharded, which is created on demand.
+    If `homes` has several units, this is the rest of the first model among them. If `homes` is
+    empty, it is the unit that is never sharded, which is created on demand.
     """
     if len(homes) == 1:
         return homes.pop()
@@ -143,7 +143,7 @@ def make_residency(
 def attach_unit_hooks(
     sections: Sections, residency: Residency, hooks: unit_hooks.UnitHooks
 ) -> None:
-    """Attach hooks to the models that gather the units needed in each forward pass."""
+    """Attach hooks to the models, which gather the units needed in each forward pass."""
     hooks.manager = residency
     hooks.attach(
         [
@@ -174,7 +174,7 @@ def refuse_copies(sections: Sections) -> list[module_hooks.Hooked]:
 
 
 def units_in(sections: Sections, module: nn.Module | None) -> list[int]:
-    """Return the sorted indices of the units with parameters of `module`, or of all if None."""
+    """Return the sorted indices of the units with parameters of `module` (None: of all units)."""
     if module is None:
         return list(range(len(sections.sections)))
     return sorted({sections.unit_of[p] for p in module.parameters() if p in sections.unit_of})

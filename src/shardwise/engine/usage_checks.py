@@ -61,7 +61,7 @@ def check_unreduced(*, is_reduced: bool) -> None:
 def check_loss(loss: Any, weight: float | Tensor | None = None) -> Tensor:
     """Return `loss`. Raises UsageError unless it is a floating-point scalar with a graph.
 
-    A loss with weight 0 needs no graph. It is then replaced by a leaf, so that this rank still
+    A loss with weight 0 needs no graph. A leaf then takes its place, so that this rank still
     participates in the collectives of other ranks' backward passes.
     """
     if not isinstance(loss, Tensor):
@@ -140,7 +140,7 @@ def check_calls(world: World, *, calls_differ: bool, rows_differ: bool) -> None:
 
 
 def mixed_losses(losses: Sequence[Sequence[str]]) -> UsageError:
-    """Return the error for a step whose losses cannot be weighted by one number each.
+    """Return the error for a step whose losses cannot each be weighted by a single number.
 
     `losses` contains descriptions of each worker's losses.
     """
@@ -180,7 +180,7 @@ def other_weights(losses: Sequence[Sequence[str]]) -> str:
 
 
 def describe_losses(losses: Sequence[Sequence[str]]) -> str:
-    """Describe the losses of two workers that differ, or of one worker if all are the same."""
+    """Describe two workers' losses if they differ, or one worker's if all workers' are the same."""
     known = [n for n, each in enumerate(losses) if each] or [0]  # of a pipeline, the last stages
     other = next((n for n in known if losses[n] != losses[known[0]]), known[0])
     chosen = [(n, losses[n]) for n in sorted({known[0], other})]
@@ -251,7 +251,7 @@ def check_block(*, averaged: bool, uneven: bool, whole: bool = False) -> None:
 def check_reachable(loss: Tensor, *, several: bool) -> None:
     """Raise UsageError if reentrant checkpointing hid the parameters from a backward pass.
 
-    Call it if a backward pass has computed no gradients. With several engines,
+    Call this if a backward pass has computed no gradients. With several engines,
     `torch.autograd.backward` is called with `inputs=`, and torch then does not look inside
     reentrant checkpoints.
     """
@@ -281,7 +281,7 @@ _DISTRIBUTED = {
 
 
 def check_optimizer(optimizer: optim.Optimizer) -> None:
-    """Raise ModelError if `optimizer` is a torch.distributed wrapper that communicates itself."""
+    """Raise ModelError if `optimizer` is a torch.distributed wrapper that itself communicates."""
     classes = [c for c in type(optimizer).__mro__ if c.__module__.startswith("torch.distributed.")]
     name = next((c.__name__ for c in classes if c.__name__ in _DISTRIBUTED), None)
     if name is None:
@@ -475,9 +475,10 @@ _allows_names: ContextVar[bool] = ContextVar("allows_names", default=False)
 
 @contextmanager
 def names_only() -> Iterator[None]:
-    """Allow `state_dict()` of sharded modules inside the block, but only to read its names.
+    """Allow `state_dict()` of sharded modules inside the block, but only to read the names.
 
-    Code that has the full weights uses it to find those of a module. Any use of the values raises.
+    Code that has the full weights uses this block to find the names of a module's weights. Any use
+    of the values raises.
     """
     token = _allows_names.set(True)
     try:
@@ -487,7 +488,7 @@ def names_only() -> Iterator[None]:
 
 
 def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Module hook: raise if `state_dict` is called on a sharded module, which contains NaN."""
+    """Module hook: raise if `state_dict` is called on a sharded module, whose values are NaN."""
     del prefix, keep_vars
     if is_sharded(module) and not _allows_names.get():
         # Raise instead of gathering, because state_dict on a single rank would hang.
@@ -497,7 +498,7 @@ def refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def refuse_load_state_dict(module: nn.Module, state: Any, *_: Any) -> None:
     """Module hook: raise if `load_state_dict` is called on a sharded module.
 
-    It would not change the shards.
+    The call would not change the shards.
     """
     if is_sharded(module):
         raise UsageError(

@@ -51,7 +51,7 @@ living: WeakSet[UserObjects] = WeakSet()
 class UserObjects:
     """Manages the user's models and optimizers. Owns the engine's states, buffers and activations.
 
-    Parameter groups and requires_grad may change between steps. The states are then laid out again.
+    If parameter groups or requires_grad change between steps, the states are laid out again.
     Creating an instance is collective.
 
     Args:
@@ -176,7 +176,7 @@ class UserObjects:
         averages: Mapping[nn.Parameter, Tensor] | None,
         anchor: Kept | None = None,
     ) -> None:
-        """Create the states again, keeping the dtype of gradient sums. Collective."""
+        """Recreate the states, keeping the dtype of gradient sums. Collective."""
         wide = self.states.gradients.wide
         self._build_states(masters, averages, anchor)
         if wide:
@@ -217,7 +217,7 @@ class UserObjects:
             sync_batch_norm.convert(models, self._world.gather_order, self._world.current_batch)
 
     def _all_buffers(self) -> Buffers:
-        """Create the object that tracks the models' buffers. Rebuilding the states keeps it."""
+        """Create the object that tracks the models' buffers. It survives rebuilds of the states."""
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
@@ -310,8 +310,8 @@ class UserObjects:
     def check_passes(self) -> None:
         """Raise errors of earlier forward passes that no step would report.
 
-        The errors are for gathers in different orders, raised on all ranks, and for writes that
-        reach no shard.
+        Such errors are gathers in different orders, raised on all ranks, and writes that reach no
+        shard.
         """
         self.spec.gather_order.check()
         if self.states.shown is not None:
@@ -366,7 +366,7 @@ class UserObjects:
     def follow_changes(self) -> None:
         """Rebuild the states if parameter groups, requires_grad or optimizer state have changed.
 
-        Collective if they have.
+        Collective if any of them has changed.
         """
         # This also runs before a forward pass, because the layout must not change before its
         # backward pass.
@@ -399,7 +399,7 @@ class UserObjects:
             self._rebuild_states(*self._take_apart())
 
     def lay_out_without_lost(self) -> None:
-        """Create the states again for the remaining ranks after others were lost. Collective.
+        """Recreate the states on the remaining ranks after others were lost. Collective.
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
@@ -421,7 +421,7 @@ class UserObjects:
         self._rebuild_states(masters, None)
 
     def _optimized(self) -> set[nn.Parameter]:
-        """Return the parameters in all optimizers, also frozen ones."""
+        """Return the parameters in all optimizers, including frozen ones."""
         groups = [group for o in self.spec.optimizers for group in o.param_groups]
         return {parameter for group in groups for parameter in group["params"]}
 
@@ -465,7 +465,7 @@ class UserObjects:
     # -- the state of optimizers, for user code -----------------------------------------------
 
     def _hide_states(self) -> None:
-        """Replace each `optimizer.state` that the engine holds, to detect its use."""
+        """Replace each `optimizer.state` that the engine holds, to detect when it is used."""
         stays = {group.optimizer for group in self.states.optimizer.groups if group.stays}
         for optimizer in self.spec.optimizers:
             state: Any = optimizer.state
@@ -490,7 +490,7 @@ class UserObjects:
         self._shown[optimizer] = whole_optimizer.marks(state)
 
     def _take_back_states(self) -> None:
-        """Apply changes that user code made to `optimizer.state`, also if it was replaced."""
+        """Apply changes that user code made to `optimizer.state`, even if it was replaced."""
         changed: dict[optim.Optimizer, dict[Any, Any]] = {}
         for optimizer, state in self._hidden.items():
             before = self._shown.pop(optimizer, None)
@@ -522,9 +522,9 @@ class UserObjects:
 
     @contextmanager
     def whole_for_method(self, optimizer: optim.Optimizer, method: str) -> Iterator[None]:
-        """Inside the block, give `optimizer` full parameters and state if its `method` uses them.
+        """Context manager that gives `optimizer` full parameters and state if `method` uses them.
 
-        Collective if it does. Does nothing if the optimizer already holds them.
+        Collective if the method uses them. Does nothing if the optimizer already holds them.
         """
         in_place = optimizer not in self._hidden and not self.states.optimizer.has_masters
         in_place |= any(inner.is_users_stepping for inner in self.states.optimizer.inners)

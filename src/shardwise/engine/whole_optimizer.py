@@ -2,7 +2,7 @@
 
 Methods such as `eval()` of a schedule-free optimizer read state and write parameters. If the engine
 shards state or has fp32 masters, it moves everything back into the user's objects for such a
-method, as `close` does, and builds its states again afterwards:
+method, as `close` does. Afterwards, it builds its states again:
 
     optimizer.eval()  ─▶  the method uses group["params"] or self.state
                       ─▶  parameters hold their masters, and the optimizer has its full state
@@ -45,7 +45,7 @@ class Rebuilding:
 def whole(
     optimizer: optim.Optimizer, method: str, engine: Rebuilding, reach: Callable[[], None]
 ) -> Iterator[None]:
-    """Inside the block, give `optimizer` full parameters and state once its `method` uses them.
+    """Context manager that gives `optimizer` full parameters and state once its `method` uses them.
 
     After the block, any use of the optimizer's state calls `reach`.
     """

@@ -80,7 +80,7 @@ def full_parameters(
 def _writers(spec: EngineSpec, states: States) -> Collectives:
     """Return the group in which the first rank broadcasts after a write.
 
-    It has all ranks. Once islands have taken a step, it has only this island's ranks.
+    The group consists of all ranks or, once islands have taken a step, of this island's ranks.
     """
     has_own = states.hooks is not None and states.hooks.have_own_weights
     return spec.step_group if has_own else spec.world_group
@@ -110,10 +110,10 @@ def _joined(
     write: bool,
     here: bool = True,
 ) -> Iterator[None]:
-    """Inside the block, gather the full model if it is split within a replica.
+    """Context manager that gathers the full model if it is split within a replica.
 
-    Does nothing unless `here` is true. If `write` is true, all ranks of `group` have its first
-    rank's values afterwards.
+    Does nothing unless `here` is true. If `write` is true, all ranks of `group` end up with the
+    values of its first rank.
     """
     if not here:
         yield
@@ -192,7 +192,10 @@ def model_state_dict(spec: EngineSpec, states: States, model: nn.Module | None) 
 def _on_the_first(
     spec: EngineSpec, states: States, model: nn.Module | None, call: str
 ) -> Iterator[nn.Module]:
-    """Inside the block, gather the full `model` (default: the only one) on rank 0. Collective."""
+    """Context manager that gathers the full `model` (default: the only one) on rank 0.
+
+    Collective.
+    """
     if model is None:
         if len(spec.models) != 1:
             raise UsageError(f"This engine has several models: pass one, engine.{call}.")

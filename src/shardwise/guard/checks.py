@@ -1,4 +1,4 @@
-"""Exchanges the findings of all ranks, and acts on them, for engines and for stock loops."""
+"""Exchanges the findings of all ranks and acts on them. Used by engines and stock loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.guard.memory import Piece
 
 
 class SmallGroup(Protocol):
-    """The ranks that compare their states, and the collectives that they use for it."""
+    """The ranks that compare their states, and the collectives with which they do so."""
 
     @property
     def rank(self) -> int: ...
@@ -77,8 +77,8 @@ class Checks:
     ) -> list[Finding]:
         """Compare `pieces` across ranks, and return the findings of all ranks. Collective.
 
-        Also gathers step times: `times` holds this rank's, and the attribute `times` is set to all
-        ranks' times.
+        Also gathers step times: the argument `times` holds this rank's times, and afterwards the
+        attribute `times` holds those of all ranks.
         """
         group = self.group
         digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]
@@ -120,7 +120,7 @@ class Checks:
         """Return `found` without the results that differed between the two runs on every rank.
 
         A defective device causes a difference on its own rank only. A nondeterministic operation
-        causes one on all ranks.
+        causes a difference on all ranks.
         """
         computed = [each for each in found if each.kind in (GRADIENT, OUTPUT)]
         by_name: dict[tuple[str, str], set[int | None]] = {}
@@ -150,7 +150,7 @@ class Checks:
         """Warn, repair or stop because of the findings. Collective.
 
         Args:
-            found: The findings, the same on all ranks.
+            found: The findings, which are the same on all ranks.
             repair: Overwrites the wrong states with those of the given rank. Returns False if that
                 is not possible.
             advice: Returns the last part of the error message: what the user can do next.

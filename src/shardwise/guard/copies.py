@@ -1,8 +1,8 @@
 """Compares tensors that several ranks hold, and finds the rank that differs.
 
-In one small collective, each rank sends one number per group of copies. Only if these numbers
-differ do the ranks send a checksum of each tensor. A rank that differs from the majority is wrong.
-If there is no majority, as with two ranks, the guard reports the tensor without a rank.
+In one small collective, each rank sends one number per group of copies. The ranks send a checksum
+of each tensor only if these numbers differ. A rank that differs from the majority is wrong.
+If there is no majority, as with two ranks, the guard reports the tensor without naming a rank.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Checksums = Mapping[str, list[int]]
 def digest(pieces: Sequence[Piece], *, is_shard: bool) -> float | Tensor:
     """Return a number below 2^52 that depends on every bit of the selected pieces.
 
-    `is_shard` selects pieces whose attribute `is_shard` has this value.
+    The selected pieces are those whose attribute `is_shard` equals the argument `is_shard`.
     """
     flats = [piece.flat for piece in pieces if piece.is_shard == is_shard]
     return fingerprints.checksum(flats) if flats else 0.0
 
 
 def checksums(pieces: Sequence[Piece], *, is_shard: bool) -> dict[str, list[int]]:
-    """Return the checksums of each tensor in the pieces whose `is_shard` has this value."""
+    """Return the checksums of each tensor in those pieces whose `is_shard` has the given value."""
     found: dict[str, list[int]] = {}
     for piece in pieces:
         if piece.is_shard == is_shard:

@@ -47,7 +47,7 @@ class GuardedEngine(Protocol):
 
 
 class GuardedResidency(Protocol):
-    """The interface of the residency of sharded parameters that a second run uses."""
+    """The part of the sharded-parameter residency interface that a second run needs."""
 
     def set_aside(self) -> Callable[[], None]:
         """Set the recorded forward passes aside, and return a function that restores them."""
@@ -177,14 +177,14 @@ class EngineGuard:
         seed: Tensor | None,
         passes: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """If this step is checked, compute the gradients of `loss` an extra time."""
+        """If this step is checked, compute the gradients of `loss` once more than training does."""
         named = [(each.name, each.parameter) for each in self._engine.states.parameters.named]
         self.second_run.before_backward(loss, seed, named, passes)
 
     # -- memory -------------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check that no state has changed since the last update. Call it before each reduction.
+        """Check that no state has changed since the last update. Call this before each reduction.
 
         Collective with --guard-memory. Raises GuardError on all ranks, before the wrong values
         can affect the update.
@@ -298,7 +298,7 @@ class EngineGuard:
         )
 
     def describe(self) -> str:
-        """Return the line about the guard that is printed at the start of the run."""
+        """Return the line about the guard in the startup summary."""
         share = 100 / self._every
         rows = self._engine.spec.placement
         compared = "parameters, optimizer state and buffers"

@@ -1,11 +1,11 @@
-"""Lists the tensors that a rank holds between steps, and detects changes not made by any code.
+"""Lists the tensors that a rank holds between steps, and detects changes that no code has made.
 
     step s          update ── seal: checksum every state
     step s + 1      forward ── backward ── verify the checksums ── update ── seal
 
-A checksum is the sum of a block's words. If a bit flips in memory between two updates, it changes
-the sum of its block. User code may write to these tensors. torch counts such writes, and a tensor
-that was written to is not compared.
+A checksum is the sum of a block's words. If a bit flips in memory between two updates, the sum of
+its block changes. User code may write to these tensors. torch counts such writes, and a tensor that
+was written to is not compared.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Piece:
     Args:
         kind: PARAMETER, OPTIMIZER, AVERAGE or BUFFER.
         flat: The elements: (numel,).
-        names: The tensors in it: (name, first element, end).
+        names: The tensors in it, each as (name, first element, end).
         is_shard: True if only the ranks with the same shard hold these elements.
     """
 
@@ -115,7 +115,7 @@ def _codes_and_scales(
     *,
     is_shard: bool,
 ) -> Iterator[Piece]:
-    """Yield the codes and the scales of a quantised state, with the tensors `names` in it."""
+    """Yield the codes and the scales of a quantised state that holds the tensors `names`."""
     for what, values in (("codes", storage.codes), ("scales", storage.scales)):
         # Elements with a common code byte or scale. Tensors start at multiples of a scale's.
         share = storage.numel // max(1, values.numel())
@@ -199,7 +199,7 @@ class _Seal:
 
 
 class MemorySeals:
-    """Checksums of all states after an update, which are verified before the next update."""
+    """Checksums of all states after an update. They are verified before the next update."""
 
     def __init__(self) -> None:
         self._seals: list[_Seal] = []
@@ -220,7 +220,7 @@ class MemorySeals:
         """Return a finding for each piece that has changed since `seal`.
 
         Skips pieces that were moved, and pieces that were written to according to torch's counters.
-        Waits for the device once.
+        Waits for the device just once.
         """
         if len(self._seals) != len(pieces):
             return []

@@ -1,8 +1,8 @@
 """Runs training forward and backward passes twice, and compares the results bit by bit.
 
 A correct device returns the same bits for the same operations on the same values. The second run
-therefore finds a device that occasionally computes wrong results, without help from other ranks.
-It does not find an error that repeats exactly.
+therefore reveals a device that occasionally computes wrong results, without help from other ranks.
+It does not reveal an error that repeats exactly.
 
     forward       the model runs     ── again, with the same inputs, buffers and random state
                   compared: the inputs and outputs of each layer. The model's outputs alone do not
@@ -103,7 +103,7 @@ class SecondRun:
         device: Device of this rank.
         apart: Returns a context manager for a forward pass without a backward pass.
         begin: Seeds the generators at the first training forward pass. Later calls do nothing.
-        impossible: Why passes cannot be computed twice, or None if they can.
+        impossible: The reason why passes cannot be computed twice, or None if they can.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SecondRun:
     # -- the step that is computed twice ------------------------------------------------------
 
     def arm(self) -> None:
-        """Compute the passes of the next step twice, if possible."""
+        """Run the passes of the next step twice, if possible."""
         if not self.is_possible:
             return
         self._is_armed = True
@@ -160,7 +160,7 @@ class SecondRun:
             ]
 
     def findings(self, step: int, rank: int) -> list[Finding]:
-        """Return the differences between the two runs. Waits for the device once."""
+        """Return the differences between the two runs. Waits for the device just once."""
         self.disarm()
         pairs, self._pairs = self._pairs, []
         bad: dict[str, list[str]] = {}
@@ -288,7 +288,7 @@ class SecondRun:
 
         Args:
             loss: The loss, with one element.
-            seed: Gradient of the loss, in its shape. None for 1.
+            seed: Gradient of the loss, in the loss's shape. None stands for 1.
             named: The parameters, each with its name.
             passes: Returns a context manager for a backward pass.
         """
@@ -378,7 +378,7 @@ def _home_of(hook: Any) -> str:
 def _without_observers(
     module: nn.Module, observed: Sequence[tuple[OrderedDict[int, Any], int, _Observed]]
 ) -> Iterator[None]:
-    """Inside the block, do not call hooks that only observe."""
+    """Context manager that disables hooks that only observe."""
     silent = [(hooks, key, each.hook) for hooks, key, each in observed if not each.alters]
     for each in module.modules():
         for name in _HOOKS:
@@ -400,7 +400,7 @@ def _without_observers(
 
 
 def _ignore(*_: Any) -> None:
-    """Hook that does nothing. It replaces observing hooks."""
+    """Do nothing. Stands in for observing hooks."""
 
 
 def _drop(tensor: Tensor) -> None:

@@ -21,8 +21,8 @@ LEAST = 0.05
 MOST = 3
 """Number of consecutive spikes after which the comparison starts again.
 
-The level has changed then, as with other data or another learning rate. Otherwise all later steps
-would be skipped."""
+So many spikes in a row mean that the level has changed, for example because the data or the
+learning rate has. Without the restart, all later steps would be skipped."""
 
 
 class Spikes:
@@ -33,7 +33,7 @@ class Spikes:
         self._spikes = 0
 
     def look_at(self, loss: float, grad_norm: float) -> str:
-        """Record a step. Return a sentence that describes it if it is a spike, otherwise ""."""
+        """Record a step. If it is a spike, return a sentence that describes it, otherwise ""."""
         found = ""
         for (name, values), value in zip(self._last.items(), (loss, grad_norm), strict=True):
             if not math.isfinite(value):

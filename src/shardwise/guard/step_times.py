@@ -26,7 +26,7 @@ STEPS = 20
 """Number of recent steps over which medians are computed."""
 
 FACTOR = 1.3
-"""A rank is a straggler if its steps take this many times as long as on the other ranks."""
+"""A rank is a straggler if its steps take this many times as long as those of other ranks."""
 
 LEAST = 0.002
 """Difference in seconds below which no rank is a straggler."""
@@ -38,9 +38,9 @@ class Straggler:
 
     Args:
         rank: The rank.
-        own: Seconds per step, without waiting for other ranks.
+        own: Seconds per step, excluding waits for other ranks.
         usual: The median of the other ranks' seconds per step.
-        phase: The phase that causes most of the difference, in words.
+        phase: The phase that accounts for most of the difference, in words.
     """
 
     rank: int
@@ -53,7 +53,7 @@ class StepTimes:
     """The duration of each phase in this rank's recent steps.
 
     Args:
-        waited: Returns the total seconds that this process has waited for other ranks.
+        waited: Returns the total time in seconds that this process has waited for other ranks.
     """
 
     def __init__(self, waited: Callable[[], float]) -> None:
@@ -81,7 +81,7 @@ class StepTimes:
         self._since = time.perf_counter() - self._waited()
 
     def row(self) -> list[float]:
-        """Return the median seconds per step and per phase. All are 0 before `STEPS` steps."""
+        """Return the median seconds per step and per phase. All are 0 until `STEPS` steps."""
         if len(self._steps) < STEPS:
             return [0.0] * (1 + len(PHASES))
         return [median(map(sum, self._steps)), *map(median, zip(*self._steps, strict=True))]
@@ -103,7 +103,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def name(self, step: int, rows: Sequence[Sequence[float]]) -> Straggler | None:
-        """Print which rank the others wait for, and return it if it is new.
+        """Print which rank the others wait for, and return that rank if it is new.
 
         Collective if there is a new straggler. `rows` must be the same on all ranks.
         """

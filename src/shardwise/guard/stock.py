@@ -97,7 +97,7 @@ class Guard:
         self._arm_if_due()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
-        """Run `loss.backward(gradient, **options)`. Every `every` steps, compute it twice.
+        """Run `loss.backward(gradient, **options)`. Once every `every` steps, run it twice.
 
         Args:
             loss: Tensor with one element, or with any shape if `gradient` is passed.
@@ -158,9 +158,9 @@ class Guard:
     def _has_whole_parameters(self) -> bool:
         """Whether the model is not sharded by FSDP2.
 
-        FSDP2 computes with other tensors than its parameters, and waits for other ranks all over
-        its forward and backward passes. Only its forward pass is computed twice, and step times
-        without waits are not known.
+        FSDP2 computes with tensors other than its parameters, and waits for other ranks throughout
+        its forward and backward passes. Only its forward pass is computed twice, and its step times
+        excluding waits are unknown.
         """
         return not any(_is_dtensor(p) for p in self._model.parameters())
 
@@ -172,7 +172,7 @@ class Guard:
     # -- step times ---------------------------------------------------------------------------
 
     def _follow_times(self, model: nn.Module) -> Iterator[Any]:
-        """Install the hooks that tell the phases of a step apart, and yield their handles.
+        """Install the hooks that mark the phases of a step, and yield their handles.
 
         DistributedDataParallel waits for other ranks in two places: before the forward pass of its
         module, for buffers, and at the end of the backward pass, for gradients.
@@ -205,7 +205,7 @@ class Guard:
     # -- states -------------------------------------------------------------------------------
 
     def _place(self) -> float:
-        """Return the number of this rank's shard: its index among the ranks that shard a tensor."""
+        """Return this rank's shard number: its index among the ranks that shard a tensor."""
         for parameter in self._model.parameters():
             if _is_dtensor(parameter):
                 shard: Any = parameter

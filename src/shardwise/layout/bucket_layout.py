@@ -8,8 +8,8 @@ their gradients:
                |  rank 0              |  rank 1              |
                0                   cuts[1]               cuts[2]
 
-Rank r owns [cuts[r], cuts[r + 1]) of every bucket; an interval may start or end inside a parameter.
-If an optimizer needs complete tensors, the cuts are at parameter boundaries instead, so that each
+Rank r owns [cuts[r], cuts[r + 1]) of every bucket. An interval may start or end inside a parameter.
+If an optimizer needs full tensors, the cuts are at parameter boundaries instead, so that each
 tensor has one owner. All other code works with either kind of cut.
 """
 
@@ -45,7 +45,7 @@ class Spec:
     key: Hashable
     """Parameters with equal keys (dtype, device, parameter group) may share a bucket."""
     whole: bool = False
-    """True if one rank must own the complete tensor."""
+    """True if a single rank must own the full tensor."""
     room: int | None = None
     """Number of elements to count when filling a bucket; `numel` if None. Ranks whose parts of a
     split tensor differ in size pass the same value, so that their buckets contain the same
@@ -56,10 +56,10 @@ class Spec:
 
 @dataclass(frozen=True)
 class Slot:
-    """The position of a parameter, or of a part of it, in a bucket.
+    """The position of a parameter, or of a part of one, in a bucket.
 
-    Elements [start, end) of the bucket hold the flattened parameter, starting with its element
-    `offset`. `parameter` is the parameter's index.
+    Elements [start, end) of the bucket hold the flattened parameter, starting with the parameter's
+    element `offset`. `parameter` is the parameter's index.
     """
 
     parameter: int
@@ -188,7 +188,7 @@ def _slots(specs: Sequence[Spec], group: Iterable[int], grain: int) -> tuple[Slo
 def _deal(
     specs: Sequence[Spec], group: list[int], ranks: int, grain: int
 ) -> tuple[list[int], list[int]]:
-    """Assign complete tensors to ranks, the largest first, each to the least loaded rank.
+    """Assign full tensors to ranks, the largest first, each to the least loaded rank.
 
     Returns the tensors' indices ordered by owner, and the number of tensors per rank.
     """
@@ -214,7 +214,7 @@ def padding(buckets: Iterable[Bucket]) -> int:
 def check(
     buckets: Sequence[Bucket], specs: Sequence[Spec], ranks: int, expert_copies: int = 1
 ) -> None:
-    """Assert the invariants of a layout. Cheap enough to run whenever an engine is constructed."""
+    """Assert the invariants of a layout. This is cheap enough to run for every new engine."""
     placed = sorted(slot.parameter for bucket in buckets for slot in bucket.slots)
     assert placed == list(range(len(specs))), "each parameter has one slot"
     for bucket in buckets:

@@ -21,7 +21,7 @@ from shardwise.layout.shards import Shard
 class Extent:
     """Elements [start, end) of flat memory, which hold `tensor` starting with its element `offset`.
 
-    In the result of `byte_ranges`, `start`, `end` and `offset` are in bytes.
+    In the result of `byte_ranges`, `start`, `end` and `offset` count bytes instead.
     """
 
     tensor: str
@@ -68,7 +68,7 @@ def of_whole(extent: Extent, shard: Shard) -> list[Extent]:
 
 
 def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
-    """Return the parts of `parts` inside elements [first, end), with starts relative to `first`."""
+    """Return the portions of `parts` in elements [first, end), with starts relative to `first`."""
     found = []
     for part in parts:
         low, high = max(part.start, first), min(part.end, end)
@@ -79,7 +79,7 @@ def clipped(parts: Iterable[Extent], first: int, end: int) -> list[Extent]:
 
 
 def share(numel: int, index: int, of: int) -> Span:
-    """Return the elements [first, end) that rank `index` writes if `of` ranks hold the tensor."""
+    """Return the elements [first, end) that rank `index` writes if `of` ranks hold a tensor."""
     # Each replica writes a different part, so that replicas share the work of a checkpoint.
     cuts = even_cuts(numel, of)
     return cuts[index], cuts[index + 1]

@@ -8,7 +8,7 @@ from bisect import insort
 class Extents:
     """Allocates ranges of a file or of memory.
 
-    Uses the lowest free range that is long enough. The file grows only if there is none.
+    Uses the lowest free range that is long enough. The file grows only if there is no such range.
     """
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class Fingerprint:
         )
 
     def same_bits(self, other: Fingerprint) -> bool:
-        """Return whether all bits are identical (wrong with a probability of 2^-64)."""
+        """Return whether all bits are identical. Wrong with a probability of 2^-64."""
         return (self.numel, self.bits, self.placed) == (other.numel, other.bits, other.placed)
 
     def distance(self, other: Fingerprint) -> float:
@@ -77,9 +77,9 @@ class Fingerprint:
 
 
 def can_be_taken(values: Tensor) -> bool:
-    """Return whether `of` can compute a fingerprint of `values`: its elements must be in memory.
+    """Return whether `of` can compute a fingerprint of `values`, whose elements must be in memory.
 
-    False for sparse, nested, quantized and meta tensors, and for wrapper subclasses.
+    Returns False for sparse, nested, quantized and meta tensors, and for wrapper subclasses.
     """
     if type(values).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return False
@@ -88,7 +88,7 @@ def can_be_taken(values: Tensor) -> bool:
 
 
 def nothing() -> Fingerprint:
-    """Return the fingerprint of an empty tensor, which changes no sum that it is added to."""
+    """Return the fingerprint of an empty tensor. Adding it to a sum changes nothing."""
     return Fingerprint(0, 0, 0, torch.zeros(BINS, dtype=torch.float64), 0.0)
 
 
@@ -108,7 +108,7 @@ def sums_of(values: Tensor) -> tuple[int, int]:
 
     The first is the sum of the tensor's words. In the second, each word is multiplied by its
     position in a row of 61 words. Both are computed on the tensor's device. Unlike fingerprints,
-    they cannot be computed for each part separately and added.
+    they cannot be computed separately for each part and then added.
     """
     words = values.detach().contiguous().reshape(-1).view(_WORDS[values.itemsize])
     whole = words[: words.numel() // 61 * 61].view(-1, 61)
@@ -142,8 +142,9 @@ def checksum(tensors: Sequence[Tensor]) -> float | Tensor:
 def hash_of(values: Tensor) -> Tensor:
     """Return a number that depends on all bits of `values`: a 0-dim int64 tensor on their device.
 
-    It is cheaper to compute than a fingerprint. A single changed bit always changes it. If several
-    elements are rounded differently, the differences do not cancel, as they could in a plain sum.
+    The number is cheaper to compute than a fingerprint. A single changed bit always changes it. If
+    several elements are rounded differently, the differences do not cancel, as they could in a
+    plain sum.
     """
     words = values.contiguous().view(-1).view(_WORDS[values.itemsize])
     fits = words.numel() * words.itemsize % 8 == 0 and words.data_ptr() % 8 == 0

@@ -10,13 +10,13 @@ parallelism and the ZeRO stages (Rajbhandari et al., 2020) differ only in these 
     ZERO_3   sharded      sharded      sharded
 
 If a state is sharded, the states to its right must be sharded, too. For example, a rank that stores
-an interval of the parameters can use only the same interval of their gradient.
+an interval of the parameters can only use the same interval of their gradient.
 
 Each cell also has a tier, which stores the state between uses: the device, host memory
 (ZeRO-Offload, Ren et al., 2021) or a disk (ZeRO-Infinity, Rajbhandari et al., 2021). Parameters and
 gradients can be offloaded only if they are sharded, because replicated ones are always in use.
 
-How often groups of ranks exchange a state is not part of the table; see `islands/`.
+The table does not say how often groups of ranks exchange a state; see `islands/` for that.
 """
 
 from dataclasses import dataclass, replace
@@ -130,7 +130,7 @@ class Placement:
         """Return the same row with the given tiers.
 
         If `gradients` is None, sharded gradients use the optimizer state's tier and replicated ones
-        the device. Raises PlacementError if a tier requires a sharded state.
+        use the device. Raises PlacementError if a tier requires a sharded state.
         """
         follows = optimizer if self.is_sharded("gradients") else DEVICE
         tiers = (parameters, follows if gradients is None else gradients, optimizer)

@@ -1,7 +1,7 @@
-"""Defines the tree in which the exact mode adds micro-shards. Pure arithmetic.
+"""Defines the tree in which the exact mode adds up micro-shards. Pure arithmetic.
 
 The global batch is split into micro-shards, which are the leaves of the tree. Neighbours are added
-from left to right, in groups of the smallest prime factor of their number:
+from left to right, in groups whose size is the smallest prime factor of their number:
 
     12 micro-shards    0 + 1   2 + 3   4 + 5   6 + 7   8 + 9   10 + 11
     nodes of 2           └── + ──┘       └── + ──┘       └── + ──┘
@@ -61,8 +61,8 @@ def fold(leaves: Sequence[T], add: Callable[[T, T], T]) -> T:
 class MicroShards:
     """This worker's view of the `count` micro-shards of every global batch.
 
-    `workers` workers share the micro-shards, and this one is `rank`. Raises ConfigError if this
-    number of workers cannot give bit-identical results.
+    `workers` workers share the micro-shards, and this worker is number `rank`. Raises ConfigError
+    if this number of workers cannot give bit-identical results.
     """
 
     count: int
@@ -88,7 +88,7 @@ class MicroShards:
 
     @property
     def fan_ins(self) -> list[int]:
-        """Number of nodes added into one, for each tree level above a turn, lowest level first."""
+        """Number of nodes added up into one, for each tree level above a turn, lowest first."""
         return fan_ins(self.count)[node_sizes(self.count).index(self.workers) :]
 
     def number(self, turn: int) -> int:

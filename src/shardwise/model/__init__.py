@@ -9,7 +9,7 @@ micro_shard_buffers.py    makes buffers independent of the number of ranks, in t
 units.py                  finds a model's repeated blocks
 unit_hooks.py             hooks that report when a unit's parameters are needed
 module_hooks.py           our hooks and replaced `forward` methods, hidden from copies and pickles
-meta/                     parameters without memory, whose values are computed one at a time
+meta/                     parameters without storage, whose values are computed one at a time
 activations.py            keeps, recomputes or offloads activations
 recomputation.py          runs a unit's forward pass again in the backward pass
 checkpointed_scalars.py   keeps the numbers that autograd saves inside the user's checkpoints

@@ -1,12 +1,12 @@
 """Offloads tensors that autograd saves, and prefetches them for the backward pass.
 
 `pack` and `unpack` are hooks for torch.autograd.graph.saved_tensors_hooks. They move ranges of
-memory (pieces), so views of the same storage (query, key and value) are moved only once. The
-backward pass needs saved tensors in reverse order. When it requests a piece, the pieces saved
-before it are prefetched.
+memory (pieces), so that views of the same storage (query, key and value) are moved only once. The
+backward pass needs saved tensors in reverse order. When it requests a piece, the pieces that were
+saved before that piece are prefetched.
 
-A piece holds the values at the time of saving. If the tensor is changed in place before they have
-been copied, `unpack` raises an error, as torch does.
+A piece holds the values at the time of saving. If the tensor is changed in place before its values
+have been copied, `unpack` raises an error, as torch does.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Kept:
 class _Piece:
     """A range of a storage that is being copied out, is offloaded, or has been copied back.
 
-    It is freed once no saved tensor needs it.
+    It is freed once no saved tensor needs it anymore.
     """
 
     def __init__(self, number: int, key: _Key, source: Tensor, offload: Offload) -> None:
@@ -78,7 +78,7 @@ class _Piece:
         self.is_back = self.was_used = self.was_changed = False
 
     def settle(self) -> None:
-        """Wait until the data have been copied out, and release the source memory.
+        """Wait until the data has been copied out, and release the source memory.
 
         Call this only from the thread that runs the forward or backward pass. From another
         thread, it would not detect a concurrent in-place change.
@@ -110,7 +110,7 @@ class _MovedTensor:
 
 
 class SavedTensors:
-    """Offloads tensors saved for the backward pass to `target`. `pack` and `unpack` are the hooks.
+    """Offloads tensors saved for the backward pass to `target`. `pack` and `unpack` are its hooks.
 
     Only memory on devices of `device_type` is moved. Tensors smaller than LEAST bytes, parameters
     and buffers stay in place.
@@ -185,7 +185,7 @@ class SavedTensors:
         return piece
 
     def _let_go(self, limit: int) -> None:
-        """Free the memory of completed copies. Wait while over `limit` bytes are pending."""
+        """Free the memory of completed copies. Wait while more than `limit` bytes are pending."""
         while self._leaving:
             piece = self._leaving[0][0]()
             too_many = self._leaving_bytes > limit
@@ -198,7 +198,7 @@ class SavedTensors:
                 self._give_back(nbytes)
 
     def _give_back(self, nbytes: int) -> None:
-        """Count freed memory. Occasionally return it to the system, which takes time."""
+        """Count freed memory. Occasionally return it to the system, because that takes time."""
         self._freed += nbytes
         if self._device_type == "cpu" and self._freed > LEAVING:
             self._freed = 0
@@ -280,7 +280,7 @@ class SavedTensors:
 
 
 _PLAIN = (Tensor, nn.Parameter)
-"""Subclasses of Tensor may have no memory, or several memories."""
+"""Other subclasses of Tensor may have no storage, or several."""
 
 
 def _changed(dtype: torch.dtype, shape: torch.Size) -> UsageError:

@@ -30,7 +30,8 @@ from shardwise.tiers.spool import Spool
 class Activations:
     """Keeps, recomputes or offloads the activations of `models` according to `settings`.
 
-    Active until `close`. Raises TierError if the folder of `offload_activations` cannot be used.
+    It is active until `close`. Raises TierError if the folder of `offload_activations` cannot be
+    used.
 
     Args:
         models: The models to hook.
@@ -86,7 +87,7 @@ class Activations:
 
 
 class OffloadScope:
-    """Model hooks that offload what autograd saves in the forward pass. Copied hooks do nothing."""
+    """Model hooks that offload what autograd saves in the forward pass. Their copies do nothing."""
 
     def __init__(self, models: Sequence[nn.Module] = (), saved: SavedTensors | None = None) -> None:
         self._models = models

@@ -1,10 +1,11 @@
 """Exchanges BatchNorm statistics between ranks, each in its turn of the gather order.
 
-Ranks may also wait for each other to gather units. If they exchanged statistics at any time, a rank
-could wait for statistics from ranks that wait for it in a gather. An exchange therefore takes a
-turn in the gather order, as a unit does. A rank that skips the BatchNorm participates with zeros.
-Two mistakes would then silently give wrong statistics, so all ranks reject them: a rank reaches a
-BatchNorm after the others have passed it, or runs the backward pass of a different forward pass.
+Ranks may also wait for each other to gather units. If they exchanged statistics at arbitrary times,
+a rank could wait for statistics from ranks that wait for it in a gather. An exchange therefore has
+a turn in the gather order, just as a unit does. A rank that skips the BatchNorm participates with
+zeros. Two mistakes would then silently give wrong statistics, so all ranks reject them: a rank
+reaches a BatchNorm after the others have passed it, or runs the backward pass of a different
+forward pass.
 
     a rank's row    | its values, or zeros | present | number of the call | uses in this pass |
 
@@ -59,7 +60,7 @@ class Skippable(Protocol):
 
 
 class _ExpectedUse(NamedTuple):
-    """The exchange in which this rank expects all ranks to be.
+    """The exchange in which this rank expects all ranks to participate.
 
     Args:
         call: The number of the call.
@@ -81,7 +82,7 @@ class _ExpectedUse(NamedTuple):
 
 
 class _UncheckedExchange(NamedTuple):
-    """An exchange that still has to be checked.
+    """An exchange that has not been checked yet.
 
     Args:
         name: Name of the BatchNorm.
@@ -240,7 +241,7 @@ class StatisticsExchanges:
         """Return all ranks' rows. Used if ranks reach the exchange without turns.
 
         On the CPU, raises OrderError on all ranks if one of them has reached a different BatchNorm.
-        On an accelerator this is not checked, because the host would have to wait.
+        On an accelerator there is no such check, because the host would have to wait.
         """
         if row.device.type != "cpu":
             return self.order.group.gather_rows(row)
@@ -254,7 +255,7 @@ class StatisticsExchanges:
     def check_later(self, unchecked: _UncheckedExchange) -> None:
         """Queue an exchange for `check`, and check exchanges whose flags have arrived.
 
-        Without these early checks, forward passes that no step follows would accumulate flags.
+        Otherwise, flags would accumulate over forward passes that no step follows.
         """
         self._unchecked.append(unchecked)
         while self._unchecked[0].event.query():
@@ -286,13 +287,13 @@ class StatisticsExchanges:
         self._rows = self.each[number].meet(row, call)
 
     def start_ahead(self, number: int) -> None:
-        """Do nothing: the row does not exist before the forward pass reaches the BatchNorm."""
+        """No-op: the row does not exist before the forward pass reaches the BatchNorm."""
 
     def is_past(self, number: int) -> None:
-        """Do nothing: an exchange holds no memory between turns."""
+        """No-op: an exchange holds no memory between turns."""
 
     def end_dead_pass(self) -> None:
-        """Do nothing: exchanges do not start passes."""
+        """No-op: exchanges do not start passes."""
 
     def check(self) -> None:
         """Check all exchanges since the previous `check`.

@@ -6,14 +6,14 @@ the ranks in each step, so that after `step()` all ranks hold the same model. Th
 by the number of rows in each rank's forward passes. Loss weights cannot be used, because they are
 unknown during a forward pass.
 
-Changing buffers are detected in two ways:
+Changes to buffers are detected in two ways:
 
     version counters   in every step. torch counts writes, except through `.data` and `.numpy()`.
     a checksum         in the first steps, and then in one of EVERY. It covers everything that is
                        not averaged yet, and frozen parameters. If it differs between ranks, they
                        search for the tensor that differs.
 
-Once detected, the changing values are part of the step's single small collective. Tensors whose
+Once detected, the changing values become part of the step's single small collective. Tensors whose
 shape or dtype differs between ranks (caches) are left unchanged. If checkpoints contain such a
 tensor, a message names it.
 """
@@ -83,7 +83,7 @@ _Form = tuple[tuple[int, ...], str] | None
 
 @dataclass(frozen=True)
 class _AveragedTensor:
-    """A tensor that is averaged, with its shape and dtype at the time when averaging started."""
+    """A tensor that is averaged, with the shape and dtype that it had when averaging started."""
 
     index: int
     shape: torch.Size
@@ -103,7 +103,8 @@ class _AveragedTensor:
 class _Window:
     """The batch rows processed since the last step.
 
-    Consecutive backward passes for which this rank has the same share of the rows form a run.
+    A run consists of consecutive backward passes for which this rank's share of the rows is the
+    same.
 
     Args:
         open: For each backward pass of the current run, this rank's rows and all ranks' rows (0 if
@@ -135,7 +136,7 @@ class Buffers:
         models: Models whose buffers are kept identical.
         group: Ranks that hold the same buffers.
         left_out: Modules that synchronise their buffers themselves.
-        alone: True if there are no other ranks to average with. Default: whether `group` has only
+        alone: True if there are no other ranks to average with. Default: True if `group` has only
             one rank.
         compares: Returns whether every rank holds a frozen parameter in full, so that its values
             can be compared.
@@ -210,7 +211,7 @@ class Buffers:
         return parameter is not None and not parameter.requires_grad and self._compares(parameter)
 
     def _renumber(self, numbers: Mapping[int, int]) -> None:
-        """Drop buffers without a new index. `numbers` maps old indices to new ones."""
+        """Renumber the buffers: `numbers` maps old indices to new ones. Drop all other buffers."""
         self._places = [self._places[old] for old in numbers]
         self._seen = {numbers[i]: mark for i, mark in self._seen.items() if i in numbers}
         followed = [averaged for averaged in self._averaged if averaged.index in numbers]
@@ -222,13 +223,13 @@ class Buffers:
         self._window = _Window()
 
     def _watch(self, index: int) -> None:
-        """Start detecting changes of a new buffer."""
+        """Start detecting changes to a new buffer."""
         module, key = self._places[index]
         if key in module._buffers:
             self._seen[index] = self._mark(index)
 
     def remember(self) -> None:
-        """Use the current values as the reference for detecting changes."""
+        """Use the current values as the reference when detecting changes."""
         self._seen = {index: self._mark(index) for index in self._seen}
 
     # -- which tensors change ---------------------------------------------------------------
@@ -237,7 +238,7 @@ class Buffers:
         """Return the indices of buffers that the ranks must still agree on.
 
         These are: buffers that are not averaged yet and whose module has changed, buffers that were
-        None before, and averaged buffers whose shape or dtype has changed.
+        None until now, and averaged buffers whose shape or dtype has changed.
 
         A change counts for the whole module, because torch's batch_norm increments the version of
         its counter but not the versions of its running statistics.
@@ -258,7 +259,7 @@ class Buffers:
         ]
 
     def checksum(self) -> float | Tensor:
-        """Return a checksum of all tensors that are not averaged, to compare between ranks.
+        """Return a checksum of all tensors that are not averaged, for comparison across ranks.
 
         Returns 0.0 in steps that do not compare. On an accelerator, the checksum stays on the
         device.
@@ -333,7 +334,7 @@ class Buffers:
             )
 
     def _report_unequal(self, index: int, forms: Sequence[_Form]) -> None:
-        """Tell the user that a tensor cannot be averaged, if checkpoints contain it."""
+        """Tell the user about a tensor that cannot be averaged if checkpoints contain it."""
         module, key = self._places[index]
         if key in module._non_persistent_buffers_set:
             return
@@ -363,10 +364,10 @@ class Buffers:
         return self._flat({})
 
     def _flat(self, before: Mapping[int, Tensor]) -> Tensor:
-        """Return the same vector as `values`, but with the tensors in `before` where available.
+        """Return the vector of `values`, but take each tensor from `before` if it is there.
 
-        A tensor whose shape or dtype has changed contributes zeros. The ranks agree on it before
-        they use the vector.
+        A tensor whose shape or dtype has changed contributes zeros. The ranks agree on which
+        tensors these are before they use the vector.
         """
         where: Any = {"dtype": torch.float64, "device": self._group.small_device}
         parts = []
@@ -393,7 +394,7 @@ class Buffers:
     def shares(self, *, counts: bool = True) -> list[float]:
         """Return this rank's number of rows, by which `weighted` multiplies its values.
 
-        Its sum over all ranks is the divisor of the mean. `counts` is True on only one rank per
+        The mean is divided by the total over all ranks. `counts` is True on only one rank per
         replica, because all ranks of a replica have the same rows.
         """
         return self._window.shares()[:1] if counts and self._window.shares() else [0.0]
@@ -407,7 +408,7 @@ class Buffers:
             sum over runs j of  share_j x (values at the end of j - values at the start of j)
 
         The initial values are identical on all ranks, so they are omitted, and the sum is divided
-        by the shares of the first run. A stand-in has a share of 0, so its data have no effect. Its
+        by the shares of the first run. A stand-in has a share of 0, so its data has no effect. Its
         forward pass still advances counters and the power iteration of spectral_norm.
         """
         if not self._averaged:
@@ -494,7 +495,8 @@ class Buffers:
     def go_back(self, agreed: tuple[list[_AveragedTensor], set[int], int]) -> None:
         """Undo agreements made since `agreed` was called. Call this after restoring the values.
 
-        A step was interrupted, so some ranks may have made further agreements and others not.
+        Needed after a step was interrupted: some ranks may have made further agreements, and others
+        not.
         """
         averaged, unequal, self._steps = agreed
         self._averaged, self._unequal = list(averaged), set(unequal)
@@ -569,7 +571,7 @@ def _in_words(form: _Form) -> str:
 def _group_by_kind(
     tensors: Sequence[Tensor],
 ) -> dict[tuple[torch.device, torch.dtype, bool], list[int]]:
-    """Group the indices of tensors that a single kernel can process.
+    """Group the indices of those tensors that a single kernel can process together.
 
     The keys are device, dtype and inference mode.
     """

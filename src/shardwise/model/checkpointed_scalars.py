@@ -1,8 +1,8 @@
 """Keeps the 0-dim tensors that autograd saves inside torch.utils.checkpoint regions.
 
 A checkpoint with `use_reentrant=False` saves a placeholder instead of each tensor, and recomputes
-all of them in the backward pass. The number of labels of a cross_entropy is needed before that. It
-is a 0-dim tensor, so the placeholder keeps it as an attribute.
+all tensors in the backward pass. The number of labels of a cross_entropy is needed earlier. It is a
+0-dim tensor, so the placeholder keeps it as an attribute.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SCALAR = "_shardwise_scalar"
 
 
 def keep() -> None:
-    """Make checkpoints keep 0-dim tensors from now on. Later calls do nothing."""
+    """Make checkpoints keep 0-dim tensors from now on. Further calls do nothing."""
     # torch has no public hook for this. Without its private class, such losses are weighted by
     # rows, and a message says so.
     hook: Any = getattr(torch.utils.checkpoint, "_checkpoint_hook", None)

@@ -65,7 +65,7 @@ def _remove(handles: list[Hooked]) -> None:
 
 
 class _ForwardHooks:
-    """Hooks on a module. A copy of the module records as well, until the recording ends."""
+    """Hooks on a module. Copies of the module are recorded as well, until the recording ends."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -61,7 +61,7 @@ class MicroShardBuffers(Buffers):
             self._start[index] = buffer.detach().clone()
 
     def remember(self) -> None:
-        """Use the current values as the start of the next step's micro-shards."""
+        """Use the current values as the starting point of the next step's micro-shards."""
         for index in self._seen:
             buffer = self._tensor(index)
             if buffer is not None and (index not in self._start or self._has_changed(index)):
@@ -73,7 +73,7 @@ class MicroShardBuffers(Buffers):
         """Return whether a buffer has changed since `remember`.
 
         A bitwise comparison finds writes that torch does not count. On an accelerator, the host
-        would wait for its result, so it runs only in some steps.
+        would wait for its result, so the comparison runs only in some steps.
         """
         if self._mark(index) != self._seen[index] or any(f.index == index for f in self._averaged):
             return True
@@ -134,9 +134,9 @@ class MicroShardBuffers(Buffers):
         return [float(own_rows) if counts else 0.0 for own_rows, _ in self._window.open]
 
     def weighted(self, *, counts: bool = True) -> Tensor:
-        """Return the averaged tensors of this rank's micro-shards, concatenated.
+        """Return this rank's micro-shard tensors that are to be averaged, concatenated.
 
-        Each micro-shard's values are multiplied by its number of rows.
+        The values of each micro-shard are weighted by its row count.
         """
         shares = self.shares(counts=counts)
         # Use zeros for a stand-in, because 0 x its values would be NaN if they are infinite.

@@ -21,7 +21,7 @@ class _PlainState:
     Attributes:
         hooks: Ids of our hooks.
         ours: Maps each attribute that we have set to our value and a list, which holds the previous
-            value if there was one.
+            value, if any.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -124,7 +124,7 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:
-    """Undo `replace`, called with the same arguments. A value set by the user since then stays."""
+    """Undo `replace`, given the same arguments. A value that the user has set since then stays."""
     state = _state_of(module)
     replacement = state.ours.get(name, (None, []))
     if replacement[0] is value:

@@ -98,7 +98,7 @@ def other_tensors(
 ) -> Iterator[Part]:
     """Yield the full buffers of `models`, and the tensors in plain attributes of their modules.
 
-    Includes non-persistent buffers, but no tensors without a fingerprint, such as sparse ones.
+    Includes non-persistent buffers. Excludes tensors that have no fingerprint, such as sparse ones.
 
     Args:
         models: The models, with their name prefixes.

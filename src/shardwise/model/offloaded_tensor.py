@@ -19,7 +19,7 @@ from shardwise.tiers.spool import Spool
 
 
 class Offload(Protocol):
-    """Interface of an offloaded tensor, which is being copied out, stored, or being copied back.
+    """Interface of an offloaded tensor that is being copied out, stored, or being copied back.
 
     Its memory is freed together with this object.
     """

@@ -25,10 +25,10 @@ def held(optimizer: optim.Optimizer) -> MutableMapping[Any, Any]:
 
 
 class StateOfEngine(defaultdict[Any, Any]):
-    """Replaces an optimizer's `state` while the engine owns the state.
+    """Stands in for an optimizer's `state` while the engine owns that state.
 
-    If `reach` is set, each use calls it first. Otherwise this is a plain mapping. `resting` is the
-    state that the engine does not own.
+    If `reach` is set, it is called before every access. Otherwise this behaves like a plain
+    mapping. `resting` holds any entries that the engine does not own.
     """
 
     def __init__(self, resting: MutableMapping[Any, Any]) -> None:
@@ -43,7 +43,7 @@ class StateOfEngine(defaultdict[Any, Any]):
         super().update(content)
 
     def hide(self, reach: Reach) -> None:
-        """Drop all entries, and call `reach` at each use from now on."""
+        """Drop all entries, and call `reach` before each access from now on."""
         super().clear()
         self.reach = reach
 
@@ -77,7 +77,7 @@ for _name in (*_READS, *_VIEWS, *_WRITES, "__ior__"):
 
 
 class WatchedGroup(dict[str, Any]):
-    """Replaces a parameter group during a method call. Any use of its "params" calls `reach`."""
+    """Stands in for a parameter group during a method call. Using its "params" calls `reach`."""
 
     def __init__(self, group: dict[str, Any], reach: Reach) -> None:
         super().__init__(group)

@@ -59,7 +59,7 @@ PRESETS = {
 class ForwardPrecision:
     """Model hooks that run the forward pass with a preset.
 
-    A copy of the model keeps the hooks, so it computes in the same precision.
+    A copy of the model keeps the hooks, so that it computes in the same precision.
     """
 
     def __init__(self, preset: Preset, device_type: str) -> None:
@@ -131,7 +131,7 @@ def is_cast(places: Iterable[tuple[nn.Module, str]], dtype: torch.dtype) -> bool
 
 
 def cast_models(models: Iterable[nn.Module], dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Cast floating-point parameters and buffers to `dtype`, except BatchNorm's to 16 bits.
+    """Cast floating-point parameters and buffers to `dtype`. BatchNorm's are never cast to 16 bits.
 
     Returns:
         The parameters' values before the cast, for the masters.
@@ -197,7 +197,7 @@ def narrow_states(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def widen_state(parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state from a plain optimizer in the form that a master needs.
+    """Return a parameter's state from a plain optimizer, in the form that a master needs.
 
     Values in the parameter's 16-bit dtype become fp32.
     """

@@ -3,8 +3,8 @@
 The method is from Chen et al., "Training deep nets with sublinear memory cost" (2016).
 torch.utils.checkpoint reproduces dropout and autocast. This module adds the rest:
 
-- Changes that a forward pass makes to buffers (BatchNorm's running statistics) and attributes
-  (unit_attributes.py) are made only once.
+- The changes that a forward pass makes to buffers (BatchNorm's running statistics) and attributes
+  (unit_attributes.py) take effect only once.
 - A recomputation reads the same buffers and attributes as the original forward pass.
 - Results of communication with other ranks are reused.
 """
@@ -30,7 +30,7 @@ from shardwise.model.buffers import version_of
 
 
 class RecomputedForward:
-    """Replacement for `unit.forward`. The unit's hooks are outside of it, so they run only once.
+    """Replacement for `unit.forward`. The unit's hooks are outside it, so they run only once.
 
     Copies and pickles of the unit have their original `forward`.
     """
@@ -175,7 +175,7 @@ class _SavedForm:
 
 
 class UnitBuffers:
-    """Learns which of a unit's buffers its forward pass changes.
+    """Learns which of a unit's buffers are changed by its forward pass.
 
     It learns this per module and mode, because torch's batch_norm increments the version of its
     counter but not the versions of its running statistics.
@@ -204,7 +204,7 @@ class UnitBuffers:
     def changed(
         self, copies: list[tuple[nn.Module, str, Tensor]]
     ) -> list[tuple[nn.Module, str, Tensor]]:
-        """Return the entries of `copies` that the forward pass has changed.
+        """Return those entries of `copies` that the forward pass has changed.
 
         If a module changes for the first time, there is no copy of its buffers, so their current
         values are returned.
@@ -247,7 +247,7 @@ T = TypeVar("T")
 
 
 class Tape:
-    """Records, in order, results of a forward pass that its recomputation must reuse.
+    """Records results of a forward pass, in order, for its recomputation to reuse.
 
     Statistics from other ranks are such results, because the other ranks do not participate in a
     recomputation. A recomputation runs in the backward pass's thread.

@@ -48,7 +48,7 @@ class _Statistics:
 
     @property
     def backward(self) -> int:
-        """Call number of the backward pass's exchange. The next ones are for second derivatives."""
+        """Call number of the backward pass's exchange. Later ones are for second derivatives."""
         return 4 * self.forward
 
 
@@ -252,9 +252,9 @@ class _SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 def _synchronised_class(plain: type[nn.Module]) -> type[_SyncBatchNorm] | None:
     """Return the synchronised counterpart of the BatchNorm class `plain`, or None.
 
-    Returns None if `plain` overrides `forward` and would bypass the synchronised one. A subclass
-    keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm is replaced,
-    because its `forward` supports only CUDA.
+    Returns None if `plain` overrides `forward` in a way that bypasses the synchronised one. A
+    subclass keeps its methods, and their `super()` calls reach ours. torch's SyncBatchNorm is
+    replaced, because its `forward` supports only CUDA.
     """
     if plain is nn.SyncBatchNorm:
         bases: tuple[type, ...] = (_SyncBatchNorm, plain)
@@ -283,7 +283,7 @@ _eager: Any = None
 def _run_eagerly() -> None:
     """Exclude `_SyncBatchNorm.forward` from torch.compile.
 
-    A decorator would import torch's compiler, which takes seconds.
+    A decorator would import torch's compiler, which takes several seconds.
     """
     global _eager
     if _eager is None:
@@ -292,7 +292,7 @@ def _run_eagerly() -> None:
 
 
 def convert(models: Sequence[nn.Module], order: GatherOrder, feed: CurrentBatch) -> int:
-    """Make every BatchNorm of `models` use the statistics of all ranks. Return their number.
+    """Make every BatchNorm of `models` use the statistics of all ranks. Return how many there are.
 
     `order` is the ranks' gather order, and `feed` provides the current batch. Subclasses are
     included, except those that normalise in their own `forward` (see `is_out_of_reach`).

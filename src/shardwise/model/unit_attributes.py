@@ -37,7 +37,7 @@ Values = list[tuple[nn.Module, str, Any]]
 class _Before:
     """A module's attributes before a forward pass.
 
-    Includes shallow copies of its containers, and the versions of its tensors.
+    They include shallow copies of the module's containers, and the versions of its tensors.
     """
 
     module: nn.Module

@@ -104,7 +104,7 @@ class _OpenForward:
     Args:
         recording: Whether autograd records it.
         saving: Saved-tensor hooks that were pushed for it.
-        before: Exception that was being handled when it started.
+        before: Exception that was already being handled when it started.
     """
 
     recording: bool
@@ -113,7 +113,7 @@ class _OpenForward:
 
 
 class ModuleHook:
-    """Hooks on a module for one unit. In a copy of the model, they do nothing."""
+    """Hooks on a module for one unit. Their counterparts in a copy of the model do nothing."""
 
     def __init__(self, hooks: UnitHooks | None, number: int, index: int) -> None:
         self._hooks = hooks

@@ -1,16 +1,16 @@
 """Copies another rank's sharded states, so that the run can continue if that rank is lost.
 
 With `--survive` and sharded optimizer state, rank r also stores the masters and optimizer state of
-rank r - 1, its *owner* (the last rank's for rank 0), and applies the same updates to them. If
+rank r - 1, its *owner* (for rank 0, the last rank), and applies the same updates to them. If
 parameters are sharded too, it also stores the owner's intervals of the parameters:
 
     rank       0          1          2
     owns       interval 0 interval 1 interval 2
     copies     interval 2 interval 0 interval 1
 
-In every step each rank sends the reduced gradient of its interval to the next rank: in fp32, 4
-bytes for each parameter of the interval. Both ranks run the same code on the same numbers, so a
-copy is bit-identical to its original. After a loss, `HeldGather` gathers the states from the
+In every step each rank sends the reduced gradient of its interval to the next rank in fp32, which
+takes 4 bytes for each parameter of the interval. Both ranks run the same code on the same numbers,
+so a copy is bit-identical to its original. After a loss, `HeldGather` gathers the states from the
 remaining ranks for a new layout.
 """
 
@@ -138,7 +138,7 @@ class SecondCopies:
     def _pass_on(self, pairs: Iterable[tuple[Bucket, Tensor, Tensor]]) -> None:
         """Send intervals to the next rank, and receive the owner's. Collective.
 
-        Each of `pairs` has a bucket, this rank's interval, and the memory for the owner's.
+        Each of `pairs` holds a bucket, this rank's interval, and memory for the owner's interval.
         """
         size = self._group.size
         handles = []
@@ -160,7 +160,7 @@ class SecondCopies:
             inner.step(used, factor)
 
     def renew(self, optimizer: OptimizerState) -> None:
-        """Copy the owner's parameters and masters again, after user code has written. Collective.
+        """Copy the owner's parameters and masters again, after user code wrote to them. Collective.
 
         Args:
             optimizer: This rank's optimizer state.
@@ -224,7 +224,7 @@ class _Held:
 class HeldGather(IntervalGather):
     """Gathers the states from the remaining ranks after a loss.
 
-    Each interval is sent by its owner or, if that was lost, by the rank with the second copy.
+    Each interval is sent by its owner or, if the owner was lost, by the rank with the second copy.
 
     Args:
         parameters: The parameters in buckets.
@@ -233,7 +233,7 @@ class HeldGather(IntervalGather):
         group: The remaining ranks.
 
     Raises:
-        CollectiveError: If a rank and the one that stored its copy are both lost.
+        CollectiveError: If a rank and the rank that stored its copy are both lost.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class ShardGroups:
 
     Args:
         data: All ranks that shard the states.
-        expert_copies: With `--expert`, the ranks that hold the same experts as this one. None if
+        expert_copies: With `--expert`, the ranks that hold the same experts as this rank. None if
             no bucket holds experts.
     """
 

@@ -105,7 +105,7 @@ class StepHooks:
     Here, a *group* is a step group: the ranks that step together.
 
     A single object serves an engine through all layouts of its states. It must not refer to the
-    engine, so that an engine that the user drops is freed at once, without waiting for the garbage
+    engine: an engine that the user drops must be freed at once, without waiting for the garbage
     collector.
 
     Args:
@@ -119,7 +119,7 @@ class StepHooks:
     replaces_sums = False
     """True if `after_exchange` replaces a step's gradient sums with those of an earlier step."""
     bytes_name = ""
-    """Name of the memory that the hooks hold in addition to the three states."""
+    """Name of the memory that the hooks occupy on top of the three states."""
     copies = 0
     """Number of copies of the parameters that the hooks hold."""
 
@@ -165,7 +165,7 @@ class StepHooks:
     def finish(self) -> None:
         """Finish the run: wait for messages in transit. Collective across all ranks.
 
-        Raises UsageError if groups have made different numbers of steps.
+        Raises UsageError if groups have run different numbers of steps.
         """
 
     def restore_common_weights(self) -> None:
@@ -215,7 +215,7 @@ class StepHooks:
 
     @property
     def state_bytes(self) -> int:
-        """Size in bytes of the memory that the hooks occupy in addition to the three states."""
+        """Size in bytes of the memory that the hooks occupy on top of the three states."""
         return 0
 
     def count_in_words(self) -> str:

@@ -81,15 +81,15 @@ class StepTotals:
         rows_differ: True if ranks took their shares from different batches.
         is_mixed: True if the losses have different units, so that no weight is right for all of
             them.
-        copies_differ: True if buffers or frozen parameters that are not averaged differ between
-            ranks.
+        copies_differ: True if ranks disagree about buffers or frozen parameters that are not
+            averaged.
         used: For each parameter, whether any rank had a gradient for it.
         late: For each bucket, whether a gradient arrived on any rank after the bucket was launched.
         news: True if a rank has seen a buffer change for the first time.
         several: True if a rank ran more than one backward pass.
         unsaved: True if a background save has failed.
         asked: Number of the signal that asked any rank to stop, or 0.
-        written: True if user code has written into parameters on any rank.
+        written: True if user code has written to parameters on any rank.
         divisor: Divisor of the summed losses; 0 if they are means, NaN if ranks differ.
         scale: Loss scale of the gradients, if they belong to an earlier step.
         experts: Number of token copies per expert in the step, concatenated over layers.

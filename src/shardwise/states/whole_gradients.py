@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """A gradient that was shown to user code, and the version and bits it had then."""
+    """A gradient that was shown to user code, with the version and bits that it had at the time."""
 
     grad: Tensor
     version: int
@@ -35,7 +35,7 @@ class _Shown:
         return cls(grad, grad._version, fingerprint(grad))
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Return whether `now` is a different tensor, or the shown one was written to."""
+        """Return whether `now` is a different tensor, or the shown tensor has been written to."""
         if now is not self.grad or now._version != self.version:
             return True
         # A write through `.data` or `.numpy()` does not increment the version.
@@ -43,7 +43,7 @@ class _Shown:
 
 
 class WholeGradients:
-    """Shows the full gradients of a step to user code, and adopts its changes.
+    """Shows the full gradients of a step to user code, and adopts any changes.
 
     Args:
         parameters: The parameters of the engine.
@@ -51,7 +51,7 @@ class WholeGradients:
         group: The ranks across which the sums are sharded, if `scattered` is true.
         run: All ranks that have the same gradients.
         used: For each parameter, whether any rank had a gradient.
-        factor: Multiplies the sums to give the gradients that user code sees.
+        factor: The factor from the sums to the gradients that user code sees.
         scattered: Whether each rank holds only its own intervals of the sums.
     """
 
@@ -99,7 +99,7 @@ class WholeGradients:
 
     @torch.no_grad()
     def take(self) -> list[bool]:
-        """Adopt the gradients that user code has changed, with rank 0's values. Collective.
+        """Adopt rank 0's values of the gradients that user code has changed. Collective.
 
         Returns, for each parameter, whether it now has a gradient. Raises UsageError on all ranks
         if a gradient is sparse on any rank.

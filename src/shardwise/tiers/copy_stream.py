@@ -7,7 +7,7 @@
 
 An accelerator has a copy engine for each direction. With a single stream, a copy to the device
 would wait for all earlier copies to the host. If a copy must follow one in the other direction, for
-example because both use the same memory, the caller passes it the events to wait for.
+example because both use the same memory, the caller passes the events that the copy must wait for.
 
 The current stream is the one on which PyTorch queues the calling thread's work. If the host itself
 needs the result of a copy, it waits for the copy's event with `event.synchronize()`.
@@ -183,8 +183,8 @@ class CopyStream:
     def used_here(self, data: Tensor) -> None:
         """Tell the allocator that the current stream uses `data`.
 
-        Needed if `data` was allocated on a different stream. If `data` is freed, the allocator then
-        reuses its memory only after the current stream has finished with it.
+        Needed if `data` was allocated on a different stream. If `data` is freed, its memory is then
+        reused only after the current stream has finished with it.
         """
         self.hold(data, self._streams.current_stream(self.device))
 

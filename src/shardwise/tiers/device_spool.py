@@ -3,9 +3,9 @@
     write    device ══▶ block ──▶ file          in the spool's threads, in parallel with training
     read     file ──▶ block ══▶ device          copies (══▶) run on the copy streams
 
-Each thread has two blocks. All blocks together take 32 MB, for any amount of data. The training
-thread waits only for the disk, and only if it needs a record that has not been read yet. The
-current stream waits for copies.
+Each thread has two blocks. All blocks together take 32 MB, regardless of the amount of data. The
+training thread waits only for the disk, and only if it needs a record that has not been read yet.
+The current stream waits for copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.tiers.staging import StagingRing
 
 
 class Coming:
-    """A record that is being read back into `data`, uint8 of shape (nbytes,) on the device."""
+    """A record that is being read back to the device, into `data`: uint8 of shape (nbytes,)."""
 
     def __init__(self, copy_stream: CopyStream, data: Tensor) -> None:
         self.data = data
@@ -34,7 +34,8 @@ class Coming:
     def arrived(self) -> Tensor:
         """Make the current stream wait for the copies, and return the bytes.
 
-        Call `SpoolRecord.wait` first. The current stream may differ from the one at `read`.
+        Call `SpoolRecord.wait` first. The current stream need not be the one that was current at
+        `read`.
         """
         for event in self.events:
             self._copy_stream.await_(event)

@@ -1,7 +1,7 @@
 """Transfers data to and from an unnamed file in separate threads, bypassing the page cache.
 
-A file holds the data of one state on one rank. It has no name once it is open, so the kernel frees
-it when the process exits for any reason: no stale files remain after a kill -9.
+A file holds the data of one state on one rank. Once open, it has no name, so the kernel frees it
+when the process exits for any reason: no stale files remain after a kill -9.
 
 Transfers bypass the page cache (O_DIRECT) if the file system supports that. Otherwise they use the
 page cache and drop the pages at once, because offloaded data must not stay in memory.
@@ -95,7 +95,7 @@ class DirectFile:
             )
 
     def _open(self, name: str) -> int:
-        """Open an unnamed file. If unsupported, open a named one and remove its name at once."""
+        """Open an unnamed file or, if unsupported, a named one whose name is removed at once."""
         try:
             try:
                 return os.open(self._folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
@@ -248,7 +248,7 @@ def mount_of(folder: Path) -> Mount:
 def find(folder: Path, mountinfo: str) -> Mount:
     """Return the mount that contains the absolute path `folder`, given a mountinfo file's text.
 
-    If several mounts share a mount point, the last one counts, because it hides the others.
+    If several mounts share a mount point, the last one wins, because it hides the others.
     """
     mounts = []
     for line in mountinfo.splitlines():
@@ -276,8 +276,8 @@ _P = ParamSpec("_P")
 class Transfers:
     """Runs transfers in a few threads of this process. `label` names the threads.
 
-    A forked process does not inherit the threads, so a transfer would never finish there. `check`
-    raises in a forked process.
+    A forked process does not inherit the threads, so a transfer would never finish there. In such a
+    process, `check` raises.
     """
 
     def __init__(self, label: str) -> None:

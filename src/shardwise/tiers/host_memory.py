@@ -2,7 +2,7 @@
 
 A training step frees memory that the next step allocates again. By default glibc returns the end of
 its heap to the system once 64 MB of it are free, and the next step must then request new pages.
-This costs 5 % of a step if a rank has a core for itself (`benchmarks/step_time.py --config A`).
+If each rank has a core to itself, this costs 5 % of a step (`benchmarks/step_time.py --config A`).
 
 Large blocks should not stay in glibc's heap, though. torch requests aligned memory, so a freed
 block is slightly too small for the next one of the same size, and would never be reused.
@@ -61,7 +61,7 @@ def mapped(nbytes: int, *, wiped: bool = False) -> Tensor:
 
 
 def keep(environ: Mapping[str, str]) -> bool:
-    """Configure glibc to keep the heap memory that a step frees. Return whether it was configured.
+    """Configure glibc to keep the heap memory that a step frees. Return whether this was done.
 
     Does nothing with other C libraries, or if `environ` contains the user's own settings (see
     mallopt(3)).

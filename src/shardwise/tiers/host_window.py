@@ -22,7 +22,7 @@ PIECE = 8 * 2**20
 
 
 class HostWindow:
-    """Reads and writes flat tensors on the host, using memory for two pieces per device."""
+    """Reads and writes flat tensors on the host, using memory for only two pieces per device."""
 
     def __init__(self) -> None:
         self._ways: dict[torch.device, tuple[CopyStream, StagingRing]] = {}
@@ -32,9 +32,9 @@ class HostWindow:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yield `flat` in pieces, in order: the index of the piece's first element, and the piece.
 
-        The caller may read a piece until it requests the next one. If other threads read it for
-        longer, pass `unused`: it is called before the piece's memory is overwritten, and must wait
-        until those threads have finished.
+        The caller may read a piece until it requests the next one. If other threads need a piece
+        for longer, pass `unused`: it is called before the piece's memory is overwritten, and must
+        wait until those threads have finished.
         """
         if flat.device.type == "cpu" or not _has_streams(flat.device):
             yield 0, flat.cpu()

@@ -10,8 +10,8 @@ the bytes of one span of a bucket. It passes through one of a few staging buffer
 only memory that a store needs. Threads transfer the bytes in chunks, and release the GIL.
 
 If the state is used on an accelerator, the buffers are pinned, and copies between them and the
-accelerator are asynchronous. A buffer's lease may end while a copy is pending (`copies`). The copy
-is then awaited by the thread that runs the buffer's next transfer, and not by the training thread.
+accelerator are asynchronous. A buffer's lease may end while a copy is pending (`copies`). The
+thread that runs the buffer's next transfer then waits for the copy; the training thread does not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Transfer = list["Future[None]"]
 
 
 class BufferLease:
-    """A staging buffer that is leased to one record of a store, until `write` or `give_back`."""
+    """A staging buffer that is leased to one record of a store until `write` or `give_back`."""
 
     def __init__(self, store: Store, index: int, buffer: Staging, read: Transfer) -> None:
         self.index = index
@@ -64,7 +64,7 @@ class BufferLease:
     def wait_for_disk(self) -> Tensor:
         """Wait until the record has been read, but not for pending copies. Return its bytes.
 
-        A copy on an accelerator may use the bytes if it waits for the events in `copies` first.
+        A copy on an accelerator may use the bytes if it first waits for the events in `copies`.
         """
         return self._store._wait_for(self)
 
@@ -88,7 +88,7 @@ class BufferLease:
     def give_back(self) -> None:
         """End the lease without writing.
 
-        Does not raise if the disk failed; the store's next call does.
+        Does not raise if the disk failed. The store's next call does.
         """
         self._store.give_back(self)
 
@@ -174,7 +174,7 @@ class Store:
         The stored data is lost. May be called more than once.
 
         Raises:
-            TierError: If a transfer failed, and no call has reported it yet.
+            TierError: If a transfer failed and no call has reported it yet.
             RuntimeError: If a copy to or from an accelerator failed.
         """
         if self._closed:

@@ -48,7 +48,7 @@ def down(
     """Copy `data` (1-D, uint8, on the device) to the host once the events `after` complete.
 
     Yields each piece once it is on the host, while the next one is copied. The caller may read a
-    piece's block until it requests the next piece. If other threads read it for longer, pass
+    piece's block until it requests the next piece. If other threads need a block for longer, pass
     `unused`: it is called before a block is overwritten, and must wait until those threads have
     finished.
     """

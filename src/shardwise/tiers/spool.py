@@ -4,8 +4,8 @@
     read       file ─▶ new memory                              freed with the tensor
     drop       the range of the file is free for the next write
 
-With `put` and `get`, the caller transfers the bytes (see `device_spool.py`). For the records of a
-state, which have few sizes and are used by one thread in a fixed order, see `nvme.py`.
+With `put` and `get`, the caller transfers the bytes (see `device_spool.py`). For a state's records,
+which come in few sizes and are used by one thread in a fixed order, see `nvme.py`.
 """
 
 from __future__ import annotations

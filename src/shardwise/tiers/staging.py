@@ -1,7 +1,7 @@
 """Reusable buffers for transfers between a file, the host and a device.
 
 Copies between a buffer and an accelerator are asynchronous. A copy may still be running when the
-buffer is to be used again, so each buffer stores its copies' events.
+buffer is needed again, so each buffer stores its copies' events.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Staging:
 
 
 def settle(copies: Iterable[Any]) -> None:
-    """Block until the events `copies` complete."""
+    """Block until all events in `copies` have completed."""
     for event in copies:
         event.synchronize()
 

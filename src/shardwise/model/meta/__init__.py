@@ -1,4 +1,4 @@
-"""Deferred initialisation: parameters without memory, whose values are computed one at a time.
+"""Deferred initialisation: parameters without storage, whose values are computed one at a time.
 
 deferred_init.py    `on_meta`, the context manager that defers parameters
 materialize.py      computes the values of a deferred parameter

@@ -127,7 +127,7 @@ class RecordedCall:
     def values_for_meta(self) -> bool:
         """Return whether the call copies known values to the meta device.
 
-        torch does this with indices.
+        torch makes such copies of indices.
         """
         return (
             any(isinstance(leaf, torch.device) and leaf.type == "meta" for leaf in self.leaves)
@@ -209,7 +209,7 @@ class TapeEntry:
         return TensorArgument(place, Layout.of(leaf))
 
     def _forget_overwritten(self, arguments: Sequence[Any]) -> None:
-        """Drop the old content of memory that the call overwrites completely and does not read."""
+        """Drop the old content of memory that the call overwrites completely without reading it."""
         if self._call.function not in _OVERWRITES or not isinstance(arguments[0], TensorArgument):
             return
         target = arguments[0]

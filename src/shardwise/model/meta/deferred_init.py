@@ -47,14 +47,14 @@ _active = threading.local()
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Context manager that builds models whose parameters have no memory. Buffers are real.
+    """Context manager that builds models whose parameters have no storage. Buffers are real.
 
     Shapes, dtypes, names, ties and the state of random generators are the same as in a plain build.
     Inside the block, a parameter reports the device that it would have in a plain build, and
-    reading its value computes it temporarily. Everything that changes a parameter (initialisation,
-    `.to(dtype)`, `load_state_dict`) must be inside the block, because later changes are not
-    recorded. A tensor that is computed from a parameter and stored as a plain attribute stays on
-    the meta device. Register such a tensor as a buffer.
+    reading its value computes the value temporarily. Everything that changes a parameter
+    (initialisation, `.to(dtype)`, `load_state_dict`) must be inside the block, because later
+    changes are not recorded. A tensor that is computed from a parameter and stored as a plain
+    attribute stays on the meta device. Register such a tensor as a buffer.
 
     Raises:
         ModelError: If an operation cannot be recorded, or a parameter was written between two
@@ -114,7 +114,7 @@ class _PlainAnswers(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _data_for(self, taker: Tensor, record: StorageRecord | None, value: Tensor) -> Tensor:
-        """Return `value` as the new data of `taker`: deferred if `taker` is, otherwise real."""
+        """Return `value` as the new data of `taker`: deferred if `taker` is deferred, else real."""
         other = deferred_record(value)
         with self._recorder.working():
             if record is not None:
@@ -185,7 +185,7 @@ def _defer_parameters() -> Iterator[list[weakref.ref[Any]]]:
 
 
 def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-    """Return real values for a newly registered `buffer`, and stop recording it. A hook."""
+    """Return real values for a newly registered `buffer`, and stop recording it. Used as a hook."""
     del module, name
     recorder = _recorder()
     if recorder is None or buffer is None:
@@ -200,6 +200,6 @@ def _keep_buffer_real(module: nn.Module, name: str, buffer: Tensor | None) -> Te
 
 
 def _recorder() -> ConstructionRecorder | None:
-    """Return the recorder of this thread's current `on_meta` block, or None outside of blocks."""
+    """Return the recorder of this thread's current `on_meta` block, or None outside such blocks."""
     recorder: ConstructionRecorder | None = getattr(_active, "recorder", None)
     return recorder

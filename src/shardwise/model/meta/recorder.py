@@ -50,7 +50,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context manager in which operations (the recorder's own) are not recorded."""
+        """Context manager in which operations (the recorder's own) go unrecorded."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -127,7 +127,7 @@ class ConstructionRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return results
 
     def _for_real(self, call: RecordedCall) -> Any:
-        """Run a call on the real values of deferred arguments, because its result is needed now."""
+        """Run a call on its deferred arguments' real values, because its result is needed now."""
         entry = TapeEntry(call)
         storages: dict[int, UntypedStorage] = {}
         stand_ins: list[tuple[Tensor, Tensor]] = []

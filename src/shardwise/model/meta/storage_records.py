@@ -24,7 +24,7 @@ class StorageRecord:
         content: Current content according to the tape.
         device: Device of the storage in a plain build.
         present: Content of the real storage. If it differs from `content`, the storage is out of
-            date, because a deferred tensor with the same record was written.
+            date, because a deferred tensor with the same record was written to.
         versions: Versions of the storage's parameters at the end of the block.
     """
 
@@ -63,7 +63,7 @@ def deferred_record(tensor: object) -> StorageRecord | None:
 
 
 def check_unwritten(parameter: Tensor, record: StorageRecord, name: str = "A parameter") -> None:
-    """Raise ModelError if `parameter` was written after the block in which it was built."""
+    """Raise ModelError if `parameter` was written to after the block in which it was built."""
     if record.versions and parameter._version not in record.versions:
         raise ModelError(
             f"{name} of shape {tuple(parameter.shape)} was written after the block that built it, "

@@ -4,9 +4,10 @@ A *content* is the data in a storage at a point in time. An *operation* computes
 contents. Operations see each tensor argument as a view (dtype, size, stride, offset) of a storage.
 Views therefore need no separate record, and a write through one view is visible in all of them.
 Random operations store the state of their generator (5 KB), so each can be replayed without the
-draws before it.
+preceding draws.
 
-The tape holds only contents that are still needed. Completely overwritten contents are dropped.
+The tape holds only contents that are still needed. Contents that have been completely overwritten
+are dropped.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Content:
 
 @dataclass(frozen=True)
 class RecordedMemory:
-    """A storage before an operation. If `content` is None, its previous data are not needed."""
+    """A storage before an operation. `content` is None if its previous data is not needed."""
 
     content: Content | None
     size: int  # bytes
@@ -62,7 +63,7 @@ class Layout:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def bytes(self) -> int:
-        """Return the size in bytes. Elements that overlap in memory are all counted."""
+        """Return the size in bytes. Elements that overlap in memory are each counted."""
         return self.size.numel() * self.dtype.itemsize
 
     def fills(self, storage_bytes: int) -> bool:
@@ -117,7 +118,7 @@ class TapedOperation:
     allocated: list[AllocatedStorage] = field(default_factory=list)
 
     def contents(self) -> Iterator[Content]:
-        """Iterate over the contents that the operation needs, each once."""
+        """Iterate over the contents that the operation needs, without repetition."""
         return iter({memory.content: None for memory in self.memories if memory.content})
 
     def written(self) -> list[int]:
@@ -191,7 +192,7 @@ def replay(content: Content) -> UntypedStorage:
     """Recompute `content` in new memory. Generators do not change.
 
     Runs all operations that `content` depends on. Peak memory is the size of all contents needed at
-    once. For the usual initialisations, this is only the result.
+    the same time. For the usual initialisations, this is only the result.
     """
     order = _order([content])
     # The number of times each content is still needed, by operations and by the caller.

@@ -1,10 +1,10 @@
 """Computes attention over full sequences, while the model's forward pass sees only parts of them.
 
 While an engine with `--context` exists, `torch.nn.functional.scaled_dot_product_attention` is
-replaced. The replacement acts inside the engine's model, and when the backward pass recomputes the
-model's forward passes. Other calls go to torch's own function, except that attention over parts of
-sequences outside of the model raises an error. Code that imported the function by name still calls
-the original. The trial in sequence_trial.py detects and rejects such code.
+replaced. The replacement takes effect inside the engine's model, and also when the backward pass
+recomputes the model's forward passes. Other calls go to torch's own function, except that attention
+over parts of sequences outside the model raises an error. Code that imported the function by name
+still calls the original. The trial in sequence_trial.py detects and rejects such code.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ContextRun:
 
     @property
     def is_on_whole_sequences(self) -> bool:
-        """True during a trial's forward pass on full sequences."""
+        """True while a trial runs a forward pass on full sequences."""
         return self._where is _Where.WHOLE
 
     @contextmanager
@@ -111,7 +111,7 @@ class ContextRun:
             self._awaited.add(tuple(lengths))
 
     def leave(self) -> None:
-        """End the model's forward pass. Also called after an error."""
+        """End the model's forward pass. Also called if it raised an error."""
         self._where = _Where.OUTSIDE
         if self in _REPLACEMENT.entered:
             _REPLACEMENT.entered.remove(self)
@@ -210,7 +210,7 @@ class ContextRun:
             )
 
     def check_outside(self, query: Tensor) -> None:
-        """Raise ModelError if `query`, from outside the model, has a part's length."""
+        """Raise ModelError if `query`, which comes from outside the model, has a part's length."""
         lengths = self.lengths_now(training=torch.is_grad_enabled())
         if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
             raise self._error(

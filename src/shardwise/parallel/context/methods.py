@@ -4,8 +4,8 @@
     gathered   each rank computes its queries with the keys and values of full sequences (the
                method of Llama 3, Meta 2024): equal up to rounding, for any number of heads
 
-A mask has the shape (rows, heads, queries, keys). Rows and heads may be 1. The model may pass masks
-of keys or of query-key pairs, which it received in the batch:
+A mask has the shape (rows, heads, queries, keys). Rows and heads may be 1. The model may pass key
+masks or query-key masks that came with the batch:
 
     queries  keys
     1        own      this rank's keys
@@ -60,7 +60,7 @@ class AttentionCall:
         return replace(self, mask=self.mask[(None,) * (4 - self.mask.ndim)])
 
     def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Run torch's function with this call's options. With a mask, `is_causal` is ignored."""
+        """Run torch's function with this call's options. A mask replaces `is_causal`."""
         return self.plain(
             query,
             key,

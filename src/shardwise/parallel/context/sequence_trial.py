@@ -9,9 +9,9 @@ Outputs and the gradients of all parameters must match. Weights are random, so t
 (norm weights of one, biases of zero) cannot hide an error. The results differ if a model computes
 positions from the length of its input, averages over the sequence or looks at neighbouring tokens.
 
-Fixed numbers replace random ones, so that dropout drops nothing. A forward pass may draw random
-numbers for tokens, as dropout does. It must not draw any that belong to a full sequence (stochastic
-depth, LayerDrop), because each rank would draw its own.
+Fixed numbers replace random ones, so dropout drops nothing. A forward pass may draw random numbers
+for tokens, as dropout does. It must not draw any that belong to a full sequence (stochastic depth,
+LayerDrop), because each rank would draw different ones.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SequenceTrial:
         Args:
             model: The engine's model. The trial copies its training flags.
             given: The inputs of the forward pass, with parts of sequences.
-            completed: `given`, with the inputs that were added for parts (transformers_inputs.py).
+            completed: `given` plus the inputs that were added for parts (transformers_inputs.py).
         """
         leaves, nest = pytree.tree_flatten(given)
         forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
@@ -188,7 +188,7 @@ class SequenceTrial:
     def _agree(self, place: str, problem: str | None) -> None:
         """Raise _StoppedError on all ranks if any has a problem or a different `place`. Collective.
 
-        Without this, an error on one rank would leave the others waiting for its tokens.
+        Otherwise an error on one rank would leave the other ranks waiting for its tokens.
         """
         states = self._run.group.gather_plain([place, problem])
         problems = [each for _, each in states if each is not None]
@@ -200,7 +200,7 @@ class SequenceTrial:
     def _try(
         self, model: nn.Module, inputs: Inputs, weight: float, fixed: WithoutRandomness
     ) -> _Results:
-        """Run a copy of the model. Losses among its outputs are multiplied by `weight`."""
+        """Run a copy of the model. Any losses among its outputs are multiplied by `weight`."""
         clone = self._filled(model)
         results = _Results()
         for name, module in clone.named_modules():
@@ -437,7 +437,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _first_rows(leaf: Tensor, rows: int) -> Tensor:
-    """If `leaf` has `rows` rows, return the first `ROWS` of them; otherwise return all of it."""
+    """Return the first `ROWS` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`."""
     detached = leaf.detach()
     return detached[:ROWS] if leaf.ndim and leaf.size(0) == rows else detached
 

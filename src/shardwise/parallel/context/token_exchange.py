@@ -1,6 +1,6 @@
 """Moves parts of sequences between the ranks of a context group.
 
-Ranks exchange parts of sequences for heads, so that each rank has full sequences for its heads.
+Ranks trade parts of sequences for heads: afterwards, each rank has full sequences for its heads.
 The method is from Jacobs et al., "DeepSpeed Ulysses" (2023). With two ranks and two heads:
 
     rank 0   tokens 0-2 of heads A B   ─┐                ┌─▶ tokens 0-6 of head A
@@ -25,7 +25,7 @@ from shardwise.parallel.expert import dispatch
 from shardwise.timeline.recorder import Row
 
 all_to_all = partial(dispatch.all_to_all, row=Row.ATTENTION)
-"""Exchanges tokens, as for experts. A timeline shows these exchanges on a separate row."""
+"""Exchanges tokens as experts do, but on a separate row of a timeline."""
 
 
 def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives) -> list[Tensor]:
@@ -116,7 +116,7 @@ class CausalShares:
         rank 0 has   chunks 0 1           ─▶ computes 0 3    1 + 4 parts of the scores
         rank 1 has         chunks 2 3     ─▶ computes 1 2    2 + 3 parts
 
-    Only the queries and the results are moved, so the model still sees contiguous parts.
+    Only queries and results are moved, so the model still sees contiguous parts.
 
     Args:
         lengths: The length of each rank's part.

@@ -1,7 +1,7 @@
 """Adds inputs that a Transformers model would otherwise compute from full sequences.
 
 Such a model computes positions, masks and shifted labels from the length of its input. To run on a
-part of the sequences, it receives them as keyword arguments of its `forward`:
+part of the sequences, the model receives them as keyword arguments of its `forward`:
 
     position_ids     each token's position in its sequence
     attention_mask   padding, packed documents and sliding windows, for this rank's queries and all
@@ -152,7 +152,7 @@ class TransformersInputs:
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters in the signature of the model's `forward`, ignoring adapters."""
+    """Return the signature parameters of the model's `forward`, looking through any adapters."""
     base: Any = getattr(model, "get_base_model", None)
     forward = base().forward if callable(base) else model.forward
     return inspect.signature(forward).parameters
@@ -163,7 +163,7 @@ def _takes_any(model: nn.Module) -> bool:
 
 
 def weight_of(kwargs: dict[str, Any]) -> float | None:
-    """Return the number of labels that count in the loss, or None if `kwargs` has no labels."""
+    """Return the number of labels that count in the loss, or None if there are no labels."""
     labels = kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
     return float(labels.ne(IGNORED).sum()) if isinstance(labels, Tensor) else None
@@ -178,13 +178,13 @@ def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
 def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
     """Return a copy of a trial's keyword arguments that covers what later batches may contain.
 
-    The first tokens of a batch may have no labels, so some are added.
+    Some labels are added, because the first tokens of a batch may have none.
 
     Args:
         kwargs: The keyword arguments with full sequences.
         total: The length of these sequences.
-        masked: True to also add a padding token to `attention_mask`, or split `position_ids` into
-            two documents.
+        masked: True to also add a padding token to `attention_mask`, or to split `position_ids`
+            into two documents.
     """
     changed = dict(kwargs)
     labels = kwargs.get("labels")

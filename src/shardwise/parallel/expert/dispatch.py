@@ -50,7 +50,7 @@ def inverse_of(order: Tensor) -> Tensor:
 
 
 def count_rows(experts: Tensor, number: int) -> Tensor:
-    """Return how often each of `number` experts occurs in `experts` (n,), as (number,) int64.
+    """Return how often each of `number` experts occurs in `experts` (n,): (number,) int64.
 
     Entries equal to `number` are ignored.
     """
@@ -126,8 +126,8 @@ def all_to_all(
         counts: `counts[a][b]` is the number of rows that rank a sends to rank b, the same on all
             ranks.
         group: The ranks.
-        pending: If given, the function returns while the exchange is running, and appends its
-            handle. Do not read the result before the handle's `wait` has returned.
+        pending: If given, the function returns while the exchange is running, and appends the
+            exchange's handle. Do not read the result before the handle's `wait` has returned.
         row: The timeline's row that shows the exchange and its backward pass.
 
     Returns:
@@ -137,7 +137,7 @@ def all_to_all(
 
 
 class Exchange:
-    """Sends one forward pass's rows to the ranks that hold their experts, and the outputs back.
+    """Sends one forward pass's rows to the ranks that hold their experts, and returns the outputs.
 
     Args:
         counts: For each rank of `group`, its number of rows for each expert.
@@ -159,19 +159,19 @@ class Exchange:
     def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
         """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
 
-        If `pending` is a list, do not read the result before its handles have been waited for.
+        If `pending` is a list, wait for the handles in it before you read the result.
         """
         return all_to_all(rows, self._rows, self._group, pending)
 
     def by_expert(self, received: Tensor) -> Tensor:
-        """Sort the `received` rows by expert, and each expert's rows by source rank."""
+        """Sort the `received` rows by expert, and the rows of each expert by source rank."""
         order, inverse = self._order_on(received.device)
         return permuted(received, order, inverse)
 
     def back(self, outputs: Tensor) -> Tensor:
         """Send the experts' `outputs` (m, D), sorted by expert, back to the source ranks.
 
-        Return the outputs for this rank's rows, in the order of the rows.
+        Returns the outputs for this rank's rows, in the order of the rows.
         """
         order, inverse = self._order_on(outputs.device)
         transposed = [list(column) for column in zip(*self._rows, strict=True)]

@@ -20,8 +20,8 @@ class ExpertCounts(tuple[int, ...]):
     def entropy(self) -> float:
         """Entropy of the experts' shares, divided by its maximum, log E.
 
-        1 if all experts process equally many tokens, 0 if one expert processes all of them. NaN if
-        there are no tokens.
+        It is 1 if all experts process equally many tokens, 0 if one expert processes all of them,
+        and NaN if there are no tokens.
         """
         total = sum(self)
         if not total:
@@ -33,7 +33,7 @@ class ExpertCounts(tuple[int, ...]):
 
     @property
     def imbalance(self) -> float:
-        """The largest count divided by the mean count. At least 1, or NaN without tokens."""
+        """The largest count divided by the mean count. At least 1, or NaN without any tokens."""
         return max(self) * len(self) / sum(self) if sum(self) else math.nan
 
 
@@ -50,7 +50,10 @@ class StepCounts:
         self.values = [0] * number
 
     def counter(self, own: Sequence[int], *, training: bool) -> Callable[[], None]:
-        """Return a function that adds the counts `own` once, or nothing unless `training`."""
+        """Return a function that adds the counts `own` once.
+
+        If `training` is false, the function does nothing.
+        """
         # A second pass through the same graph (--guard, several losses) must not count again.
         rest = [own] if training else []
 

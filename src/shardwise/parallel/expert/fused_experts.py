@@ -5,8 +5,8 @@ The router runs first, so the module's `forward` receives the selected experts a
 
     forward(hidden_states (T, D), top_k_index (T, k), top_k_weights (T, k)) -> (T, D)
 
-The module keeps its class and its names. The replacement of its `forward` sends each row to the
-rank that holds the row's expert. That rank runs the module's own `forward`, with one expert per
+The module keeps its class and its names. Its `forward` is replaced with one that sends each row to
+the rank that holds the row's expert. That rank runs the module's own `forward`, with one expert per
 row.
 """
 
@@ -119,7 +119,7 @@ def _one_by_one(
 
 
 def _gradients(weights: dict[str, Tensor], rows: Tensor, gates: Tensor, run: Any) -> list[Tensor]:
-    """Call `run` on copies of the other arguments. Return its output and the copies' gradients."""
+    """Call `run` on copies of the other arguments. Return the output and the copies' gradients."""
     fresh = {key: value.clone().requires_grad_() for key, value in weights.items()}
     inputs = [rows.clone().requires_grad_(), gates.clone().requires_grad_(), *fresh.values()]
     with torch.enable_grad():
@@ -226,7 +226,7 @@ class FusedExperts:
     """Transformers adds the router losses to the model's loss itself."""
 
     def update_bias(self, counts: Sequence[int]) -> None:
-        """Do nothing: the router, not this module, has a selection bias."""
+        """No-op: the selection bias belongs to the router, not to this module."""
 
     def _local(self, rows: Tensor, sizes: list[int]) -> Tensor:
         """Run this rank's experts on `rows`, sorted by expert. `sizes` holds their row counts."""

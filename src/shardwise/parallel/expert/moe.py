@@ -227,14 +227,14 @@ class MoE(nn.Module):
 
     @property
     def _is_counting(self) -> bool:
-        """True if this forward pass needs all ranks' counts. The same on every rank."""
+        """True if this forward pass needs the counts of all ranks. The same on every rank."""
         return self.training and torch.is_grad_enabled() and self.has_losses
 
     def _tally(self, flat: Tensor, valid: Tensor) -> tuple[list[list[int]], list[int]]:
         """Count the rows per expert. Collective if there are other ranks.
 
-        Return the counts of each rank in the group, and the totals followed by the number of
-        tokens. This is the only place where the host waits for the device.
+        Returns the counts of each rank in the group, and the totals followed by the number of
+        tokens. Only here does the host wait for the device.
         """
         number = len(self.experts)
         if isinstance(flat, FakeTensor):

@@ -1,12 +1,12 @@
-"""Splits the experts of user-defined blocks, which `expert_plan` names, across ranks.
+"""Splits the experts of user-defined blocks, which are named in `expert_plan`, across ranks.
 
 A plan maps patterns of module names to the options of the equivalent `sw.MoE`:
 
     {"blocks.*.moe": {"router": "gate", "experts": "experts", "top_k": 2}}
 
 A trial compares each block with this `sw.MoE`, on random weights and tokens in fp64. Outputs and
-all gradients must be equal. Then the `sw.MoE` replaces the block's `forward`. The block keeps its
-class, its submodules and their names.
+all gradients must be equal. If they are, the `sw.MoE` replaces the block's `forward`. The block
+keeps its class, its submodules and their names.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PlannedBlock:
         return self.layer(x)  # type: ignore[no-any-return]
 
     def keep_whole(self) -> None:
-        """Make the block a single unit, so that all ranks gather its parameters together."""
+        """Make the block a single unit, so that all of its parameters are gathered together."""
         module_hooks.replace(self.module, "is_one_unit", True)
 
     def connect(self) -> None:

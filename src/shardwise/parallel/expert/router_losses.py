@@ -101,7 +101,7 @@ def attach(
     seed: float,
     done: Callable[[], None],
 ) -> Tensor:
-    """Return `output`. Its backward pass also computes the gradient of `loss`.
+    """Return `output`, with a backward pass that also computes the gradient of `loss`.
 
     Args:
         output: The layer's output.

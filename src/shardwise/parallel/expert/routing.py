@@ -1,7 +1,8 @@
-"""Selects the experts for each token. All ranks and layouts select the same ones.
+"""Selects the experts for each token. The selection is the same on all ranks and in all layouts.
 
 Selection uses fp32 (fp64 if the model does). `torch.topk` breaks ties differently for different
-shapes, so a stable sort is used: of equal scores, the expert with the lower index wins.
+shapes, so a stable sort is used. If two experts have equal scores, the one with the lower index
+wins.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SCORES = ("softmax", "sigmoid")
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts selected for T tokens, k of E experts for each.
+    """The experts selected for T tokens: k of E experts for each token.
 
     Args:
         experts: (T, k) int64, each token's experts by descending score.
@@ -38,7 +39,7 @@ def router_logits(router: nn.Module, tokens: Tensor) -> Tensor:
     """Return the router's output for `tokens` (T, D) as (T, E), in fp32 or wider.
 
     A 16-bit matrix product could change which expert wins. A linear router is therefore computed in
-    fp32, even inside autocast. Other routers run as they are.
+    fp32, even inside autocast. Other routers run unchanged.
     """
     wide = torch.float32 if tokens.dtype in NARROW else tokens.dtype
     with torch.autocast(tokens.device.type, enabled=False):

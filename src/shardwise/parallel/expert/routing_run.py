@@ -1,7 +1,8 @@
 """Connects an engine to the mixture-of-experts layers of its models.
 
-A layer's `RoutingRun` provides the ranks with which it exchanges tokens and counts, and tells it
-whether the current batch is a stand-in. The engine sets two values before each backward pass:
+A layer's `RoutingRun` provides the ranks with which the layer exchanges tokens and counts, and
+tells it whether the current batch is a stand-in. The engine sets two values before each backward
+pass:
 
     loss_seed   initial gradient of the router losses, which are computed inside the graph
     drops       true if this rank's loss has weight 0, so that its gradients (possibly NaN) must not
@@ -37,21 +38,21 @@ class RoutedLayer(Protocol):
         """This rank's number of token copies per expert since the last update."""
 
     def update_bias(self, counts: Sequence[int]) -> None:
-        """Update the selection bias. `counts` are summed over all ranks."""
+        """Update the selection bias. `counts` holds the sums over all ranks."""
 
 
 @dataclass(eq=False)
 class RoutingRun:
-    """What an engine's mixture-of-experts layers share: rank groups and the backward pass's state.
+    """State that an engine's mixture-of-experts layers share: rank groups and the backward pass.
 
     Args:
         group: The ranks that together hold every expert once.
         everyone: All ranks that dispatch tokens of the same batch, on separate channels.
         feed: The current batch.
-        lanes: The ranks of this replica that have the same tokens, and dispatch a share of them
-            each. Only this rank without `--tensor`, or if experts are not split.
-        own_randomness: Returns a context manager in which this rank draws other random numbers than
-            the rest of its replica.
+        lanes: The ranks of this replica that have the same tokens and each dispatch a share of
+            them. Just this rank if `--tensor` is not set or experts are not split.
+        own_randomness: Returns a context manager that gives this rank a random stream different
+            from those of the rest of its replica.
         reports: False if another rank of the replica has counted the same tokens.
     """
 
@@ -78,8 +79,8 @@ class RoutingRun:
     def crosses(self) -> bool:
         """True if the initial gradients of losses must include the full loss weights.
 
-        This is the case if gradients of different ranks meet inside the graph. It is also the case
-        with router losses, because their weight differs from that of the rank's loss.
+        They must if gradients of different ranks meet inside the graph, or if there are router
+        losses, whose weight differs from that of the rank's loss.
         """
         return self.is_split or self.has_losses
 
@@ -87,7 +88,7 @@ class RoutingRun:
     def step_counts(self) -> list[int]:
         """This rank's token copies per expert in the step, concatenated over the layers.
 
-        All 0 if another rank of the replica reports them.
+        All counts are 0 if another rank of the replica reports them.
         """
         counts = [count for layer in self.layers.values() for count in layer.step_counts.values]
         return counts if self.reports else [0] * len(counts)
@@ -131,7 +132,7 @@ class RoutingRun:
         self.has_tokens = True
 
     def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
-        """Gather each rank's counts, as (ranks, n) int64 on the CPU. Collective, and blocks.
+        """Gather each rank's counts, as (ranks, n) int64 on the CPU. Collective and blocking.
 
         Args:
             row: (n,) int64, the counts of this rank.
@@ -145,7 +146,7 @@ class RoutingRun:
     def of_group(self, rows: Tensor) -> Tensor:
         """Return the rows of the ranks in `group`.
 
-        `rows` has a row for each rank in `everyone`, or only for each rank in `group`.
+        `rows` has one row for each rank in `everyone`, or one for each rank in `group`.
         """
         if rows.shape[0] == self.group.size:
             return rows

@@ -2,7 +2,7 @@
 
 Every rank keeps the parameter objects of all experts, so that names and order are the same
 everywhere. Parameters of other ranks' experts have no elements: each parameter has a `Shard`, which
-gives a rank all rows of dim 0, or none of them.
+gives a rank either all rows of dim 0 or none.
 
     experts.0.up.weight    rank 0  (16, 8)    rank 1  (0, 8)
     experts.1.up.weight    rank 0  (0, 8)     rank 1  (16, 8)
@@ -54,7 +54,7 @@ def find_fused(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
 
 
 def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
-    """Map each module's name to why its experts cannot be split, or None if a trial succeeded."""
+    """Map each module's name to why its experts cannot be split, or to None if they can."""
     by_form: dict[object, str | None] = {}
     reasons = {}
     for name, module in fused.items():
@@ -70,7 +70,7 @@ class ExpertParallelModels:
 
     Args:
         group: The ranks that together hold every expert once.
-        copies: The ranks that hold the same experts as this one.
+        copies: The ranks that hold the same experts as this rank.
     """
 
     def __init__(self, group: Collectives, copies: Collectives) -> None:
@@ -213,7 +213,7 @@ class ExpertParallelModels:
         Inside the block, each rank runs all experts itself.
 
         Args:
-            chosen: The parameters to gather. Parameters outside of experts are ignored.
+            chosen: The parameters to gather. Parameters outside experts are ignored.
             write: True to keep values written inside the block.
             group: If given, the values written by this group's first rank are kept.
         """
@@ -293,7 +293,7 @@ class ExpertParallelModels:
         self.shards, self.layers = {}, []
 
     def describe(self) -> str:
-        """Describe the layers in words, such as "8 experts in each of 2 layers"."""
+        """Return a description of the layers, such as "8 experts in each of 2 layers"."""
         numbers = sorted({_number_of(layer) for _, layer in self.layers})
         words = " or ".join(map(str, numbers))
         count = len(self.layers)
@@ -314,7 +314,7 @@ def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
 
 
 def _joined_state(shard: Shard, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a full parameter's optimizer state, joined from `parts` (rank: state)."""
+    """Return a full parameter's optimizer state, joined from `parts` (a map of rank to state)."""
     first = next(iter(parts.values()))
     state: dict[str, Any] = {}
     for key, value in first.items():
@@ -343,7 +343,7 @@ def _check_sharing(
     layers: Sequence[tuple[str, Layer]],
     models: Sequence[nn.Module],
 ) -> None:
-    """Raise ModelError if an expert's parameter is also used outside of that expert."""
+    """Raise ModelError if an expert's parameter is also used outside that expert."""
     uses: dict[nn.Parameter, int] = {}
     for module in dict.fromkeys(module for model in models for module in model.modules()):
         for parameter in module._parameters.values():

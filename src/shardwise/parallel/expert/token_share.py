@@ -1,4 +1,4 @@
-"""Shares a replica's tokens out over its tensor-parallel ranks, which all have the same tokens.
+"""Divides a replica's tokens among its tensor-parallel ranks, which all have the same tokens.
 
 Each rank dispatches only its share, so that no token reaches its experts twice:
 
@@ -7,8 +7,8 @@ Each rank dispatches only its share, so that no token reaches its experts twice:
     rank 1   t0 t1 t2 t3 ─▶ t2 t3 ─▶ experts ─▶ y2 y3 ─┘
 
 The backward pass takes this rank's share of the gradient of y, and all-gathers the gradients of the
-tokens and gates. So every rank has the full gradient of everything that all ranks compute alike,
-such as the router, and no sum over the ranks is needed.
+tokens and gates. So every rank has the full gradient of everything that all ranks compute in the
+same way, such as the router, and no sum over the ranks is needed.
 """
 
 from __future__ import annotations

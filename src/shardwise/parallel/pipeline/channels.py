@@ -22,7 +22,7 @@ class Channels:
     """Sends messages between the stages of a pipeline, over the ranks of `group`.
 
     Messages of the same kind from one stage to another arrive in the order in which they were sent.
-    Stages on the same rank use a queue in memory. The sender does not wait for the receiver.
+    Stages on the same rank use a queue in memory. A sender does not wait for the receiver.
     """
 
     def __init__(self, group: Collectives, rank_of: Callable[[int], int]) -> None:
@@ -80,7 +80,7 @@ class Channels:
     def receive(
         self, kind: ChannelKind, source: int, target: int, like: Tensor, device: torch.device
     ) -> Tensor:
-        """Wait for the next message and return it. It has the shape and dtype of `like`."""
+        """Wait for the next message and return it, with the shape and dtype of `like`."""
         if (local := self._local.get((kind, source, target))) is not None:
             return local.popleft()
         value = torch.empty(like.shape, dtype=like.dtype, device=device)

@@ -147,7 +147,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Context manager that disables the hooks of `module`, so that none sees fake tensors."""
+    """Context manager that disables the hooks of `module`, so that they never see fake tensors."""
     hooks_by_module = [
         (inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS
     ]

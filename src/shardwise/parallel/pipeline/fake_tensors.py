@@ -1,4 +1,4 @@
-"""Creates fake tensors, which have a shape and a dtype but no values and no memory."""
+"""Creates fake tensors, which have a shape and a dtype but no values and no storage."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 def fake_mode() -> FakeTensorMode:
     """Return the FakeTensorMode that all fake tensors share.
 
-    It is created on first use, because creating it at startup would cost every rank seconds.
+    It is created on first use, because creating it at startup would cost every rank a few seconds.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -52,6 +52,6 @@ def fake_activation(value: Tensor) -> FakeTensor:
 def without_saving() -> saved_tensors_hooks:
     """Context manager that disables saved-tensor hooks.
 
-    Fake tensors have no memory that could be offloaded.
+    Fake tensors have no memory to offload.
     """
     return saved_tensors_hooks(lambda saved: saved, lambda saved: saved)

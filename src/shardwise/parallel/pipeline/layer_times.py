@@ -30,8 +30,8 @@ class LayerTimes:
 
     `forward` and `backward` are seconds per step. `bytes` is the size of the tensors that the layer
     passes to the next layer in a step. Work between two layers, and after the last layer (a loss),
-    counts towards the preceding layer. A layer's backward time starts when its output's gradient
-    arrives, and ends when the preceding layer's arrives. For the first layer, it ends with the
+    counts towards the preceding layer. A layer's backward time runs from the arrival of its
+    output's gradient to the arrival of the preceding layer's. For the first layer, it ends with the
     backward pass.
 
     Raises ConfigError if `path` cannot be written.
@@ -86,7 +86,7 @@ class LayerTimes:
         self._backward_began = _clock()
 
     def backward_ended(self) -> None:
-        """Attribute the time of the completed backward pass to the layers."""
+        """Attribute the time of the completed backward pass to individual layers."""
         ends = [when for when, _ in self._arrivals[1:]] + [_clock()]
         if self._arrivals:
             when, number = self._arrivals[0]

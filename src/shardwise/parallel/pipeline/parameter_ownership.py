@@ -1,7 +1,7 @@
 """Frees other stages' parameters on this rank, gathers full models, and restores them.
 
-A parameter of another stage is replaced with a NaN placeholder on this rank. It has the full shape,
-but the memory of a single element.
+On this rank, each parameter of another stage is replaced with a placeholder, a NaN. The placeholder
+has the full shape, but the memory of a single element.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 
 def _refuse(what: str, how: str, module: nn.Module, *_: Any) -> None:
-    """Raise UsageError if some parameters of `module` are on other ranks. A hook of `module`."""
+    """Raise UsageError if some parameters of `module` are on other ranks. A hook on `module`."""
     if _is_elsewhere(module):
         raise copy_error(what, how)
 

@@ -1,9 +1,9 @@
 """Divides a model into pipeline stages: finds its layers, and assigns each layer to a stage.
 
 A *layer* is one of the model's repeated blocks, or a module outside the blocks that has parameters,
-such as an embedding, a norm or a head. A stage is a contiguous sequence of layers in the order of
-registration. A module without parameters (dropout, an activation) is *floating*: it runs on its
-input's stage.
+such as an embedding, a norm or a head. A stage is a contiguous sequence of layers in registration
+order. A module without parameters (dropout, an activation) is *floating*: it runs on its input's
+stage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StagedModel(Protocol):
     """Interface of models that define their own stages: one module per stage, in order.
 
     These modules share the model's parameters, but need not be submodules of the model. Parameters
-    that are in none of these modules belong to the last stage, which computes the loss.
+    that are in none of these modules belong to the last stage, because it computes the loss.
     """
 
     def modules_of_stages(self, stages: int) -> Sequence[tuple[str, nn.Module]]:
@@ -51,7 +51,7 @@ class StagedModel(Protocol):
 class Partition:
     """The layers of each stage, and the parameters that each stage owns (trains).
 
-    If several stages use a parameter, the first of them owns it and sends it to the others.
+    If several stages use a parameter, the first of these stages owns it and sends it to the others.
     """
 
     layers: Sequence[Layer]
@@ -92,7 +92,7 @@ class Partition:
         return self.layers[self.starts[stage] : ends[stage]]
 
     def describe_stage(self, stage: int) -> str:
-        """Return the names of a stage's first and last module, as text for messages."""
+        """Return the names of a stage's first and last modules, as text for messages."""
         names = [layer.name for layer in self.layers_of(stage)]
         return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
@@ -216,7 +216,7 @@ def adds_parameters(layers: Sequence[Layer]) -> list[bool]:
 
 
 def with_trainable_stages(starts: Sequence[int], adds: Sequence[bool]) -> list[int]:
-    """Move a stage's start to an earlier layer if the stage would have nothing to train.
+    """Move a stage's start to an earlier layer if the stage would otherwise have nothing to train.
 
     `starts` holds each stage's first layer. `adds` is the result of `adds_parameters`. Each
     preceding stage retains at least one layer.

@@ -70,7 +70,7 @@ class PipelineGroup(Stages):
         )
 
     def reset(self) -> None:
-        """Drop the current StageRun, and close its channels, on which late messages may arrive."""
+        """Drop the current StageRun, and close its channels, where late messages may arrive."""
         self.run = StageRun(self.stages)
         self.tied_weights.invalidate()
         self.channels.close()
@@ -104,7 +104,7 @@ class PipelineGroup(Stages):
     # -- exchange between stages -----------------------------------------------------------
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses a parameter that another stage owns, and send it there."""
+        """Record that stage `stage` uses another stage's parameter, and send it the parameter."""
         self.tied_weights.add_user(parameter, stage)
 
     def open_channels(self, source: int, target: int) -> None:
@@ -132,7 +132,7 @@ class PipelineGroup(Stages):
     def forward(self) -> Iterator[None]:
         """Context manager for a forward pass of the model, which starts a new StageRun.
 
-        If a schedule or an enclosing forward pass has already started one, it is used instead.
+        If a schedule or an enclosing forward pass has already started a StageRun, it uses that one.
         """
         if not self.run.scheduled and not self._in_forward:
             self.channels.release_old()
@@ -144,7 +144,7 @@ class PipelineGroup(Stages):
             self._in_forward = before
 
     def receive_gradient(self, source: int, target: int, value: Tensor) -> Tensor:
-        """Receive from stage `target` the gradient of `value`, which `source` sent to it."""
+        """Receive the gradient of `value` from stage `target`, to which `source` sent `value`."""
         return self.channels.receive("backward", target, source, value, self.device)
 
     def release_sent(self, run: StageRun) -> None:
@@ -156,7 +156,7 @@ class PipelineGroup(Stages):
             self.channels.release(run.in_flight.pop())
 
     def send_gradient(self, source: int, target: int, leaf: Tensor) -> None:
-        """Send to stage `source` the gradient of `leaf`, which stage `target` received from it."""
+        """Send the gradient of `leaf` to stage `source`, which sent `leaf` to stage `target`."""
         # Send zeros if the loss does not depend on the value, because the receiver waits for a
         # gradient.
         grad, leaf.grad = leaf.grad, None
@@ -175,7 +175,7 @@ class PipelineGroup(Stages):
     def receive(self, run: StageRun, source: int, target: int, like: Tensor) -> Tensor:
         """Receive a value with the shape and dtype of `like`.
 
-        If it requires a gradient, attach it to a new leaf in this rank's graph.
+        If the value requires a gradient, attach it to a new leaf in this rank's graph.
         """
         value = self.channels.receive("forward", source, target, like, self.device)
         if like.requires_grad and torch.is_grad_enabled():
@@ -218,7 +218,7 @@ class PipelineGroup(Stages):
 
 
 class _OfLeaf(torch.autograd.Function):
-    """Returns `value`. Its gradient goes to `leaf`, which shares its memory."""
+    """Returns `value`, and passes its gradient on to `leaf`. The two share their memory."""
 
     # A view of the leaf would not do: autograd forbids in-place writes to a view of a leaf, and a
     # stage may start with an in-place operation. `mark_dirty` makes `value` an output without a

@@ -1,8 +1,9 @@
 """Handles users' torch.utils.checkpoint calls around layers of several stages.
 
 Recomputing such a checkpoint would run the pipeline again: it would send, receive and draw random
-numbers in the middle of another micro-batch. Therefore, each layer inside it is checkpointed
-separately and recomputed on its own stage. The outer checkpoint has nothing left to recompute.
+numbers in the middle of another micro-batch. Each layer inside the checkpoint is therefore
+checkpointed separately and recomputed on its own stage, so the outer checkpoint has nothing left to
+recompute.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardwise.model.recomputation import RecomputedForward
 def in_checkpoint() -> bool:
     """Return whether a checkpoint would handle tensors that autograd saves now.
 
-    This is the case if a checkpoint's saved-tensor hooks are active, even below other hooks.
+    It would if a checkpoint's saved-tensor hooks are active, even below other hooks.
     """
     # Saved-tensor hooks form a stack. Our own hooks store the hooks below them in `outer`.
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -36,7 +37,7 @@ def in_checkpoint() -> bool:
 
 
 def saved_outside_checkpoint() -> AbstractContextManager[Any]:
-    """Context manager in which autograd keeps what it saves, even inside a checkpoint."""
+    """Context manager in which autograd itself keeps saved tensors, even in a checkpoint."""
     return saved_tensors_hooks(Kept, Kept.value) if in_checkpoint() else nullcontext()
 
 

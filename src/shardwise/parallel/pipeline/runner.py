@@ -1,4 +1,4 @@
-"""Runs a batch through the stages of a pipeline, in micro-batches, by a schedule.
+"""Runs a batch through the stages of a pipeline, in micro-batches, following a schedule.
 
 For each micro-batch and each stage of this rank, the user's program runs once and computes only
 that stage's layers. The schedule determines the order. The gradients of a stage's inputs are sent
@@ -56,8 +56,8 @@ def microbatch_count(settings: Settings, batch: Any, group: Collectives) -> int:
 def split_batch(batch: Any, count: int) -> list[tuple[int, Any]]:
     """Split `batch` into `count` parts of nearly equal size.
 
-    Returns (number of rows, part) pairs. If there are fewer rows than parts, some parts have a
-    number of 0 but still contain one row, because the program needs a row to run.
+    Returns (number of rows, part) pairs. If there are fewer rows than parts, the number of rows is
+    0 for some parts. These still contain one row, because the program needs a row to run.
     """
     rows = _rows(batch)
     cuts = even_cuts(rows.total, count)
@@ -106,8 +106,8 @@ LookAtLoss = Callable[[Tensor, int], None]
 class CollectGradients(Protocol):
     """Interface: returns a context manager that collects gradients into buckets.
 
-    `among` selects the buckets, by default all. If `usual` is False, the backward pass is ignored
-    when learning which gradients to expect.
+    `among` selects the buckets; by default, all of them. If `usual` is False, the engine does not
+    learn from the backward pass which gradients to expect.
     """
 
     def __call__(
@@ -234,7 +234,7 @@ class PipelineRunner:
         return mean
 
     def reset(self) -> None:
-        """Discard a failed batch, so that the next batch cannot receive its late messages."""
+        """Discard a failed batch, so that its late messages cannot reach the next batch."""
         self._pipeline.reset()
         self._is_trial_done = False
 
@@ -406,7 +406,7 @@ class PipelineRunner:
         counted = torch.where(weights > 0, losses.cpu() * weights, 0.0)
         return counted.sum() / weights.sum() if float(weights.sum()) else counted.sum()
 
-    # -- a plain forward, outside of any schedule ------------------------------------------
+    # -- a plain forward, outside any schedule ---------------------------------------------
 
     def backward(
         self,

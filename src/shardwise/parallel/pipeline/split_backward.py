@@ -87,7 +87,7 @@ class SplitBackward:
         return self.inputs_done and not self._roots and self._groups is None
 
     def input_backward(self) -> None:
-        """Run the first half: store the leaves' gradients in their `grad`."""
+        """Run the first half: store the leaves' gradients in their `grad` attributes."""
         self.inputs_done = True
         groups = self._find_boundary()
         # The second half starts from the gradients at the boundary. The first half computes them
@@ -116,7 +116,7 @@ class SplitBackward:
     def _find_boundary(self) -> list[dict[str, Any]] | None:
         """Group the parameters by the boundary nodes that their gradients depend on.
 
-        Returns None if a root depends on no leaf.
+        Returns None if there is a root that depends on no leaf.
         """
         torch_backward = _torch_backward()
         find = torch_backward._get_grad_fn_or_grad_acc
@@ -130,7 +130,7 @@ class SplitBackward:
         return groups
 
     def weight_backward(self, *, keep_graph: bool = False) -> None:
-        """Run the second half: store the parameters' gradients in their `grad`.
+        """Run the second half: store the parameters' gradients in their `grad` attributes.
 
         If the first half has not run, store the leaves' gradients too.
         """

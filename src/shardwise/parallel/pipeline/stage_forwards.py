@@ -37,7 +37,7 @@ def install(pipeline: PipelineGroup, model: nn.Module) -> None:
 class ReplacedForward(ABC):
     """Base class for callables that replace a module's `forward`.
 
-    Copies of the module have their original `forward`.
+    A copy of the module gets the original `forward`.
     """
 
     def __init__(self, pipeline: PipelineGroup, module: nn.Module) -> None:
@@ -105,7 +105,7 @@ class LayerForward(ReplacedForward):
         return result
 
     def _check(self, result: Any) -> None:
-        """Raise ModelError if `result` holds tensors inside of an object that is not a pytree."""
+        """Raise ModelError if `result` holds tensors inside an object that is not a pytree."""
         for leaf in pytree.tree_leaves(result):
             attributes = (
                 getattr(leaf, "__dict__", {}).values() if not isinstance(leaf, Tensor) else ()
@@ -126,7 +126,7 @@ def run_on_stage(
     leaves: list[Any],
     spec: pytree.TreeSpec,
 ) -> Any:
-    """Run the forward pass of `module` on stage `stage`. Returns stage tensors on all ranks."""
+    """Run the forward pass of `module` on stage `stage`. Return stage tensors on all ranks."""
     runs, seed = runs_of(pipeline, leaves), pipeline.next_draw()
     with pipeline.within_stage():
         with torch._C.DisableTorchFunctionSubclass():

@@ -3,8 +3,8 @@
 A `StageTensor` represents a tensor that was computed on one stage. Every rank runs the complete
 program. The stage's rank executes the operations on its stage tensors, and the other ranks compute
 only shapes. An operation on several stages' tensors runs on the last of these stages. The other
-stages send it their tensors, each only once. All other tensors (the batch, and values derived from
-it) are identical on all ranks.
+stages send their tensors to it, each only once. All other tensors (the batch, and values derived
+from it) are identical on all ranks.
 
     stage 0   x ─ embed ─▶ h0 ═ sent ═▷                        (h1, loss: fake)
     stage 1   x   (h0: fake)          ▷ h0 ─ blocks ─ head ─▶ loss
@@ -85,7 +85,7 @@ class StageExchange(Protocol):
         """Return the stage that trains a parameter, or None if it is not in the model."""
 
     def add_user(self, parameter: torch.nn.Parameter, stage: int) -> None:
-        """Record that stage `stage` uses a parameter that another stage owns, and send it there."""
+        """Record that stage `stage` uses another stage's parameter, and send it the parameter."""
 
     def whole_parameter(self, parameter: torch.nn.Parameter) -> Tensor:
         """Return the full parameter. Collective if tensor parallelism splits it."""
@@ -288,7 +288,7 @@ def runs_of(exchange: StageExchange, leaves: Iterable[Any]) -> tuple[StageRun, .
 def _check_in_place(
     exchange: StageExchange, func: Callable[..., Any], leaves: list[Any], spec: pytree.TreeSpec
 ) -> None:
-    """Raise UsageError if `func` writes a stage tensor into a tensor that all ranks have."""
+    """Raise UsageError if `func` writes a stage tensor to a tensor that exists on all ranks."""
     name = getattr(func, "__name__", "")
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     # Methods that write in place end with one underscore, such as add_.
@@ -341,7 +341,7 @@ def _stage_of(exchange: StageExchange, leaf: Any) -> int | None:
 
 
 def value_at(exchange: StageExchange, leaf: Any, stage: int) -> Any:
-    """Return the value of `leaf` on stage `stage`, sending it there if necessary.
+    """Return the value of `leaf` on stage `stage`, after sending it there if necessary.
 
     If this rank does not run the stage, the caller must not use the result.
     """
@@ -385,7 +385,7 @@ def broadcast_value(tensor: StageTensor) -> Tensor:
 def apply_to_parameters(
     exchange: StageExchange, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Run an operation that uses parameters outside of all layers, on the last of their stages.
+    """Run an operation that uses parameters outside all layers, on the last of their stages.
 
     If `func` reads values, the parameters are broadcast to all ranks.
     """

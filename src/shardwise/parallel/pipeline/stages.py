@@ -61,7 +61,7 @@ class Stages:
         return self.partition.owners.get(parameter)  # type: ignore[call-overload, no-any-return]
 
     def stage_of_module(self, module: nn.Module) -> int:
-        """Return the stage that runs `module`, or that runs its first part if several stages do."""
+        """Return the stage that runs `module`, or its first part if several stages run it."""
         if (stage := self._stage_of.get(module)) is not None:
             return stage
         inside = set(module.modules())

@@ -33,7 +33,7 @@ class TiedWeights:
                     self._send_or_receive(parameter, stage)
 
     def add_user(self, parameter: nn.Parameter, stage: int) -> None:
-        """Send or receive a weight that stage `stage` uses outside of all layers."""
+        """Send or receive a weight that stage `stage` uses outside all layers."""
         users = self._pipeline.partition.tied.setdefault(parameter, [])
         if stage not in users:
             # Under a schedule, the other ranks are in different micro-batches and cannot open a
@@ -80,7 +80,7 @@ class TiedWeights:
             self._pipeline.channels.open(self._channel_kind("gradient", parameter), receiver, owner)
 
     def _receivers(self, parameter: nn.Parameter) -> list[int]:
-        """Return one stage for each rank that receives the weight: the first that uses it."""
+        """Return one stage for each rank that receives the weight: the first stage that uses it."""
         # One stage per rank is enough, because stages on the same rank share the tensor.
         ranks = {self._pipeline.rank_of(self._pipeline.partition.owners[parameter])}
         receivers = []

@@ -19,7 +19,7 @@ class Attention:
 
     Pass it as a value in the `tensor_plan` of `Engine`. Each rank has only some of the heads, so
     the module's `forward` must either read the number of heads from the attribute `heads`, or not
-    use it at all (`view(..., -1, head_dim)`).
+    use the number at all (`view(..., -1, head_dim)`).
 
     Args:
         qkv: The names of the three linear layers for queries, keys and values, or the name of a
@@ -69,7 +69,7 @@ class Attention:
 def split_attention(name: str, module: nn.Module, how: Attention, parts: int) -> SplitGroup:
     """Split the attention module `name` by heads into `parts` parts.
 
-    Queries are on the same rank as their keys. Raises ModelError if there are fewer heads than
+    Queries stay on the same rank as their keys. Raises ModelError if there are fewer heads than
     parts.
     """
     heads = _number(name, module, how.heads)

@@ -162,7 +162,7 @@ def chunked_cross_entropy(
 
 
 def _run_split(hidden: Tensor, *, head: ColwiseParallel, loss: _Loss, run: Any) -> Tensor:
-    """Call `run` with a split head. This rank has only the classes `head.ranges[rank]`."""
+    """Call `run` with a split head. This rank holds only the classes `head.ranges[rank]`."""
     group = head._replica.group
     loss = replace(loss, first=head.ranges[group.rank][0], group=group)
 

@@ -33,7 +33,7 @@ _TOLERANCE = 1e-9
 class ChunkedLoss:
     """The chunked loss of `model`, a Transformers language model.
 
-    Raises ModelError if the model has no head that is an `nn.Linear`, or fails the trial.
+    Raises ModelError if the model's head is not an `nn.Linear`, or if the model fails the trial.
     """
 
     def __init__(self, model: Any) -> None:
@@ -121,7 +121,7 @@ class ChunkedLoss:
     # -- the trial ------------------------------------------------------------------------
 
     def _try(self) -> str:
-        """Compare both losses on random hidden states. Return how they differ, or "".
+        """Compare both losses on random hidden states. Describe the difference, or return "".
 
         The model's parameters are not used, so they may be on the meta device.
         """
@@ -230,7 +230,7 @@ def _identity(hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _shadowed(owner: object, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Context manager that sets attributes of `owner`, which hide its submodules of the same names.
+    """Context manager that sets attributes on `owner`, which hide submodules of the same names.
 
     Python looks up an object's attributes before submodules. The submodules stay registered, but
     neither they nor their hooks run.

@@ -1,8 +1,9 @@
 """Checks the operations between two split layers against the operations that a trial recorded.
 
-A trial records the operations of a single forward pass. Later forward passes may run others, for
-example after some step or for some inputs. The autograd graph reveals them. An operation that no
-trial covered may combine features, so it is rejected and its result is never used.
+A trial records the operations of a single forward pass. Later forward passes may run other
+operations, for example after some step or for some inputs. The autograd graph reveals them. An
+operation that no trial covered may combine features, so it is rejected and its result is never
+used.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def operations_between(value: Tensor, starts: Sequence[Any]) -> set[str]:
 class AllowedOperations:
     """The operations that are allowed before a row-wise layer.
 
-    These are the operations that a trial recorded (`tried`), and feature-wise operations.
+    These are feature-wise operations and the operations in `tried`, which a trial recorded.
     """
 
     def __init__(self, tried: Iterable[str] = ()) -> None:
@@ -90,7 +91,7 @@ class AllowedOperations:
 
 
 class RecordedOperations(AllowedOperations):
-    """Records operations in a trial, instead of checking them."""
+    """Records operations during a trial instead of checking them."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
         if value.grad_fn is not None and starts:

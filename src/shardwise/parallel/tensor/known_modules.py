@@ -69,7 +69,7 @@ TrialResults = dict[tuple[str, tuple[str, ...]], TrialResult]
 class SplitTrials:
     """Tests splits, once per module signature.
 
-    If `reported` is given, these results, reported by another rank, replace the tests.
+    If `reported` is given, it holds another rank's results, and no tests run.
     """
 
     def __init__(self, reported: TrialResults | None = None) -> None:
@@ -80,7 +80,7 @@ class SplitTrials:
     def accepts(
         self, name: str, module: nn.Module, children: tuple[str, ...], group: SplitGroup, parts: int
     ) -> bool:
-        """Return whether `module` gives the same result if it is split as described by `group`.
+        """Return whether `module` gives the same result when split as described by `group`.
 
         `children` holds the names of the split layers. `parts` is the number of parts.
         """
@@ -112,7 +112,7 @@ class SplitTrials:
         return True
 
     def reasons_unsplit(self) -> dict[str, str]:
-        """Map unsplit modules' names to the reasons, omitting reasons not worth reporting."""
+        """Map unsplit modules' names to reasons, omitting reasons that are not worth reporting."""
         split_names = {name for (name, _), result in self.results.items() if result}
         return {
             name: result.why
@@ -130,7 +130,7 @@ def find(
 ) -> list[SplitGroup]:
     """Return the splits to apply to `models`, each into `parts` parts.
 
-    Modules in `skip` are ignored. The modules to split are added to it.
+    Modules in `skip` are ignored. The modules to be split are added to `skip`.
     """
     groups_found: list[SplitGroup] = []
     trials = trials or SplitTrials()
@@ -207,8 +207,8 @@ def _known_attention(
 ) -> Iterator[SplitGroup]:
     """Yield the split of an attention module whose class is known.
 
-    Yields nothing if the plan names one of its layers (`skip`), or if one was replaced, for example
-    with an adapter.
+    Yields nothing if the plan names one of the module's layers (`skip`), or if a layer was
+    replaced, for example with an adapter.
     """
     if not skip & set(module.children()) and _are_linear(module, how.maps):
         yield split_attention(name, module, how, parts)
@@ -313,7 +313,8 @@ def disable_fused_inference(
 ) -> None:
     """Disable torch's fused inference in encoder layers that contain split modules.
 
-    The fused kernel reads the weights directly, and would treat this rank's parts as full weights.
+    The fused kernel reads the weights directly, and would mistake this rank's parts for full
+    weights.
     """
     group_of = {cut.module: group for group in groups for cut in group.splits}
     for model, prefix in zip(models, prefixes, strict=True):

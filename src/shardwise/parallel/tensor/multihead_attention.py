@@ -27,7 +27,7 @@ class SplitMultiheadAttention(TensorParallelModule):
 
     torch's own function derives the total width of all heads from its input, so it cannot compute
     only some of the heads. This class performs the same steps itself: projections,
-    scaled_dot_product_attention (or softmax if weights are requested), output layer.
+    scaled_dot_product_attention (or softmax if weights are requested), and the output layer.
     """
 
     num_heads: int
@@ -52,7 +52,7 @@ class SplitMultiheadAttention(TensorParallelModule):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Compute the result of nn.MultiheadAttention.forward, with the same shapes and masks.
+        """Compute the same result as nn.MultiheadAttention.forward, with the same shapes and masks.
 
         Like torch, raises RuntimeError if `is_causal` is true and `attn_mask` is None.
         """
@@ -129,7 +129,7 @@ class SplitMultiheadAttention(TensorParallelModule):
         *,
         batched: bool,
     ) -> Tensor | None:
-        """Combine `padding` and `mask` into one mask to add to the scores of this rank's heads."""
+        """Combine `padding` and `mask` into one mask, which is added to this rank's scores."""
         joined: Tensor | None = None
         if mask is not None:
             joined = _additive(mask, q.dtype)

@@ -33,7 +33,7 @@ on_local_tensors = torch._C.DisableTorchFunctionSubclass
 
 
 class TensorParallelModule(nn.Module):
-    """Base class of modules that have one part on each rank.
+    """Base class of modules of which each rank has one part.
 
     `_size_attributes` maps attributes that depend on the size (out_features, num_heads) to their
     values for the full module and for this rank's part.
@@ -166,7 +166,7 @@ class VocabParallelEmbedding(TensorParallelModule):
 class SequenceParallelModule(TensorParallelModule):
     """A module that computes each token separately, such as a norm.
 
-    If its input is split by tokens, it runs on this rank's tokens.
+    If its input is split by tokens, the module runs on this rank's tokens.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ class SequenceParallelModule(TensorParallelModule):
         return pytree.tree_map_only(Tensor, tokens.like, output)
 
     def _refuse(self, call: str, how: str) -> None:
-        """Do nothing, because every rank has the full module."""
+        """No-op: every rank has the full module."""
 
 
 class LocalModule(TensorParallelModule):
@@ -209,7 +209,7 @@ class LocalModule(TensorParallelModule):
 
 
 def check_in_range(numbers: Tensor, count: int, text: str) -> None:
-    """Raise IndexError, like torch, unless all `numbers` (any shape) are in [0, count).
+    """Raise IndexError, as torch does, unless all `numbers` (any shape) are in [0, count).
 
     On an accelerator, a device-side assertion fails instead, so that the host does not synchronise.
     """
@@ -224,7 +224,7 @@ def check_in_range(numbers: Tensor, count: int, text: str) -> None:
 
 
 def has_columns(unsplit: type[nn.Module]) -> bool:
-    """Return whether a class stores its weight as (in_features, out_features), as Conv1D does."""
+    """Return whether a class stores its weight as (in_features, out_features), like Conv1D."""
     return unsplit.__name__ == "Conv1D" and not issubclass(unsplit, nn.modules.conv._ConvNd)
 
 

@@ -2,9 +2,9 @@
 
 A split layer computes with its part, and a pipeline layer runs on its stage. Both bypass this
 module. Any other code (a weight penalty in the loss, a norm in a log) expects the full parameter.
-If the parameter is split, such code receives the gathered parameter. If it belongs to another
-stage, the code receives a stage tensor, and the computation runs on that stage. In the backward
-pass, each rank receives the gradient of its part.
+If the parameter is split, such code receives the gathered parameter. If the parameter belongs to
+another stage, the code receives a stage tensor, and the computation runs on that stage. In the
+backward pass, each rank receives the gradient of its part.
 
 The class of such a parameter is changed to a subclass of its original class. torch calls the
 subclass's `__torch_function__` for every operation. The engine's own operations on parameters are
@@ -234,7 +234,8 @@ class ParameterUses:
         """Apply a write to a list of parameters, such as torch._foreach_mul_.
 
         Raises UsageError unless each new element depends only on its old value and on scalars. Also
-        raises it with a pipeline, because other stages' parameters have no values on this rank.
+        raises UsageError with a pipeline, because other stages' parameters have no values on this
+        rank.
         """
         leaves = pytree.tree_leaves((args[1:], kwargs))
         is_shard_wise = func.__name__.removeprefix("_foreach_") in _SHARD_WISE_NAMES
@@ -289,7 +290,7 @@ def _write_target(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -
 class _ReadOnlyFull(Tensor):
     """A view of a gathered parameter.
 
-    It rejects writes, because they would not change the parameter itself.
+    The view rejects writes, because they would not change the parameter itself.
     """
 
     @classmethod

@@ -1,9 +1,9 @@
 """Implements the collectives at the boundaries of tensor-parallel regions.
 
 Inside a region, each rank has a part of an activation. Outside, all ranks have the same tensor. The
-backward pass of a copy is a sum, and vice versa. The first four are from Megatron-LM (Shoeybi et
-al., 2019, who call the first two f and g). The last two are from its sequence parallelism
-(Korthikanti et al., 2022).
+backward pass of a copy is a sum, and vice versa. The first four collectives are from Megatron-LM
+(Shoeybi et al., 2019, who call the first two f and g). The last two are from its sequence
+parallelism (Korthikanti et al., 2022).
 
                                 forward              backward
     copy_to_region              identity             all-reduce
@@ -71,7 +71,7 @@ def is_fake(value: Tensor) -> bool:
 def all_reduced(value: Tensor, group: Collectives) -> Tensor:
     """Return the sum of `value` (any shape) over `group`, bit-identical on all ranks.
 
-    The result is in new memory.
+    The result is a new tensor.
     """
     total = value.detach().clone(memory_format=torch.contiguous_format)
     if is_fake(value):

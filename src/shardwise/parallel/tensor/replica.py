@@ -1,4 +1,4 @@
-"""The tensor-parallel ranks of a replica, and entry to and exit from regions of split layers."""
+"""A replica's tensor-parallel ranks, and how they enter and leave regions of split layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardwise.parallel.tensor.user_hooks import HookGuard
 class RegionInput:
     """The input of a layer at the start of a region.
 
-    For the backward pass, a rank saves either the full input or only its own tokens of it.
+    For the backward pass, a rank saves either the full input or only its own tokens.
     """
 
     whole: Tensor
@@ -42,7 +42,7 @@ class RegionInput:
 
 
 class ForwardHooks:
-    """Forward hooks on a replica's models. The hooks of a copied model do nothing."""
+    """Forward hooks on a replica's models. On a copy of a model, the hooks do nothing."""
 
     def __init__(self, replica: Replica | None = None) -> None:
         self._replica = replica
@@ -91,7 +91,7 @@ class Replica:
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Start a region: run `layer`, which differs between ranks, on the full `value`.
 
-        Layers with the same input in a region (queries, keys, values) share it, so that the input
+        Layers with the same input in a region (queries, keys, values) share that input, so that it
         is gathered once and its gradient is summed once. Calls with and without gradient recording
         never share an input.
         """
@@ -120,7 +120,7 @@ class Replica:
         return part
 
     def region_input(self, value: Tensor) -> RegionInput:
-        """Prepare `value` as input of layers that differ between ranks, without a region."""
+        """Prepare `value` as the input of layers that differ between ranks, outside any region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
@@ -144,14 +144,14 @@ class Replica:
             self.close_region()
 
     def reduce_output(self, value: Tensor) -> Tensor:
-        """Return `value` summed over the ranks. Used outside of regions."""
+        """Return `value` summed over the ranks. Used outside regions."""
         return self._reduce(value, self._outputs_tokens())
 
     def _outputs_tokens(self) -> bool:
         """Return whether a layer's output may stay split by tokens.
 
-        It may during a model's forward pass or recomputation, because the model's output is
-        gathered at the end.
+        This is allowed during a model's forward pass or recomputation, because the model's output
+        is gathered at the end.
         """
         # Use `once`, because a recomputation must decide in the same way as its forward pass.
         return self.sequence_parallel and once(

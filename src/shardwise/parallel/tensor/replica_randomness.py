@@ -1,4 +1,4 @@
-"""Controls a replica's random numbers: equal on all ranks except inside tensor-parallel regions."""
+"""Controls a replica's random numbers: equal on all ranks except in tensor-parallel regions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.world.randomness import generator_of, seed_from
 
 
 class ReplicaRandomness:
-    """Seeds each rank differently inside tensor-parallel regions, and equally outside of them.
+    """Seeds ranks differently inside tensor-parallel regions, and identically outside them.
 
     At the start of a region, all ranks draw the same random number. Each rank derives its seed from
     this number and its rank. At the end of the region, all ranks restore their common generator
@@ -58,7 +58,7 @@ class ReplicaRandomness:
             self._generator.set_state(common)
 
     def _take_state(self) -> Tensor | None:
-        """Return and clear the common state saved by `enter_region`, or None outside of regions."""
+        """Return and clear the common state saved by `enter_region`, or None outside regions."""
         common, self._common_state = self._common_state, None
         return common
 
@@ -68,7 +68,7 @@ class ReplicaRandomness:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Context manager that uses the open region, or else opens one for its block."""
+        """Context manager that uses the open region, or opens one for its block if none is open."""
         if self.in_region:
             yield
             return

@@ -3,8 +3,8 @@
 The output of a split layer is a sum over the ranks. If each rank keeps only some of its tokens,
 norms, dropout and residuals are computed once instead of on every rank, and much less is saved for
 the backward pass (Korthikanti et al., 2022). Tokens are assumed to be the second-to-last dimension.
-If that dimension means something else, results do not change, because token-wise operations treat
-each index separately.
+If that dimension means something else, results are still correct, because token-wise operations
+treat each index separately.
 
     full ─ split layer ═ reduce-scatter ═▷ tokens ─ + ─ dropout ─ norm ═ all-gather ═▷ split layer
 
@@ -57,7 +57,8 @@ TOKEN_DIM = -2
 def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
     """Return how `value`, (..., tokens, features), is split by tokens over the ranks.
 
-    Returns None if it has no token dimension, fewer tokens than ranks, or no data (fake tensors).
+    Returns None if `value` has no token dimension, fewer tokens than ranks, or no data (fake
+    tensors).
     """
     if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size or is_fake(value):
         return None
@@ -101,7 +102,7 @@ class SequenceShard(StandsForPart):
         """This rank's part.
 
         Raises UsageError if autograd has recorded an operation on the SequenceShard itself, because
-        the part lacks the operation's result.
+        the part does not contain the operation's result.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
@@ -122,7 +123,7 @@ class SequenceShard(StandsForPart):
     def full(self) -> Tensor:
         """Return the full tensor on all ranks. Collective.
 
-        It is gathered again only if the part has changed.
+        The tensor is gathered again only if the part has changed.
         """
         local = self.local
         with torch._C.DisableTorchFunctionSubclass():
@@ -356,9 +357,9 @@ def _local_arguments(
 ) -> list[Any] | None:
     """Replace tensors that have tokens with their parts, split like `tokens`.
 
-    Other arguments stay unchanged, but the gradients of tensors among them are summed over ranks.
-    If `casts` is true, plain tensors only provide a dtype and stay unchanged. Returns None if a
-    tensor cannot be split like `tokens`.
+    Other arguments stay unchanged, but the gradients of any tensors among them are summed over
+    ranks. If `casts` is true, plain tensors only provide a dtype and stay unchanged. Returns None
+    if a tensor cannot be split like `tokens`.
     """
     arguments: list[Any] = []
     replicated: list[int] = []

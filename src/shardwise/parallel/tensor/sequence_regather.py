@@ -62,7 +62,7 @@ class RegatheredInput:
     def whole(self) -> Tensor:
         """Return the full input. Collective unless this backward pass has already gathered it.
 
-        It is kept until its last use in the backward pass.
+        The full input is kept until its last use in the backward pass.
         """
         # A retained graph can run several backward passes. Each one gathers again.
         backward = torch._C._current_graph_task_id()

@@ -156,8 +156,8 @@ class TensorParallelModels:
         """Return the full value of `parameter`. Differentiable and collective.
 
         All ranks must use the result in the same way. In the backward pass, each rank receives the
-        gradient of its part. Raises UsageError between split layers, where ranks compute different
-        things.
+        gradient of its part. Raises UsageError between split layers, where the ranks' computations
+        differ.
         """
         shard = self.shards.get(parameter)
         if shard is None:
@@ -201,7 +201,7 @@ class TensorParallelModels:
 
         Args:
             chosen: The parameters to gather. Parameters that are not split are ignored.
-            write: True to keep values written inside the block. They are split on exit.
+            write: True to keep values written inside the block. On exit, they are split again.
             group: If given, the values written by this group's first rank are kept.
             is_here: Only parameters for which it returns True are gathered.
         """

@@ -1,4 +1,4 @@
-"""Describes how modules are split: which tensors, along which dimension, into which class."""
+"""Describes how modules are split: which tensors, along which dimension, and into which class."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SplitGroup:
 def is_linear(module: nn.Module) -> bool:
     """Return whether `module` is a linear layer with a known `forward` and its own weight.
 
-    A weight that is computed in each forward pass (a parametrization) does not count.
+    A layer does not count if its weight is computed in each forward pass (a parametrization).
     """
     known = type(module).forward is nn.Linear.forward or has_columns(type(module))
     return known and module._parameters.get("weight") is not None

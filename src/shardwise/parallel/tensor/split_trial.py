@@ -2,7 +2,7 @@
 
 The parts of all ranks run in this process on the CPU, in one thread each. They run in evaluation
 and in training mode, with fixed numbers instead of random ones. Their outputs, and the gradients of
-inputs and of all parameters, must match the unsplit module's. The gradients matter because an
+inputs and of all parameters, must match the unsplit module's. The gradients are compared because an
 unsplit parameter between split layers would receive only part of its gradient. A split is rejected
 if some of its layers did not run, because the test then proves nothing about them.
 """
@@ -38,7 +38,7 @@ LIMIT = 60.0
 
 
 class _ThreadGroup(Solo):
-    """A group of threads in this process, which offers only the collective that regions need."""
+    """A group of threads in this process that offers only the collective that regions need."""
 
     def __init__(self, rank: int, size: int, barrier: Barrier, board: list[Any]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class _NoRandomness(ReplicaRandomness):
 class TrialResult:
     """The result of a trial: whether a split module computes the same as the unsplit one.
 
-    `why` is None if it does, or if the reason is not worth reporting.
+    `why` is None if it does, or if the difference is not worth reporting.
     """
 
     accepted: bool
@@ -92,11 +92,11 @@ HOOKED = "a hook is registered between its layers"
 
 
 def try_split(module: nn.Module, group: SplitGroup, parts: int) -> TrialResult:
-    """Test whether `module` gives the same result if it is split as described by `group`.
+    """Test whether `module` gives the same result when split as described by `group`.
 
-    The split is also rejected in three other cases: the module runs on no input of shape (rows,
-    length, features) or (rows, features), a split layer does not run, or a user's hook would see
-    only a part.
+    The split is also rejected in three other cases: the module does not run on inputs of shape
+    (rows, length, features) or (rows, features), a split layer does not run, or a user's hook would
+    see only a part.
     """
     first = next(cut.module for cut in group.splits if split_rules.is_linear(cut.module))
     # A trial must not advance the generators, because the script's own draws would then change.

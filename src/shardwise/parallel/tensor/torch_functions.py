@@ -35,13 +35,13 @@ MEMORY = {
     Tensor.register_post_accumulate_grad_hook, Tensor.requires_grad_, Tensor.retain_grad,
     Tensor.is_shared, Tensor.is_inference,
 }  # fmt: skip
-"""Functions that read or set attributes of a leaf in the graph, and do not compute values."""
+"""Functions that read or set attributes of a leaf in the graph without computing values."""
 
 CASTS = {
     Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half,
     Tensor.bfloat16, Tensor.contiguous,
 }  # fmt: skip
-"""Functions that return the tensor itself if nothing has to change."""
+"""Functions that return the tensor itself if nothing needs to change."""
 
 GRAPH = {getattr(Tensor, name).__get__ for name in ("grad_fn", "is_leaf", "requires_grad")}
 """Functions that read the tensor's position in the autograd graph. Only the part is in a graph."""

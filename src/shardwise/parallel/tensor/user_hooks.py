@@ -1,4 +1,4 @@
-"""Rejects user hooks on modules between split layers, in the first forward pass that runs one.
+"""Rejects user hooks on modules between split layers, in the first forward pass that runs them.
 
 Such a hook would see only part of the features, and mistake it for the full tensor.
 """
@@ -113,14 +113,14 @@ def _is_user_hook(hook: Any) -> bool:
 
 
 def silent_hook(*_: Any) -> None:
-    """Do nothing. Replaces a user's hook that must not run."""
+    """Do nothing. Stands in for a user's hook that must not run."""
 
 
 @contextmanager
 def silence_hooks(module: nn.Module) -> Iterator[None]:
     """Context manager that disables the user's hooks on `module` and its submodules.
 
-    Copies made inside the block also have disabled hooks.
+    They are also disabled in any copies that are made inside the block.
     """
     hooks_by_module = [
         (inner, kind, vars(inner)[kind]) for inner in module.modules() for kind in _ALL

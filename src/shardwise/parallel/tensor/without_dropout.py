@@ -1,6 +1,6 @@
 """Replaces random numbers with fixed ones in forward passes.
 
-An unsplit module and its parts can then be compared.
+This makes it possible to compare an unsplit module with its parts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILLS: dict[Any, float] = {
 
 
 class SharedRandomness(Exception):
-    """Raised if every rank would draw its own number where the unsplit module draws just one."""
+    """Raised if ranks would draw different numbers where the unsplit module draws just one."""
 
 
 class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,7 +40,8 @@ class WithoutRandomness(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `shapes` records the shapes of random tensors, in order. `whole` holds the shapes that the
     unsplit module has recorded. Inside a region (if `in_region` returns True), a random tensor of
     the same shape as in the unsplit module raises SharedRandomness: the unsplit module uses each
-    number for all features (a dropped token), but ranks would draw different numbers for theirs.
+    number for all features (a dropped token), but every rank would draw a different number for its
+    own features.
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Backward:
     def put(self, grad: Tensor, target: Tensor, *, adds: bool) -> None:
         """Write the weighted `grad` to `target`, or add it to `target` if `adds` is true.
 
-        If the loss weight is known only on the device, written gradients are not zeroed here.
+        If the loss weight is known only on the device, gradients written here are not zeroed yet.
         `clean` zeroes them, once per bucket.
         """
         if adds:
@@ -259,7 +259,7 @@ class GradientBucket:
         return grad
 
     def _sendable(self, place: int, grad: Tensor) -> Tensor | None:
-        """Return `grad`, weighted and flat, or None if it cannot be sent without a copy."""
+        """Return `grad`, weighted and flat, or None if it must be copied before it can be sent."""
         # A gradient that is held, or added to earlier ones, must be copied into the buffer.
         if place not in self._sent_apart or not self._backward.reduces or self._adds:
             return None
@@ -297,7 +297,7 @@ class GradientBucket:
     def _in_place(self) -> Tensor | None:
         """Return memory in which the next sum can be computed without a copy, or None.
 
-        Only a step's first sum can use it.
+        Only the first sum of a step can be computed in place.
         """
         storage = self._total.first
         free = self._kept is None and not self.was_launched
@@ -352,10 +352,11 @@ class GradientBucket:
         return [index for index, has in zip(self.indices, self._collected, strict=True) if has]
 
     def take_late(self, backward: Backward) -> list[tuple[int, Tensor]]:
-        """Remove and return the gradients that arrived after the launch, with parameter indices.
+        """Remove and return the gradients that arrived after the launch.
 
-        Each has its parameter's shape. `backward` is the current backward pass. It is an argument
-        because `begin` is called only for the buckets that a backward pass fills.
+        Returns pairs (parameter index, gradient). Each gradient has its parameter's shape.
+        `backward` is the current backward pass. It is an argument because `begin` is called only
+        for the buckets that a backward pass fills.
         """
         self._backward = backward
         with unguarded():
@@ -535,14 +536,14 @@ class GradientBucket:
         self._in_flight = 0
 
     def follow_group(self) -> None:
-        """After ranks were lost, reassign the elements that each rank squares for the norm."""
+        """After ranks were lost, reassign the elements whose squares each rank computes."""
         queue = self._queue
         assert not queue.scatters
         cuts = even_cuts(self.layout.numel, queue.group.size)
         self._counted = cuts[queue.rank], cuts[queue.rank + 1]
 
     def consume(self) -> None:
-        """Discard this step's sum, after waiting until no other rank reads the kept buffer."""
+        """Wait until no other rank reads the kept buffer, then discard this step's sum."""
         # Otherwise the next backward pass would overwrite memory that another rank still sums.
         # After a step's exchange this returns at once: no rank enters the exchange before it has
         # read all sums, and a rank's messages stay in order. An abandoned step has no exchange, so

@@ -13,7 +13,7 @@ from shardwise.states.parameters.named_parameters import NamedParameter
 
 
 class BucketViews:
-    """Views of a bucket's flat memory: `own` for the span `apart`, `buffer` for the rest.
+    """Views of a bucket's flat memory. The span `apart` is in `own`, the rest in `buffer`.
 
     `buffer` has shape (numel,). A slot that straddles a boundary of `apart` has several flat views.
     `named` holds the parameter of each slot.

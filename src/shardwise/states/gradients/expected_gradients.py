@@ -1,6 +1,6 @@
 """Predicts from earlier backward passes which gradients will arrive.
 
-A bucket is launched once as many gradients have arrived as in earlier backward passes. An unused
+A bucket is launched once it has received as many gradients as in earlier backward passes. An unused
 parameter therefore does not delay its bucket until the backward pass ends.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 PATIENCE = 8
-"""After this many backward passes without its gradient, buckets no longer wait for a parameter."""
+"""After this many backward passes without a parameter's gradient, its bucket no longer waits."""
 
 
 class ExpectedGradients:
@@ -29,7 +29,7 @@ class ExpectedGradients:
         self.arrivals = [0] * len(self._learned)
 
     def unforeseen(self) -> list[int]:
-        """Return the indices of parameters with more gradients in this pass than expected."""
+        """Return the indices of parameters that have more gradients in this pass than expected."""
         pairs = zip(self.arrivals, self._learned, strict=True)
         return [index for index, (now, before) in enumerate(pairs) if now > before]
 

@@ -37,9 +37,10 @@ class SquareSum(Protocol):
 
 @dataclass(frozen=True)
 class Summation:
-    """How a step's gradients are added: in the exact mode's tree, or in the order that sends less.
+    """How a step's gradients are added up: in the exact mode's tree or in the cheaper order.
 
-    Without the tree, the engine adds either over micro-batches first, or over ranks first.
+    Without the tree, the engine sums either over micro-batches first or over ranks first, whichever
+    sends less.
     """
 
     in_tree: bool = False
@@ -53,7 +54,7 @@ class Summation:
 
 
 def in_tree(shards: MicroShards) -> Summation:
-    """Return the exact mode's summation, with bit-identical results for any number of workers."""
+    """Return the exact mode's summation, which is bit-identical for any number of workers."""
     return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
 
 
@@ -94,7 +95,7 @@ class GradientSum:
 
 
 class TreeSum(GradientSum):
-    """The exact mode's sum. `fan_ins[i]` sums of level i are added into one of level i + 1.
+    """The exact mode's sum. `fan_ins[i]` sums of level i are added up into one of level i + 1.
 
     The additions run on `device`.
     """
@@ -121,7 +122,7 @@ class TreeSum(GradientSum):
     def add(self, part: Tensor) -> tuple[None, Handle]:
         """Add the next part to the lowest level.
 
-        Returns None for the sum of squares: only the complete sum can be squared.
+        Returns None for the sum of squares, because only the complete sum can be squared.
         """
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()
@@ -144,7 +145,7 @@ class TreeSum(GradientSum):
         self._counts = [0] * len(self._levels)
 
     def widen(self) -> None:
-        """Widen a tree of one level. Deeper trees are in fp32 from the start."""
+        """Widen a tree that has a single level. Deeper trees are in fp32 from the start."""
         assert len(self._levels) == 1
         super().widen()
         self._levels = [self.total]

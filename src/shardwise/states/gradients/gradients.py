@@ -8,10 +8,10 @@ when its last gradient has arrived. Buckets are launched in the same order on ev
 is launched early once the expected number has arrived. The other buckets are launched when the
 backward pass ends.
 
-A gradient may arrive after its bucket has been launched: from a branch that was unused before, or
-from a segment that reentrant checkpointing ran again. autograd writes such a gradient into
-`param.grad`, and so never into a buffer in flight. The gradient is set aside as *late*, and all
-ranks reduce it together in `step`.
+A gradient may arrive after its bucket has been launched: from a branch that was unused in earlier
+passes, or from a segment that reentrant checkpointing ran again. autograd always writes such a
+gradient to `param.grad`, never into a buffer in flight. The gradient is set aside as *late*, and
+all ranks reduce it together in `step`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from shardwise.states.storage.storage_factory import StorageFactory, TensorKind
 
 
 class Gradients:
-    """Collects, reduces and guards the gradients of all buckets through one step.
+    """Collects, reduces and guards the gradients of all buckets throughout a step.
 
     `stray` creates the exception for a backward pass that the engine did not start. `elsewhere`
     lists the buckets whose squares another rank of the replica counts.
@@ -112,7 +112,7 @@ class Gradients:
 
     @property
     def patient(self) -> bool:
-        """Whether this rank may wait for a sum during its backward pass. See `ReductionQueue`."""
+        """Whether this rank may wait for a sum during its backward pass (see `ReductionQueue`)."""
         return all(queue.patient for queue in self.queues)
 
     @patient.setter
@@ -184,9 +184,9 @@ class Gradients:
         return self._backward if bucket.layout.axis == DATA else self._of_experts
 
     def _put_hooks_last(self) -> None:
-        """Move the engine's hooks behind hooks that user code has registered since.
+        """Move the engine's hooks behind any hooks that user code has registered since.
 
-        The engine's hook removes `param.grad`, which the user's hooks may read.
+        The engine's hook removes `param.grad`, which the user's hooks may need to read.
         """
         with unguarded():
             for param, handle in zip(self._hooked, self._hooks, strict=True):
@@ -217,7 +217,7 @@ class Gradients:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Launch the buckets `numbers`, the same ones on every rank. Used if `paced` is true."""
+        """Launch the buckets `numbers`, the same on every rank. Used if `paced` is true."""
         if self._in_backward and self._overlap:
             for number in numbers:
                 # Not every bucket takes part in this backward pass.
@@ -292,7 +292,7 @@ class Gradients:
             bucket.forget_calls()
 
     def follow_group(self) -> None:
-        """Adopt this rank's new index in a group that has lost ranks."""
+        """Use this rank's new index in a group that has lost ranks."""
         for queue in self.queues:
             queue.rank = queue.group.rank
         for bucket in self.buckets:
@@ -301,7 +301,7 @@ class Gradients:
     # -- between backward and step --------------------------------------------------------
 
     def guard(self) -> None:
-        """Make every use of `param.grad` raise, until the next `begin` or `clear`."""
+        """Make every use of `param.grad` raise until the next `begin` or `clear`."""
         with unguarded():
             for param, guard in zip(self._params, self._guards, strict=True):
                 param.grad = guard
@@ -332,7 +332,7 @@ class Gradients:
         self._wait()
 
     def _wait(self) -> None:
-        """Wait for all sums, and square each one while others are still in flight."""
+        """Wait for all sums. Square each sum while others are still in flight."""
         for number in self._drain():
             bucket = self.buckets[number]
             if bucket.counts and bucket.state is BucketState.SUMMED:
@@ -366,7 +366,7 @@ class Gradients:
         return sorted(set[int]().union(*(bucket.nonfinite() for bucket in self.buckets)))
 
     def unforeseen_names(self) -> list[str]:
-        """Return the names of parameters whose unexpected gradients made others late."""
+        """Return the names of parameters whose unexpected gradients caused others to be late."""
         named = self._parameters.named
         return [named[index].name for index in sorted(set(self._unforeseen))]
 
@@ -445,9 +445,10 @@ def _make_buckets(
     exact_sum: bool,
     elsewhere: Set[int],
 ) -> tuple[list[ReductionQueue], list[GradientBucket]]:
-    """Create the buckets, and allocate the memory that each one occupies between steps.
+    """Create the buckets, and allocate the memory that each of them occupies between steps.
 
-    This is either a full flat buffer, or memory for the elements that this rank updates.
+    A bucket occupies either a full flat buffer, or just memory for the elements that this rank
+    updates.
     """
     layouts, scatters = parameters.buckets, placement.is_sharded("optimizer")
     borrows = summation.in_tree or placement.is_sharded("gradients")

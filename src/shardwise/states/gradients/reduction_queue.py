@@ -18,7 +18,7 @@ from shardwise.states.gradients.bucket_views import BucketViews
 from shardwise.states.storage.storage_factory import TensorKind
 
 IN_FLIGHT = 2
-"""Maximum number of borrowed buffers in flight. Beyond that, `borrow` waits for the oldest."""
+"""Maximum number of borrowed buffers in flight. Beyond it, `borrow` waits for the oldest one."""
 
 LAG = 1
 """Number of launches after which a bucket is summed (and the second half of its all-reduce

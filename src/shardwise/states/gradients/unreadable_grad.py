@@ -3,7 +3,7 @@
 Between the last backward pass of a step and `engine.step()`, a gradient is a weighted sum whose
 collective may still be running. Reading it would give a meaningless value, and changing it
 (clip_grad_norm_) would have no effect. Until the step, `param.grad` is therefore a tensor without
-memory that raises on any use.
+storage that raises on any use.
 """
 
 from __future__ import annotations

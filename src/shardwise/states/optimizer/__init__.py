@@ -1,7 +1,7 @@
 """Stores the optimizer state of one rank, and runs the update.
 
 optimizer_state.py     lays out master weights and state, and creates the inner optimizers
-existing_optimizer_state.py  takes over the state of the user's optimizer or of a checkpoint
+existing_optimizer_state.py  adopts the state of the user's optimizer or of a checkpoint
 inner_optimizer.py     updates the intervals of buckets; users_optimizer.py: full parameters
 offloaded_update.py    updates state on a disk or on the host, span by span
 update_interval.py     the interval of a bucket that this rank updates, in segments

@@ -19,8 +19,8 @@ class Averages:
     """Exponential moving averages of the weights, in the master dtype.
 
     After each step, an average becomes decay x average + (1 - decay) x weight. Its initial value is
-    taken from `start` if that contains the parameter, otherwise from the weight. `factory` creates
-    the storage, which is accessed in the same spans as the optimizer's state.
+    the parameter's entry in `start` if there is one, otherwise the weight. `factory` creates the
+    storage, which is accessed in the same spans as the optimizer's state.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Averages:
 
     @property
     def memory_bytes(self) -> int:
-        """Size in bytes of the averages that occupy memory between steps."""
+        """Size in bytes of those averages that occupy memory between steps."""
         return sum(average.memory_bytes for average in self.storages)
 
     def update(self) -> None:
@@ -99,9 +99,9 @@ class Averages:
     def swapped_in(self) -> Iterator[None]:
         """Context manager inside which the parameters hold the averages. Collective.
 
-        If a parameter and its average have the same dtype, they swap values, span by span.
-        Otherwise the parameter receives the rounded average, and on exit its value is restored from
-        its master.
+        If a parameter and its average have the same dtype, the two swap values, span by span.
+        Otherwise the parameter receives the rounded average. On exit, its value is then restored
+        from its master.
         """
         self._exchange(_swap, _round)
         try:

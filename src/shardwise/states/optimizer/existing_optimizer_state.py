@@ -1,4 +1,4 @@
-"""Takes over optimizer state that already exists in the user's optimizer or in a checkpoint.
+"""Adopts optimizer state that already exists in the user's optimizer or in a checkpoint.
 
 A bucket's interval is split into segments, with a boundary wherever the states of two neighbouring
 parameters cannot be joined, for example because their step counts differ. Each segment receives its
@@ -42,8 +42,8 @@ class Blank:
 class ExistingState:
     """The existing state of each parameter, for each of the user's optimizers.
 
-    A `Blank` is replaced by an allocated tensor. A new segment starts at each of the parameters
-    `borders`, even if the state does not differ there.
+    A `Blank` is replaced by an allocated tensor. Each of the parameters `borders` starts a new
+    segment, even if its state could be joined with its neighbour's.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class ExistingState:
 def _allocate(
     interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
 ) -> Tensor:
-    """Allocate the tensor that replaces `blank`. It has no memory if the state is on a disk."""
+    """Allocate the tensor that replaces `blank`. It has no storage if the state is on a disk."""
     numel = segment.end - segment.first
     if key in interval.moments:
         return without_memory(numel, interval.moments[key].dtype)

@@ -1,7 +1,8 @@
 """Updates the intervals of one or more buckets with an inner copy of the user's optimizer.
 
 If everything is in device memory, an update is a single call for full intervals. If some state is
-on a disk, or in host memory but used on an accelerator, `offloaded_update.py` updates span by span.
+on a disk, or is in host memory but used on an accelerator, `offloaded_update.py` updates it span by
+span.
 
     reduced gradient ─▶ tensor.grad of each segment ─▶ optimizer.step() ─▶ master ─▶ parameters
 """
@@ -47,13 +48,13 @@ class InnerOptimizer:
         buckets: Indices of the buckets.
         intervals: This rank's interval of each bucket.
         groups: The user's parameter group of each interval.
-        parts: Yields the parts that each call of the optimizer updates.
+        parts: Yields the parts that are updated, one per optimizer call.
         fused: Whether to update with torch's fused kernel.
         leads: True for the first copy of the user's optimizer.
     """
 
     is_users_stepping = False
-    """True while the user's optimizer itself runs its step, and may call its own methods."""
+    """True while the user's own optimizer runs its step, in which it may call its own methods."""
     following: InnerOptimizer | None = None
     """The inner optimizer that the step updates next."""
 
@@ -107,7 +108,7 @@ class InnerOptimizer:
     def step(self, used: Sequence[bool], factor: float) -> None:
         """Update the parameters with the reduced gradients, multiplied by `factor`.
 
-        `used` is True for each parameter that had a gradient on any rank.
+        `used` holds a flag for each parameter: whether it had a gradient on any rank.
         """
         if not all(used):
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]
@@ -167,7 +168,7 @@ class InnerOptimizer:
         self.attributes.follow()
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Call the optimizer class's own `step`, without any wrapper that a scheduler has set."""
+        """Call the optimizer class's own `step`, bypassing any wrapper that a scheduler has set."""
         with without_hooks(self.inner):
             type(self.inner).step(self.inner, *closure)
 
@@ -196,7 +197,7 @@ class InnerOptimizer:
     def step_often(self, evaluate: Callable[[], float]) -> None:
         """Run a step of an optimizer that may call `evaluate` several times.
 
-        `evaluate` must call `offer_again` each time. Every interval must be a single part.
+        `evaluate` must call `offer_again` each time. Every interval must consist of a single part.
         """
         for parts in self._parts(self):
             self._set_divisor(1.0)
@@ -223,7 +224,7 @@ class InnerOptimizer:
 
 
 def in_memory(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield all intervals, to be updated in one call. Then copy the masters to the parameters."""
+    """Yield all intervals for a single call. Then copy the masters to the parameters."""
     parts = []
     for interval in inner.intervals:
         gradient = interval.gradient.reduced.memory

@@ -6,7 +6,7 @@ While one span is updated, the next one is read and the previous one is written:
     SpanInUse         [ 0 ][ 1 ][ 2 ][ 3 ]      bound to segments and their state, then updated
     written                [ 0 ][ 1 ][ 2 ][ 3 ]
 
-Segments and state on a disk are tensors with a shape but no memory. While their span is updated,
+Segments and state on a disk are tensors with a shape but no storage. While their span is updated,
 they are views of the span's memory. Quantised state is treated in the same way: its span occupies
 memory in full precision only during the update.
 """
@@ -32,7 +32,7 @@ from shardwise.states.storage.storage import MemoryStorage, Storage, in_spans
 
 
 def by_spans(inner: InnerOptimizer) -> Iterator[list[UpdatePart]]:
-    """Yield the intervals span by span. If there are several intervals, each must be one span."""
+    """Yield the intervals span by span. If there are several, each must have a single span."""
     count = max(len(interval.spans) for interval in inner.intervals)
     for index in range(count):
         spans = [
@@ -69,7 +69,7 @@ def _gradient_of(interval: BucketUpdate) -> Storage:
 
 
 def _read_ahead(inner: InnerOptimizer, index: int) -> None:
-    """Start reading span `index` of each interval that has one, and of its gradient."""
+    """Start reading span `index` of each interval that has such a span, and of its gradient."""
     for interval in inner.intervals:
         if index < len(interval.spans):
             for storage in {interval.target, interval.master, _gradient_of(interval)}:

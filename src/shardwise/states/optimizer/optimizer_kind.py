@@ -26,9 +26,9 @@ BY_TENSOR = (optim.Adafactor, optim.Muon)
 
 
 def is_torchs(optimizer: optim.Optimizer) -> bool:
-    """Return whether the class of `optimizer` is one of torch's, or derived from one.
+    """Return whether the class of `optimizer` is one of torch's or derived from one.
 
-    These classes store state in the parameter's dtype, and cannot step if the dtype changes.
+    These classes store state in the parameter's dtype, and cannot step if that dtype changes.
     """
     return isinstance(optimizer, (*ELEMENTWISE, *BY_TENSOR))
 
@@ -113,7 +113,7 @@ _FOREIGN_ATTRIBUTES = frozenset(
 
 
 def attributes_of(optimizer: optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that the class of `optimizer` itself sets on it.
+    """Return the attributes that the class of `optimizer` itself sets on `optimizer`.
 
     Excludes attributes that shadow a method, because a scheduler or an engine has set those.
     """
@@ -142,7 +142,7 @@ def wrapped_optimizer(optimizer: optim.Optimizer) -> tuple[str, optim.Optimizer]
 def bare_copy(optimizer: optim.Optimizer, *, detached: bool = False) -> optim.Optimizer:
     """Return a copy of `optimizer` with its class and attributes, but without parameters or state.
 
-    Hooks, and attributes that a scheduler has set, are not copied. Unless `detached` is true, the
+    Neither hooks nor attributes that a scheduler has set are copied. Unless `detached` is true, the
     copy shares its attribute values with `optimizer`.
     """
     # Skip `__init__`, whose parameters differ between classes.
@@ -233,7 +233,7 @@ def same(a: Any, b: Any, *, exactly: bool = False) -> bool:
 
 
 def compares_by_identity(value: Any) -> bool:
-    """Return whether `value` is an object with attributes whose class defines no `__eq__`."""
+    """Return whether `value` has attributes, but its class defines no `__eq__`."""
     plain: Any = object.__eq__
     return hasattr(value, "__dict__") and type(value).__eq__ is plain
 
@@ -243,8 +243,8 @@ def may_fuse(
 ) -> bool:
     """Return whether torch's fused kernel may update tensors of `dtype`.
 
-    The fused kernel reads and writes each number once. The default implementation runs one pass per
-    operation, with the same arithmetic. Returns False if the user has set `fused` or `foreach`.
+    The fused kernel reads and writes each number once. The default implementation makes one pass
+    per operation, with the same arithmetic. Returns False if the user has set `fused` or `foreach`.
     """
     unchosen = options.get("fused", False) is None and not options.get("foreach")
     # With these options, torch has no fused kernel, or it would compute a different result.

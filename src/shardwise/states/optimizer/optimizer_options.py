@@ -2,7 +2,7 @@
 
 The engine updates with inner copies of the user's optimizer. Before every update, a copy adopts the
 options of the user's parameter groups (where schedulers set the learning rate) and any attributes
-that user code has replaced. The update itself may change options, too (ScheduleFree counts steps in
+that user code has replaced. The update itself may also change options (ScheduleFree counts steps in
 a group). Such changes are written back after all updates of the step:
 
     scheduler ─▶ user's param_groups ─▶ inner param_groups ─▶ update
@@ -58,7 +58,7 @@ class ParameterGroup:
     together: bool
     """True if all tensors of the optimizer must be updated in a single call."""
     stays: bool = False
-    """True if the user's optimizer itself makes that call for its own parameters, and keeps its own
+    """True if the user's own optimizer makes that call, on its own parameters, and keeps its own
     state."""
 
     @property
@@ -70,7 +70,7 @@ class ParameterGroup:
 class FollowedOptions:
     """Copies options of the user's parameter groups to the groups of `inner`, and records changes.
 
-    `inner` is a copy of the user's optimizer that updates on `device`, with torch's fused kernel if
+    `inner` is a copy of the user's optimizer. It updates on `device`, with torch's fused kernel if
     `fused` is true. `counts` contains the names of options that the optimizer changes itself.
     """
 
@@ -149,8 +149,8 @@ def write_back_options(followed: Sequence[FollowedOptions]) -> None:
 class FollowedAttributes:
     """Copies attributes of the user's optimizer `user` to its copy `inner`, and returns changes.
 
-    `changing` names the attributes that steps change. The copy whose `leads` is True shares their
-    values with `user`. Every other copy has its own.
+    `changing` names the attributes that a step changes. The copy for which `leads` is true shares
+    their values with `user`. Every other copy has values of its own.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class FollowedAttributes:
         self.follow()
 
     def follow(self) -> None:
-        """Copy the attributes of the user's optimizer that user code has replaced."""
+        """Copy those attributes of the user's optimizer that user code has replaced."""
         if not self._follows:
             return
         for name, value in attributes_of(self.user).items():
@@ -187,7 +187,7 @@ class FollowedAttributes:
         return {k: vars(self._inner)[k] for k in self.changing if k in vars(self._inner)}
 
     def forget_changes(self) -> None:
-        """Treat the current attributes of the user's optimizer as already copied."""
+        """Regard the current attributes of the user's optimizer as already copied."""
         self._followed = attributes_of(self.user)
 
 

@@ -66,8 +66,8 @@ class UpdatedParameters(Protocol):
 class OptimizerState:
     """The inner optimizers of all buckets, and the master weights.
 
-    A parameter has a master if it has 16 bits or is stored on a different tier. State is stored in
-    separate storage if it is on a disk or quantised. Otherwise the inner optimizers allocate it.
+    A parameter has a master if it has a 16-bit dtype or is stored on a different tier. State that
+    is on a disk or quantised has separate storage. The inner optimizers allocate all other state.
 
     Args:
         parameters: The parameters in buckets.
@@ -214,7 +214,7 @@ class OptimizerState:
             existing.give(inner, interval, group)
 
     def _together(self, index: int) -> Hashable:
-        """Return a bucket's key. All buckets with an equal key are updated in a single call."""
+        """Return a bucket's key. All buckets with the same key are updated in a single call."""
         interval, group = self.intervals[index], self.groups[index]
         if group.together:
             return group.optimizer  # it combines tensors, so it needs all of them in a single call
@@ -245,7 +245,7 @@ class OptimizerState:
     def restart(self, states: Mapping[nn.Parameter, Mapping[str, Any]], borders: Set[int]) -> None:
         """Replace all state with `states`, whose tensors are `Blank`s for a checkpoint to fill.
 
-        A new segment starts at each of the parameters `borders`.
+        Each of the parameters `borders` starts a new segment.
         """
         self.inners, self._inner_of = [], []
         by_optimizer = {group.optimizer: states for group in self.groups}
@@ -265,7 +265,7 @@ class OptimizerState:
     def return_common_state(self) -> None:
         """Copy state that belongs to no parameter back to the user's optimizers.
 
-        This state is identical in all copies of an optimizer.
+        All copies of an optimizer have identical state of this kind.
         """
         for inner in self.inners:
             if inner.attributes.leads and inner.inner is not inner.attributes.user:
@@ -348,11 +348,11 @@ class OptimizerState:
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
 
     def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
-        """Return whether state entry `key` is a tensor, and not a number such as a step count."""
+        """Return whether state entry `key` is a tensor, not a number such as a step count."""
         return self.groups[index].kind.is_tensor(key, value, segment.tensor.shape)
 
     def state_of(self, index: int) -> list[tuple[UpdatedTensor, dict[str, Any]]]:
-        """Return the segments of bucket `index` that have state, each with its state."""
+        """Return the segments of bucket `index` that have state, each together with its state."""
         inner = self._inner_of[index].inner
         return [
             (segment, inner.state[segment.tensor])

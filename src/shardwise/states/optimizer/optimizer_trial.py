@@ -11,8 +11,8 @@ same random steps twice and compares the results:
     separable     two tensors together      =?  the first one alone
     elementwise   two halves of a tensor    =?  the full tensor
 
-Trials differ in the number of dims (as many as the group's tensors have), the number of elements,
-the size of gradients, the number of steps, and in whether step counts jump far ahead.
+Trials differ in the number of dims (every number that occurs in the group), the number of elements,
+the size of gradients, the number of steps, and whether step counts jump far ahead.
 
 A trial proves nothing about behaviour that it does not trigger. Its result is therefore used only
 if tensors must be split.
@@ -147,8 +147,8 @@ class OptimizerKinds:
     """Determines and caches the `OptimizerKind` of each parameter group.
 
     Groups that differ only in learning rate share a trial. Unless the optimizer is one of torch's,
-    a group is tried only once, because a method such as `eval()` may later switch the optimizer to
-    a mode in which it does not update.
+    each group is tried only once, because a method such as `eval()` may later put it into a mode in
+    which it does not update.
     """
 
     def __init__(self) -> None:
@@ -194,7 +194,7 @@ class _OptimizerTrial:
 def _trials(group: Mapping[str, Any]) -> Iterator[_OptimizerTrial]:
     """Yield the trials for `group`, starting with a short one.
 
-    Most optimizers that need full tensors already fail the first trial.
+    Most optimizers that need full tensors fail the first trial.
     """
     shapes = _shapes(group)
     yield from (_OptimizerTrial(shape) for shape in shapes)
@@ -292,7 +292,7 @@ class _TrialRunner:
     ) -> OptimizerKind:
         """Return the optimizer's kind, according to this trial.
 
-        Compares `whole`, the result for the first tensor, with the results for both tensors
+        Compares `whole`, the result for the first tensor alone, with the results for both tensors
         together and for the first tensor in two parts. Skips properties that earlier trials have
         disproved (`so_far`).
         """
@@ -363,14 +363,14 @@ class _TrialRunner:
         return _Outcome(updates, dict(inner.state[params[0]]), options, changed, params[0].shape)
 
     def _existing_state(self) -> Mapping[str, Any]:
-        """Return the state of the first parameter in the group that has state."""
+        """Return the state of the first parameter in the group that has any state."""
         states = (held(self._optimizer).get(p) for p in self._group["params"] if p.ndim)
         return next((state for state in states if state), {})
 
     def _initial_state(self, like: Tensor) -> dict[str, Any]:
         """Return the state that the optimizer's constructor might have created for `like`.
 
-        It is copied from another parameter's state. All elements are set to that state's first one.
+        It is a copy of another parameter's state, with all elements set to the first one.
         """
         state = self._existing_state()
         owner = next(p for p in self._group["params"] if held(self._optimizer).get(p) is state)

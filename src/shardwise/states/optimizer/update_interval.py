@@ -24,7 +24,7 @@ class ReducedGradient(Protocol):
     """A bucket's reduced gradient, for the elements that a rank updates."""
 
     own: Span
-    """These elements of the bucket."""
+    """The elements of the bucket that the rank updates."""
 
     @property
     def reduced(self) -> Storage:
@@ -43,8 +43,8 @@ class UpdatedTensor:
     """The tensor in the optimizer's parameter group: (end - first,), or the parameter's shape if
     the optimizer needs full tensors."""
     master: Tensor | None = None
-    """The master of `tensor`, if `tensor` is the user's own parameter and has 16 bits or is on a
-    different device. `tensor` holds the master's values during an update."""
+    """The master of `tensor`, if `tensor` is the user's own parameter and either has a 16-bit dtype
+    or is on a different device. `tensor` holds the master's values during an update."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class BucketUpdate:
     def flat(self, first: int, end: int) -> Tensor:
         """Return elements [first, end) of the bucket from the master.
 
-        The result has no memory if the master is on a disk.
+        The result has no storage if the master is on a disk.
         """
         if (memory := self.master.memory) is not None:
             return memory[first - self.own[0] : end - self.own[0]]
@@ -121,7 +121,7 @@ def _nothing(dtype: torch.dtype) -> Tensor:
 
 
 def without_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat placeholder of `numel` elements for data that is in a storage."""
+    """Return a flat placeholder of `numel` elements for data that is in a `Storage`."""
     return _nothing(dtype).expand(numel)
 
 

@@ -1,6 +1,6 @@
 """Runs the update with the user's optimizer itself, if each rank has the full state.
 
-A copy of an optimizer does not share its attributes, an optimizer that it wraps, or state that
+A copy of an optimizer does not share its attributes, any optimizer that it wraps, or state that
 belongs to no parameter. If nothing is sharded, no copy is needed. The engine then assigns the
 reduced gradients to the parameters' `grad`, and the user's optimizer updates the parameters. Its
 state stays in the optimizer itself, for its own methods and for user code.
@@ -22,7 +22,7 @@ from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
 class UsersOptimizer(InnerOptimizer):
-    """The user's own optimizer. `intervals` covers every parameter that it trains."""
+    """The user's own optimizer. `intervals` covers every parameter that the optimizer trains."""
 
     def _make_optimizer(self) -> optim.Optimizer:
         return self._groups[0].optimizer
@@ -55,7 +55,7 @@ class UsersOptimizer(InnerOptimizer):
             self._clear(parts)
 
     def _call(self, *closure: Callable[[], float]) -> None:
-        """Call `step`, and mark that the user's optimizer may call its own public methods."""
+        """Call `step`, and allow the user's optimizer to call its own public methods meanwhile."""
         self.is_users_stepping = True
         try:
             super()._call(*closure)
@@ -64,7 +64,7 @@ class UsersOptimizer(InnerOptimizer):
 
     @contextmanager
     def _masters_shown(self) -> Iterator[None]:
-        """Context manager inside which parameters that have a master hold its values."""
+        """Context manager inside which parameters that have a master hold the master's values."""
         segments = [s for i in self.intervals for s in i.segments if s.master is not None]
         # Save the tensors themselves, not copies: the update writes to masters, which are later
         # rounded into these tensors.

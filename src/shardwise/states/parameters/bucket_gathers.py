@@ -1,9 +1,9 @@
 """Gathers full buckets from the ranks' intervals for as long as a unit needs them.
 
-If ranks share memory, every full bucket is already in it. Otherwise a bucket is gathered into a
+If ranks share memory, every full bucket is already there. Otherwise a bucket is gathered into a
 borrowed buffer, so that forward and backward passes allocate no memory. User code may still hold a
 view of a buffer, for example if a unit returned its own weight or a hook stored a view. Such a
-buffer is never borrowed again, so its content stays valid for the user.
+buffer is never borrowed again, so the user's view stays valid.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAVED_VIEWS = 256
 
 @dataclass(frozen=True, eq=False)
 class WholeBucket:
-    """A gathered bucket: its flat memory, shape (numel,), and views of it."""
+    """A gathered bucket: its flat memory, of shape (numel,), and views of that memory."""
 
     flat: Tensor
     views: list[Tensor]
@@ -113,7 +113,7 @@ class BucketGathers(ABC):
 
 
 class SharedMemoryGathers(BucketGathers):
-    """Provides buckets in memory that the ranks share. Nothing is sent."""
+    """Provides buckets in memory that the ranks share, so that nothing needs to be sent."""
 
     collective = False
 
@@ -162,7 +162,8 @@ class _Buffer:
 class AllGathers(BucketGathers):
     """Gathers each bucket across its group, into a borrowed buffer.
 
-    `collective` is False if the groups have only this rank, and gathers need no common order.
+    `collective` is False if every group consists of this rank alone, so that ranks may gather in
+    different orders.
     """
 
     def __init__(self, groups: ShardGroups, *, collective: bool = True) -> None:

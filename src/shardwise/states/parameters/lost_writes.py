@@ -7,8 +7,8 @@ some gathers:
     gathers 1 ... FIRST        all, because most code that writes does so from the start
     later gathers              one in INTERVAL, so that a step costs little more
 
-On an accelerator, the host waits only for the first gathers' results. Later results are copied to
-the host asynchronously, and a later gather checks them.
+On an accelerator, the host waits only for the results of the first gathers. Later results are
+copied to the host asynchronously, and a later gather checks them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _PendingResult(NamedTuple):
 class LostWrites:
     """Compares parameters' bits before and after some gathers.
 
-    Calls `report` with the index of each parameter that was written.
+    Calls `report` with the index of each parameter to which user code has written.
     """
 
     def __init__(self, report: Callable[[int], None]) -> None:
@@ -49,7 +49,7 @@ class LostWrites:
         self._pending: deque[_PendingResult] = deque()
 
     def begin(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Sum the bits of `bucket`, just gathered into `flat`, if this gather is to be checked."""
+        """Sum the bits of `bucket`, just gathered into `flat`, if this gather should be checked."""
         while self._pending and self._pending[0].event.query():
             self._report_first()
         gathers = self._gathers[bucket] = self._gathers.get(bucket, 0) + 1
@@ -57,7 +57,7 @@ class LostWrites:
             self._before[bucket] = _sums(bucket, flat)
 
     def end(self, bucket: ShardedBucket, flat: Tensor) -> None:
-        """Compare the bits of `bucket`, which will be resharded next, with the sums at `begin`."""
+        """Compare the bits of `bucket`, about to be resharded, with the sums from `begin`."""
         before = self._before.pop(bucket, None)
         if before is None:
             return
@@ -113,7 +113,7 @@ def integers(tensor: Tensor) -> Tensor:
 
 
 def total(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, modulo 2^64. Fast, but does not detect reordering."""
+    """Return the sum of the bits as integers, modulo 2^64. Fast, but blind to reordering."""
     bits = integers(tensor)
     # Sum in chunks on the CPU, because torch first copies the summands to 64-bit integers, which
     # take twice the memory.

@@ -1,4 +1,4 @@
-"""Defines the base class of parameters in buckets, and replicated parameters.
+"""Defines the base class of parameters in buckets, and implements replicated parameters.
 
 Replicated parameters are views of flat buffers, of which each rank has its own copy. For sharded
 parameters, see `sharded_parameters.py`.
@@ -25,7 +25,7 @@ from shardwise.timeline import recorder
 class Parameters(ABC):
     """Base class of the trainable parameters, which are packed into buckets.
 
-    The parameter objects are still the user's. Only the memory of their values changes.
+    The parameter objects remain the user's own. Only the storage behind their values changes.
     """
 
     def __init__(self, named: Sequence[NamedParameter], buckets: Sequence[Bucket]) -> None:
@@ -60,7 +60,7 @@ class Parameters(ABC):
     def kept(self) -> list[tuple[list[NamedParameter], Sequence[Slot], Span, Storage]]:
         """Return all elements that this rank stores between steps, bucket by bucket.
 
-        Each entry has the parameter of each slot, the slots, the stored span, and its storage.
+        Each entry holds the parameter of each slot, the slots, the stored span, and its storage.
         """
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Parameters(ABC):
         """Wait until no rank reads the old values. Call before storing new ones."""
 
     def forget_writes(self) -> None:  # noqa: B027 (only sharded parameters report lost writes)
-        """Discard lost writes that were found so far, so that `check` does not report them."""
+        """Discard any lost writes that were found so far, so that `check` does not report them."""
 
     def settle(self) -> None:
         """Finish an update, after all buckets were published. Collective."""
@@ -87,7 +87,7 @@ class Parameters(ABC):
         self.remember()
 
     def remember(self) -> None:
-        """Record the parameters' current versions, which `written` compares with."""
+        """Record the parameters' current versions, with which `written` compares later ones."""
         self.changes += 1
         self._versions = [named.parameter._version for named in self.named]
 
@@ -192,7 +192,7 @@ class ReplicatedParameters(Parameters):
             share_again()
 
     def publish(self, index: int) -> Handle:
-        """Start the all-gather of bucket `index`. Each rank has updated its interval."""
+        """Start the all-gather of bucket `index`. Each rank has updated its own interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
         bucket = self.buckets[index]
@@ -221,7 +221,7 @@ class ReplicatedParameters(Parameters):
 class ParameterPlaces:
     """Checks the addresses and registrations of several parameters at once.
 
-    Cheap enough to run in every step.
+    It is cheap enough to run in every step.
     """
 
     def __init__(self, named: Sequence[NamedParameter]) -> None:

@@ -5,12 +5,12 @@ device, gradient and hooks, but no values: a NaN or a stale value would spread s
 access values on two levels, and both are guarded:
 
     Python      the parameter gets a subclass of its class, whose `__torch_function__` sees every
-                call; `p.data` and `p.detach()` are tensors without memory that raise, too
+                call; `p.data` and `p.detach()` are tensors without storage that raise, too
     dispatcher  the tensor gets an additional dispatch key, whose only kernel raises; this catches
                 tensors that autograd has saved, torch.func and torch.tensor(p)
 
-A gathered parameter has its own class and keys again, so the guard has no cost while the parameter
-is in use.
+A gathered parameter has its own class and keys again, so the guard costs nothing while the
+parameter is in use.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AtRest:
     """Text for messages: why the parameter has no values."""
 
     def mark(self, parameter: nn.Parameter) -> None:
-        """Attach this placeholder to `parameter`, which then cannot be copied or pickled."""
+        """Attach this placeholder to `parameter`, and prevent copying or pickling it."""
         values = (self, self._refuse_copy, self._refuse_copy)
         parameter.__dict__.update(zip(_MARKS, values, strict=True))
 
@@ -136,7 +136,7 @@ def _unusable(like: Tensor) -> Tensor:
     with torch.no_grad(), SwappingData(), torch._C._DisableTorchDispatch():
         keyed.set_(like.untyped_storage(), like.storage_offset(), like.shape, like.stride())
         unusable = torch.empty(0, dtype=like.dtype, device=like.device)
-        unusable.data = keyed  # takes over all keys, except the one of the Python subclass
+        unusable.data = keyed  # gets all keys except the Python subclass's
     return unusable
 
 
@@ -199,7 +199,7 @@ def _resting(own: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 class ValueAtRest(Tensor):
-    """A tensor without memory that replaces `p.data` and `p.detach()` of a parameter at rest."""
+    """A tensor without storage: stands in for `p.data` and `p.detach()` of a parameter at rest."""
 
     form: AtRest
 
@@ -299,7 +299,7 @@ def _plain(value: Any) -> Any:
 
 
 def _found(value: Any) -> AtRest | None:
-    """Return the placeholder of a parameter at rest, or of a tensor derived from one, else None."""
+    """Return the placeholder if `value` is a parameter at rest or derived from one, else None."""
     if isinstance(value, ValueAtRest):
         return value.form
     # Checking the class is not sufficient: a tensor that autograd has saved is no subclass, but has
@@ -317,7 +317,7 @@ def _form(value: Any) -> AtRest:
 
 
 def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return a parameter at rest itself if a cast or move would not change it. Otherwise raise."""
+    """Return a parameter at rest itself if the cast or move would not change it, else raise."""
     value, *rest = args
     like = _form(value).like
     # torch returns its argument itself from a cast without effect, so try the cast on an empty
@@ -335,8 +335,8 @@ def _cast(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
 def _lifted(args: Any, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Context manager inside which arguments that are parameters at rest have their original class.
 
-    torch.autograd.grad differentiates with respect to them without reading their values. Because of
-    their original class, torch does not call `__torch_function__` for them again.
+    torch.autograd.grad differentiates with respect to such parameters without reading their values.
+    Because they have their original class, torch does not call `__torch_function__` for them again.
     """
     lifted = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if _found(leaf) is not None]
     for parameter in lifted:
@@ -407,4 +407,4 @@ _LIKE = frozenset(
         torch,
     )
 )
-"""Functions that need no values, but an address, or a tensor whose metadata a new tensor copies."""
+"""Functions that need only an address, or only a tensor whose metadata a new tensor copies."""

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits next to replicated parameters (QLoRA with ZERO_0 to ZERO_2).
+"""Stores frozen weights in 4 bits alongside replicated parameters (QLoRA with ZERO_0 to ZERO_2).
 
 Every rank stores all of these weights. They are expanded unit by unit, with the same code that
 gathers sharded parameters, but without any communication. With ZERO_3, the buckets of
@@ -25,7 +25,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class QuantisedParameters(ShardedParameters):
     """Frozen weights that each rank stores in full, in 4 bits.
 
-    The arguments are as in `ShardedParameters`. `buckets` are laid out for one rank.
+    The arguments are those of `ShardedParameters`. `buckets` are laid out for a single rank.
     """
 
     at_rest_because = "stored in 4 bits"
@@ -44,7 +44,7 @@ class QuantisedParameters(ShardedParameters):
 
 
 class ReplicatedWithQuantised(ReplicatedParameters):
-    """Replicated parameters that are trained, and frozen weights in 4 bits."""
+    """Replicated parameters that are trained, combined with frozen weights in 4 bits."""
 
     def __init__(
         self,

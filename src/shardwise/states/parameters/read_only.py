@@ -3,9 +3,10 @@
 Between the two passes, a gathered unit's parameters are a temporary copy. They can be read safely,
 including in a loss. A write would not reach any shard, so it raises at the user's line.
 
-During that time a parameter, and every view of it, has a subclass of its class, whose
-`__torch_function__` sees every call. It forwards reads to the parameter's own class, because with
-tensor or pipeline parallelism all ranks take part in a read (parallel/tensor/parameter_uses.py).
+During that time, the class of a parameter, and of every view of it, is a subclass of the original
+class. Its `__torch_function__` sees every call. It forwards reads to the parameter's own class,
+because with tensor or pipeline parallelism all ranks take part in a read
+(parallel/tensor/parameter_uses.py).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class _Views:
         self._names = {_memory(leaf): _name(leaf) for leaf in leaves if isinstance(leaf, _ReadOnly)}
 
     def __call__(self, result: Tensor) -> Tensor:
-        """Return `result`, as a `_View` if it is a view of a read-only argument."""
+        """Return `result`, wrapped as a `_View` if it is a view of a read-only argument."""
         name = self._names.get(_memory(result))
         if name is None or isinstance(result, _ReadOnly):
             return result

@@ -142,7 +142,7 @@ class Residency:
         self._need(number)
 
     def leave(self, number: int, *, failed: bool) -> None:
-        """Reshard unit `number` if possible, after one of its modules' forward passes.
+        """Reshard unit `number` if possible, after the forward pass of one of its modules.
 
         `failed` states whether that forward pass raised.
         """
@@ -175,16 +175,16 @@ class Residency:
         return bool(self._tape)
 
     def keep(self, number: int | None = None) -> None:
-        """Keep unit `number` (None: all gathered units) until a backward pass has ended.
+        """Keep unit `number` (None: all gathered units) gathered until a backward pass has ended.
 
-        Needed if autograd saves the parameters themselves, not references to them.
+        Needed if autograd saves the parameters themselves rather than references to them.
         """
         self._whole.keep(number)
 
     # -- backward -------------------------------------------------------------------------
 
     def open_backward(self) -> None:
-        """Begin a backward pass through the forward passes recorded since the previous one."""
+        """Begin a backward pass through all forward passes recorded since the previous one."""
         self._end_dead_passes()
         self._backwards += 1
         # The kind consists of the forward passes and a counter: a second backward pass through the
@@ -247,7 +247,7 @@ class Residency:
         self.end_dead_pass()
 
     def end_dead_pass(self) -> None:
-        """Finish a backward pass through these units that has failed unnoticed, if any."""
+        """Finish a backward pass through these units if it has failed without being noticed."""
         # -1 means that autograd executes no graph in this thread. A backward pass that is still
         # open here has therefore raised, and its callback never ran.
         if self._is_backward() and torch._C._current_graph_task_id() == -1:
@@ -299,7 +299,7 @@ class Residency:
     def whole(
         self, numbers: Sequence[int], *, here: bool = True, write: bool = False
     ) -> Iterator[dict[ShardedBucket, Tensor]]:
-        """Context manager that gathers the units `numbers`, to read or (if `write`) to write them.
+        """Context manager that gathers the units `numbers`, for reading or (if `write`) writing.
 
         Collective. Inside the block, the units are in separate memory. Yields their full buckets,
         except those of units that an enclosing block has already gathered. A rank whose `here` is
@@ -350,7 +350,7 @@ class Residency:
     def check_unwritten(self, shown: Mapping[ShardedBucket, Tensor]) -> None:
         """Raise BrokenView if user code wrote to any of the read-only full buckets `shown`.
 
-        `whole` has yielded these buckets. Collective.
+        `whole` yielded these buckets. Collective.
         """
         self._parameters.check_unwritten(shown)
         if not any(self._own.values()):
@@ -394,7 +394,7 @@ class Residency:
         return bring_back
 
     def reset(self) -> None:
-        """Discard the state that a failed forward or backward pass has left."""
+        """Discard the state that a failed forward or backward pass has left behind."""
         self._depth, self._pass = 0, None
         self._order.drop(self)
         for unit in self.units:
@@ -431,7 +431,7 @@ class Residency:
             self._order.close(self, numbers, failed=failed)
 
     def mode(self) -> None:
-        """No-op: passes of the same kind always gather in the same way."""
+        """No-op: all passes of the same kind gather in the same way."""
 
     def is_past(self, number: int) -> None:
         """Call the function passed to `pace`: unit `number` had its last gather in this pass."""
@@ -439,7 +439,7 @@ class Residency:
             self._over(number)
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Gather unit `number` with all ranks. Keep it gathered only if this rank `wanted` it."""
+        """Gather unit `number` with all ranks. Keep it gathered only if `wanted` is true."""
         unit = self.units[number]
         # A lasting unit stays gathered from its first turn in a backward pass on: it has no second
         # turn.

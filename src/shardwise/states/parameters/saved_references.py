@@ -26,7 +26,7 @@ class BucketReference(SavedReference):
 
     `form` is the tensor's geometry in the bucket. `cast` is the saved tensor's geometry in the
     cast's memory, or None if the saved tensor is not a cast. The reference is valid until the
-    parameters change, which increments `generation`.
+    parameters change. Each change increments `generation`.
     """
 
     __slots__ = ("cast", "form", "generation", "index", "unit")
@@ -58,9 +58,9 @@ class CastCache:
 
     Otherwise autocast keeps all casts until the forward pass ends. If the cache is cleared between
     two uses of the same weight, the weight is cast twice. Its gradients are then summed in fp32
-    instead of 16 bits, and the result is no longer bit-identical to placements that do not shard
-    parameters. The first forward pass shows whether a weight is used more than once. If so, the
-    cache is never cleared.
+    instead of 16 bits, so the result is no longer bit-identical to that of placements that do not
+    shard parameters. The first forward pass shows whether a weight is used more than once. If so,
+    the cache is never cleared.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class CastCache:
             self._is_used_again = True
 
     def leave_unit(self, number: int) -> None:
-        """Clear the cache if that is safe. Call when the forward pass has left unit `number`."""
+        """Clear the cache if that is safe. Call when the forward pass leaves unit `number`."""
         if not torch._C._is_any_autocast_enabled():
             return
         self._left += 1
@@ -96,7 +96,7 @@ class CastCache:
             torch.clear_autocast_cache()
 
     def end(self) -> None:
-        """Finish a forward pass. Count it if autocast and autograd were enabled."""
+        """Finish a forward pass. It counts only if autocast and autograd were enabled."""
         self._forwards += bool(self._left and torch.is_grad_enabled())
 
 

@@ -1,6 +1,6 @@
 """Sharded parameters: each rank stores its own interval of every bucket and nothing else.
 
-While a parameter is not gathered, it has its shape but no values, and `parameters_at_rest.py` makes
+While a parameter is not gathered, it has a shape but no values, and `parameters_at_rest.py` makes
 reads and writes raise. `residency.py` gathers the values when a forward or backward pass needs
 them.
 """
@@ -39,9 +39,9 @@ from shardwise.states.storage.storage_factory import StorageFactory
 class ShardedParameters(Parameters):
     """Sharded parameters, trained and frozen. Each rank stores its own interval of every bucket.
 
-    `sharded_buckets` lists the buckets of trained parameters in order, then the frozen ones.
+    `sharded_buckets` lists the buckets of trained parameters in order, then those of frozen ones.
     `value_of` returns a parameter's initial value, in the parameter's shape. The parameters in
-    `quantised` are stored in 4 bits. They share no bucket with others.
+    `quantised` are stored in 4 bits. They share no bucket with other parameters.
     """
 
     at_rest_because = SHARDED
@@ -301,7 +301,7 @@ class ShardedParameters(Parameters):
         self.remember()
 
     def lost_write_error(self, named: NamedParameter) -> BrokenView:
-        """Discard the record of lost writes, and return the error for one to `named`."""
+        """Discard the record of lost writes, and return the error for a lost write to `named`."""
         self.forget_writes()
         return BrokenView(
             f"{named.alias} was written while {self.at_rest_because.partition(':')[0]}: the write "
@@ -379,7 +379,10 @@ class ShardedParameters(Parameters):
 
 
 class _InitialInterval:
-    """Initial values of the elements `own` of a bucket. They are `wide` if a value is."""
+    """The initial values of a bucket's elements `own`.
+
+    `wide` is set if any of the values has a wide dtype.
+    """
 
     def __init__(self, own: Span, dtype: torch.dtype, device: torch.device) -> None:
         self._own = own
@@ -388,7 +391,7 @@ class _InitialInterval:
         self.wide: Tensor | None = None
 
     def take(self, named: NamedParameter, slot: Slot, value: Tensor) -> None:
-        """Copy the part in this interval of `value`, which belongs to the parameter in `slot`."""
+        """Copy the part of `value` in this interval. `value` belongs to the parameter in `slot`."""
         first, end = self._own
         low, high = max(slot.start, first), min(slot.end, end)
         if low >= high:

@@ -1,6 +1,6 @@
 """Classifies torch functions: those that need only a tensor's metadata, and those that write.
 
-A function is the object that `__torch_function__` receives.
+Here, a function is the object that `__torch_function__` receives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def operation_name(func: Any) -> str:
 
 
 def written_arguments(what: str, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that operation `what` writes to: the first one, `out`, both or none."""
+    """Return the arguments that operation `what` writes to: the first, `out`, both or neither."""
     # torch's convention: `add_` and `__iadd__` (+=) write to their first argument.
     in_place = what.endswith("_") and not what.endswith("__")
     operator = what.startswith("__i") and what[3:-2] in _OPERATORS

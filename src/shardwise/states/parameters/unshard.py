@@ -160,7 +160,7 @@ class WholeUnits:
     def make_own(self, number: int, *, here: bool) -> dict[ShardedBucket, Tensor]:
         """Gather unit `number` into separate memory and unshard it. Return its full buckets.
 
-        Collective. A rank whose `here` is False only participates, and returns no buckets.
+        Collective. A rank whose `here` is False only participates, and gets no buckets.
         """
         unit = self._units[number]
         # A unit that is always gathered is in a gather buffer or in shared memory. The caller may

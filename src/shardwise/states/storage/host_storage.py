@@ -4,8 +4,8 @@
     update        on the CPU, bucket by bucket, each once its gradient is on the host
     parameters    host ── copied up while the next bucket is updated ──▶ device
 
-Callers do not need to know about copies: `take` waits for pending ones, and every method that
-starts a copy orders it after them.
+Callers need not keep track of copies: `take` waits for pending ones, and every method that starts
+a copy orders it after them.
 """
 
 from __future__ import annotations

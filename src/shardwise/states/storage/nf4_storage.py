@@ -43,7 +43,7 @@ _CHUNK = {"cpu": 2**17}
 """Device type -> elements that are converted at a time. On a CPU, temporaries stay in its cache."""
 
 _LARGE_CHUNK = 2**24
-"""Elements on an accelerator, where launches cost more than memory. Temporaries take 0.2 GB."""
+"""The same on an accelerator, where launches cost more than memory. Temporaries take 0.2 GB."""
 
 
 def nbytes_of(numel: int, itemsize: int) -> int:
@@ -143,7 +143,7 @@ class NF4Storage(Storage):
 
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two values of each byte: (256, 2)."""
+    """Return the two values that each byte encodes: (256, 2)."""
     values = torch.tensor(VALUES, dtype=torch.float32).to(device, dtype)
     byte = torch.arange(256, device=device)
     return torch.stack([values[byte // 16], values[byte % 16]], 1)
@@ -151,6 +151,6 @@ def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @cache
 def _borders(device: torch.device) -> Tensor:
-    """Return the middle between each two consecutive values: (15,)."""
+    """Return the midpoints between neighbouring values: (15,)."""
     values = torch.tensor(VALUES, dtype=torch.float64)
     return ((values[1:] + values[:-1]) / 2).float().to(device)

@@ -66,7 +66,7 @@ class QuantisedStorage(Storage):
         numel: Number of elements, a multiple of BLOCK.
         dtype: Dtype of the values and scales.
         device: Device of the memory.
-        spans: The pieces to use one at a time. Their lengths are multiples of BLOCK.
+        spans: The pieces that are used one at a time. Their lengths are multiples of BLOCK.
         signed: False if no value is ever negative.
     """
 
@@ -147,7 +147,7 @@ class QuantisedStorage(Storage):
 def dynamic_map(*, signed: bool) -> list[float]:
     """Return the values of the codes in ascending order: 255 values if `signed`, else 256.
 
-    Each of the seven decades below 1 has twice as many values as the next lower one.
+    Each of the seven decades below 1 has twice as many values as the one below it.
     """
     positive = []
     for decade in range(7):

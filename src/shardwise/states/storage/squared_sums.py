@@ -36,7 +36,7 @@ _HALF = 27
 
 
 class Squared(Protocol):
-    """The attributes and methods of a storage that sums of squares require."""
+    """The attributes and methods of a storage that are needed to compute sums of squares."""
 
     @property
     def memory(self) -> Tensor | None:
@@ -44,7 +44,7 @@ class Squared(Protocol):
 
     @property
     def copy_stream(self) -> object | None:
-        """Copies between host memory and the accelerator, or None if they are not needed."""
+        """Runs copies between host memory and the accelerator. None if no copies are needed."""
 
     @property
     def device(self) -> torch.device:

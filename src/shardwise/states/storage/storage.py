@@ -3,7 +3,7 @@
 If an accelerator uses a state in host memory, `host_storage.py` stores it.
 
 Storage is used span by span. In memory there is a single span, the full interval. On a disk the
-interval is split into several spans, and only a few of them are in memory at a time:
+interval is split into several spans, only a few of which are in memory at a time:
 
     take(0)   use   put(0)
       read_ahead(1)      take(1)   use   put(1)      `put` writes asynchronously
@@ -44,7 +44,7 @@ class Storage(ABC):
     is_on_disk = False
     """True if reading a span waits for a disk."""
     copy_stream: CopyStream | None = None
-    """Copies between host memory and the accelerator, or None if they are not needed."""
+    """Runs copies between host memory and the accelerator. None if no copies are needed."""
 
     @abstractmethod
     def read_ahead(self, index: int) -> None:
@@ -60,7 +60,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, index: int, *, changed: bool) -> None:
-        """Release span `index`. If `changed` is true, store it."""
+        """Release span `index`. If `changed` is true, store its new values."""
 
     @property
     @abstractmethod
@@ -186,7 +186,7 @@ class MemoryStorage(Storage):
         return MemoryStorage(self.tensor, spans)
 
     def widened(self) -> MemoryStorage:
-        """Return storage in fp32 with the same values; a copy, unless this is already in fp32."""
+        """Return storage in fp32 with the same values: a copy, or itself if already in fp32."""
         return MemoryStorage(self.tensor.float())
 
     def loaded(self, device: torch.device | None = None) -> Tensor:
@@ -202,7 +202,7 @@ class MemoryStorage(Storage):
 class DiskStorage(Storage):
     """Storage on a disk. Its spans are consecutive records of `store`, starting with `first`.
 
-    With a copy stream, the store's buffers are pinned memory, and copies between them and the
+    With a copy stream, the store's buffers are in pinned memory, and copies between them and the
     accelerator are asynchronous. The host waits only for disk reads. The disk's threads wait for
     copies before they write or reuse a buffer.
     """
@@ -254,7 +254,7 @@ class DiskStorage(Storage):
         return value
 
     def load(self, into: Tensor) -> None:
-        """Copy the interval to `into` on the current stream, each span once it has been read."""
+        """Copy the interval to `into` on the current stream, reading one span at a time."""
         # Copies within host memory are not asynchronous.
         if not self.is_apart(into):
             super().load(into)
@@ -341,7 +341,7 @@ class DiskStorage(Storage):
 
     @property
     def memory_bytes(self) -> int:
-        """Always 0, because the store's few buffers serve all intervals."""
+        """Always 0, because all intervals share the store's few buffers."""
         return 0
 
 
@@ -366,7 +366,7 @@ def on_disk(
     dtypes: Sequence[torch.dtype],
     copy_streams: Sequence[CopyStream | None],
 ) -> list[DiskStorage]:
-    """Return one storage in `store` per interval, in order.
+    """Return one storage in `store` for each interval, in order.
 
     `store` must have been created with the records of these intervals (`record_bytes`).
     """

@@ -57,8 +57,8 @@ class StorageFactory:
     ) -> list[Storage]:
         """Create storage with arbitrary content for intervals of `lengths` elements.
 
-        `width` is the number of intervals used at the same time. Raises TierError if the disk has
-        too little space.
+        `width` is the number of intervals used at the same time. Raises TierError if there is too
+        little space on the disk.
         """
         if not self.on_disk:
             return self._in_memory(lengths, kinds)
