@@ -26,7 +26,7 @@ PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
 
 
 def check_settings(flags: dict[str, str]) -> None:
-    """Raise an error if a setting is invalid. Runs before any rank starts, so it is printed only once."""
+    """Raise an error for invalid settings before any rank starts, so that it is printed once."""
     if environment.current_folder() is None:
         raise LaunchError("The current folder no longer exists: change to another folder (cd).")
     # Resolve settings from all sources, as each rank will do later.

@@ -30,7 +30,8 @@ class Console:
     Args:
         size: Number of ranks.
         environ: Environment variables, which describe the terminal.
-        piped: True to pass the output through the launcher, which always happens with several ranks.
+        piped: True to pass the output through the launcher. Ignored with several ranks, whose
+            output always passes through it.
         streams: Python streams that replace descriptors 1 and 2, as in a notebook.
 
     Attributes:

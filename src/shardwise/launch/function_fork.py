@@ -107,7 +107,7 @@ class _ForkedRank(ForkProcess):
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Reset a forked process's signals, environment variables and streams to those of a new process.
+    """Reset a forked process's signals, environment variables and streams, as in a new process.
 
     Must be called in the main thread, after descriptors 0, 1 and 2 have been replaced.
     """
@@ -181,7 +181,7 @@ def _open_descriptors() -> set[int]:
 
 
 def _leave_notebook() -> None:
-    """Make libraries believe that this is no notebook: only its kernel can use its display and input."""
+    """Hide the notebook from libraries, because only its kernel can use its display and input."""
     if "IPython" not in sys.modules:
         return
     for name in ("get_ipython", "display"):

@@ -95,7 +95,7 @@ def main(call_fd: str, *results: str) -> None:
 
 
 def _load(data: bytes) -> Callable[[], Any]:
-    """Import the caller's main module, and load the pickled call, which may refer to that module."""
+    """Import the caller's main module, and load the pickled call, which may refer to it."""
     preparation, pickled = pickle.loads(data)
     current = process.current_process()
     # multiprocessing sets this in the processes that it spawns. It makes `sw.launch` raise an error
@@ -115,7 +115,7 @@ def _load(data: bytes) -> Callable[[], Any]:
 
 
 def dump_call(pickled: bytes) -> bytes:
-    """Return the input for `main`: the pickled call, and instructions for importing the main module."""
+    """Return the input for `main`: the pickled call, and how to import the main module."""
     return pickle.dumps((_preparation(), pickled))
 
 

@@ -155,7 +155,7 @@ class LocalWorkers:
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Tell this host's ranks, which may be waiting for `rank`, that it has exited with code 0."""
+        """Tell this host's ranks, which may be waiting for `rank`, that it exited with code 0."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:

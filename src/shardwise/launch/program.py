@@ -120,7 +120,7 @@ def _place(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Suggest a similar file name in the same folder (" Did you mean ...?"), or return "" if none."""
+    """Suggest a similar file name in the same folder (" Did you mean ...?"), else return ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
@@ -174,7 +174,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
     """Wait for a `shardwise run` process to exit, and return its exit code.
 
-    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run and then reraises.
+    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run, then reraises.
     """
     try:
         while True:

@@ -125,7 +125,12 @@ class RunSpec:
         ]
 
     def streams(self, console: Console, *, reads: bool = False) -> WorkerStreams:
-        """Return rank 0's standard streams. If `reads` is true, rank 0 reads the launcher's input."""
+        """Return rank 0's standard streams.
+
+        Args:
+            console: Writes the output of the run.
+            reads: True if rank 0 reads the launcher's standard input.
+        """
         drawn = console.drawn if self.shows(0) else ()
         return WorkerStreams(piped=console.piped, drawn=drawn, window=console.window(), reads=reads)
 

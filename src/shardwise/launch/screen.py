@@ -123,7 +123,7 @@ class LiveRow:
         return shown
 
     def clear(self) -> bytes:
-        """Return the bytes that erase the last row, or that move below a progress bar with several rows."""
+        """Return the bytes that erase the last row, or move below a bar with several rows."""
         self._keeps_below = True
         if not self._up:
             return CLEAR if self._row else b""

@@ -131,7 +131,7 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each event that may be scheduled, with None for those that are not."""
+        """Return the seconds until each kind of event, or None if it is not scheduled."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]
@@ -355,7 +355,7 @@ class Supervisor:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        """Return error reports by rank, including those for ranks that torch's NCCL watchdog aborted."""
+        """Return error reports by rank, including ranks aborted by torch's NCCL watchdog."""
         found = {rank: each.report for rank, each in self._exits.items() if each.report}
         aborted = {
             rank: each.end.time

@@ -87,7 +87,7 @@ class Agents(Generic[H]):
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Remove an agent that was asked to exit at the time `since`, and wait until it has exited."""
+        """Remove an agent that was asked to exit at time `since`, and wait until it exits."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()

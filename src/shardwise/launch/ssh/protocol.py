@@ -157,7 +157,7 @@ def build(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _json_type(hint: Any) -> Any:
-    """Return the type, in the form that `_fits` expects, of a JSON value that represents a `hint`."""
+    """Return the JSON type, in the form that `_fits` expects, for values of type `hint`."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_json_type(part) for part in parts)

@@ -1,4 +1,4 @@
-"""Implements the launcher's connection to the agent on one host (over ssh, unless it is this host)."""
+"""Implements the launcher's connection to the agent on one host, over ssh unless it is this host."""
 
 import os
 import select
@@ -203,7 +203,7 @@ class RemoteHost:
             self._write()
 
     def _write(self) -> None:
-        """Write as much as the connection accepts now. The selector calls this again for the rest."""
+        """Write as much as the connection accepts now. The selector calls this again later."""
         waiting = self.input_fd in self._selector.get_map()
         try:
             self._unsent = self._unsent[os.write(self.input_fd, self._unsent) :]
