@@ -1,4 +1,4 @@
-"""Implements the launcher's connection to the agent on one host, over ssh unless it is this host."""
+"""Implements the launcher's connection to one host's agent, over ssh unless it is this host."""
 
 import os
 import select
