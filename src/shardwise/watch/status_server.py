@@ -53,7 +53,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server: `port` of `address`. Port 0 means that it has no server.
+    """The address of a rank's status server: `port` of `address`. Port 0 means no server.
 
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.
@@ -131,7 +131,7 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that can be asked: those of this island if islands are elastic, otherwise all."""
+        """The ranks that can be asked. With elastic islands, only the ranks of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
@@ -225,7 +225,7 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """Return the status of each of the `ranks`, or a text that explains why it does not answer."""
+        """Return the status of each of the `ranks`, or text that says why it does not answer."""
         question = {"ask": "where", "stack": stack}
         # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
@@ -337,7 +337,7 @@ class StatusServer:
         )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
-        """Return the "monotonic" and "wall" clocks of `rank` in ns, or None if it does not answer."""
+        """Return `rank`'s "monotonic" and "wall" clocks in ns, or None if it does not answer."""
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
@@ -346,8 +346,8 @@ class StatusServer:
         Returns None if `rank` does not answer.
 
         `rank` reads its clock between the start and the end of a round trip, so half the round-trip
-        time bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The fastest of
-        several round trips is therefore the most accurate.
+        time bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The fastest
+        of several round trips is therefore the most accurate.
         """
         if rank == self.rank:
             return ClockOffset(0, 0)

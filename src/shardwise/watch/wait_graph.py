@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """The reason why rank `rank` aborted. `lost` is True if it aborted because another rank exited."""
+    """The reason why rank `rank` aborted. If it lost another rank, `lost` is True."""
 
     rank: int
     text: str
@@ -69,7 +69,8 @@ class BlockingRanks:
     """The ranks that cause a hang.
 
     Other ranks wait for `ranks`, which themselves wait for no one. If the waits form a cycle,
-    `is_circle` is True and `ranks` is the entire cycle. `abort` is set if one of the ranks has aborted.
+    `is_circle` is True and `ranks` is the entire cycle. `abort` is set if one of the ranks has
+    aborted.
     """
 
     ranks: tuple[int, ...]
