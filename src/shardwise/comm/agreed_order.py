@@ -82,7 +82,7 @@ class AgreedOrder:
     """
 
     def __init__(self, agree: Callable[[int], int], *, alone: bool = False) -> None:
-        """Create an empty order. `alone` is True if there is no other rank, and may change later."""
+        """Create an empty order. `alone` is True if there are no other ranks, and may change."""
         self._agree = agree
         self.alone = alone
         self._names: list[str] = []

@@ -495,7 +495,7 @@ class GroupRanks:
         return f"Rank {self.ranks[place]} of {self.size}"
 
     def named(self, places: Iterable[int]) -> str:
-        """Format the group ranks `places` as numbers in the run, such as "rank 2" or "ranks 0, 2"."""
+        """Format the group ranks `places` by their numbers in the run, as "ranks 0, 2"."""
         return named(self.ranks[place] for place in places)
 
 

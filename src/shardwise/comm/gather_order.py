@@ -27,7 +27,7 @@ class Member(Protocol):
     """The units of an engine, or those of its modules that exchange statistics."""
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Run this member's entry `number` with all ranks. `wanted` is True if this rank needs it."""
+        """Run entry `number` of this member with all ranks. `wanted`: this rank needs it."""
 
     def start_ahead(self, number: int) -> None:
         """Start those parts of the next entry, `number`, that need not wait for their turn."""

@@ -83,7 +83,7 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Launch a reduce-scatter into `target`. `own` holds this rank's values for its interval."""
+        """Launch a reduce-scatter into `target`. `own` is this rank's values for its interval."""
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -254,7 +254,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Copy `buffer` from `source`, whose buffer may change only after all ranks have read it."""
+        """Copy `buffer` from `source`, which must not change it until all ranks have read it."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)

@@ -110,7 +110,7 @@ class BucketTensors(ExtraTensors):
             yield StoredTensors(kind, storage, ranges, *self._places[kind][axis])
 
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return (kind, name) of the tensors whose memory order differs from their element order."""
+        """Return (kind, name) of each tensor whose memory order differs from its element order."""
         named = self._parameters.named
         return {
             (kind, name)

@@ -56,7 +56,7 @@ class IslandReport(NamedTuple):
 
 @dataclass(frozen=True)
 class SentBuffers:
-    """The buffers that the forward pass changes, with their values at the time a report was sent."""
+    """The buffers that the forward pass changes, and their values when a report was sent."""
 
     form: int
     rows: float

@@ -65,7 +65,7 @@ class Waited:
     group: str = ""
 
     def is_unrelated_to(self, other: Waited) -> bool:
-        """Return whether the calls are in different process groups, which number them separately."""
+        """Return whether the process groups differ, so that their call numbers are unrelated."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 
