@@ -54,7 +54,7 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
 
 
 class Proof:
-    """The proofs of both ends of a connection, based on their two nonces and the accepting end's role.
+    """The proofs of both ends of a connection, over their nonces and the accepting end's role.
 
     `of_accepting` is the accepting end's nonce, and `of_connecting` the connecting end's. If
     `of_connecting` is None, a new nonce is drawn.
@@ -76,7 +76,7 @@ class Proof:
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:
-        """Return whether `answer` proves that the accepting end has this role and knows the secret."""
+        """Return whether `answer` proves that the accepting end has this role and the secret."""
         return hmac.compare_digest(answer, self.answer)
 
     def seals(self, *, accepts: bool = False) -> Seals:

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its name or address for ssh, its slots (None if not given), and the user to log in as."""
+    """A host: its name or address for ssh, its slots (None if not given), and the login name."""
 
     name: str
     slots: int | None = None

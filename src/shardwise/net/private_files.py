@@ -57,7 +57,7 @@ def tidy() -> None:
 
 
 def create(place: Path) -> BinaryIO:
-    """Create a file that only this user can read. Raises OSError on failure, or if `place` exists."""
+    """Create a file that only this user can read. Raises OSError if that fails or it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags, 0o600), "wb")
 

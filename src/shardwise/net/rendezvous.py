@@ -303,7 +303,7 @@ class LocalRanks:
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
-        """Return whether some of this host's ranks have not been running for `STARTING` seconds."""
+        """Return whether ranks of this host have been missing for more than `STARTING` seconds."""
         living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None

@@ -74,7 +74,7 @@ class Restarts:
         self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:
-        """Count `failure`. Return whether to restart the run, and a message for the user (or "")."""
+        """Count `failure`. Return whether to restart the run, and a message for the user or ""."""
         progress = failure.progress or Progress(step=0, kept=0)
         number, is_spent = self.number, self.is_spent
         self._failures.append((progress.step, progress.kept))
