@@ -89,7 +89,7 @@ class SavedGenerators:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """Context manager in which the global generators have the state that this object saves."""
+        """Context manager in which the global generators continue from the saved states."""
         with preserved():
             if self._states is None:
                 seed_cpu(self._seed)

@@ -74,7 +74,7 @@ SitOut = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `batch` is the last batch that any of the streams returned."""
+    """The open streams of this process. `batch` is the last batch that any stream returned."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None

@@ -129,7 +129,7 @@ def _join(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks with `collectives.connect`, or with the function that the launcher names."""
+    """Join the other ranks with `collectives.connect`, or with the launcher's own function."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
         # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")

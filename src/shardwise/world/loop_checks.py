@@ -25,7 +25,7 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns at the end of a run if an engine ran backward passes that were not followed by a step."""
+    """Warns at the end of a run if an engine ran backward passes with no step after them."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []

@@ -177,7 +177,7 @@ class Mesh:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Ranks with the same part of the model and the same samples, in the order of sequence parts.
+        """Ranks with the same part of the model and the same samples, in the order of parts.
 
         One list for each context group of replicas and each part of the model.
         """

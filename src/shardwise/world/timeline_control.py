@@ -125,7 +125,7 @@ class _ToFile:
             raise _unanswered()
 
     def _measure(self) -> None:
-        """Read rank 0's clock at each write until the offset is known, then every MEASURED_EVERY s."""
+        """Read rank 0's clock at each write until it is known, then every MEASURED_EVERY s."""
         now = time.monotonic()
         if self._distant is None:
             return

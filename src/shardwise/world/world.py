@@ -332,9 +332,9 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank first, for example to fill a cache, then on the other ranks.
+        """Run the block on the main rank first, then on the other ranks. Collective.
 
-        Collective.
+        For example, the main rank can fill a cache that the other ranks then use.
 
         Example:
             with world.main_first():
