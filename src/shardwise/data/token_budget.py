@@ -47,7 +47,7 @@ REPORT_SECONDS = 5.0
 class TokenBudget:
     """The token budget of a step, and the sample lengths once they have been read.
 
-    The Loader reuses this object when it recreates its reader, so that lengths are read once.
+    The Loader reuses this object when it recreates its reader, so that lengths are read only once.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class TokenBudget:
         """Return the length of every sample. Collective on the first call.
 
         Raises:
-            DataError: On all ranks, if a length is invalid or above the budget.
+            DataError: On all ranks, if a length is invalid or exceeds the budget.
         """
         if self.lengths is not None:
             return self.lengths
@@ -185,7 +185,7 @@ class TokenBudget:
                 )
 
     def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
-        """Return the work for each distinct length, or the error that computing it raised."""
+        """Return the amount of work for each distinct length, or the error raised by computing it."""
         try:
             return [self.work(length) for length in sorted(set(lengths))]
         except Exception as error:  # `_check` reports it, after the ranks have compared theirs
@@ -393,7 +393,7 @@ def is_first_rank(world: World) -> bool:
 
 
 def _gathered(read: Callable[[], T], failure: str, world: World) -> list[T]:
-    """Return all ranks' results of `read`. Raise DataError on all ranks if any of them failed."""
+    """Return all ranks' results of `read`. Raises DataError on all ranks if any of them failed."""
     mine: T | DataError
     try:
         mine = read()
