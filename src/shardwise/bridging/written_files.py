@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointNotWritten, ShardwiseError
 class SchedulesFile:
     """A placeholder for the schedules in an engine's checkpoint. The library saves the real ones.
 
-    `file` is the name of the library's file, so that a checkpoint records which file belongs to it.
+    `file` is the name of the library's file, which the checkpoint records to identify it.
     """
 
     def __init__(self) -> None:
