@@ -212,7 +212,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
-    """Return how far momentum alone moves a parameter in a step at `rate`, after a step at rate 1."""
+    """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
     # Disable weight decay, which would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}

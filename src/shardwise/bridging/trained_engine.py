@@ -87,7 +87,7 @@ class TrainedEngine:
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Record a step of `optimizer`. Once all of the engine's optimizers have one, step the engine."""
+        """Record a step of `optimizer`. Once all optimizers have been stepped, step the engine."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:

@@ -185,7 +185,7 @@ class TokenBudget:
                 )
 
     def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
-        """Return the amount of work for each distinct length, or the error raised by computing it."""
+        """Return the work for each distinct length, or the error raised while computing it."""
         try:
             return [self.work(length) for length in sorted(set(lengths))]
         except Exception as error:  # `_check` reports it, after the ranks have compared theirs

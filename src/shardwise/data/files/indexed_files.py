@@ -67,7 +67,7 @@ class FileDataset(Dataset[Any]):
 
     @property
     def contents(self) -> list[tuple[str, int, int]]:
-        """The name, size in bytes and number of samples of each file, for comparison across ranks."""
+        """Name, size in bytes and number of samples of each file, for comparison across ranks."""
         return [
             (path.name, size, count)
             for path, (size, _), count in zip(self.paths, self.stamps, self.counts, strict=True)

@@ -255,7 +255,7 @@ def _documents(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return an fp64 copy on the CPU, with fixed random parameters, short windows and no dropout."""
+    """Return an fp64 copy on the CPU: fixed random parameters, short windows and no dropout."""
     draw = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     # Draw values instead of copying them, because an engine may have sharded the parameters, and
