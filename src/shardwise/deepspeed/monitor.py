@@ -53,7 +53,7 @@ def _tensorboard(monitor: Monitor) -> Any:
 
 
 class _CsvWriter:
-    """Writes one CSV file per metric, such as Train_Samples_lr.csv, with sample counts and values."""
+    """Writes one CSV file per metric, such as Train_Samples_lr.csv: sample counts and values."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._folder = Path(monitor.folder) / monitor.job

@@ -1,4 +1,4 @@
-"""Implements deepspeed.zero, which builds models without allocating memory, and gathers parameters."""
+"""Implements deepspeed.zero: builds models without allocating memory, and gathers parameters."""
 
 from __future__ import annotations
 

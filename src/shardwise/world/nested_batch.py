@@ -70,7 +70,7 @@ class Rows:
         return number
 
     def _count(self) -> int:
-        """Return the number of rows in the tensors and arrays or, if it has none, in the columns."""
+        """Return the number of rows in the tensors and arrays, or in the columns if it has none."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         # Count plain lists only if there are no tensors, because they may mean something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}

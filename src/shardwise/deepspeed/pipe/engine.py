@@ -258,7 +258,7 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """Return a value that ranks can compare instead of `leaf`. For a tensor, this is a fingerprint."""
+    """Return a value that ranks can compare instead of `leaf`: for a tensor, a fingerprint."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))
