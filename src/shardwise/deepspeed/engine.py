@@ -284,7 +284,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """Step the schedule, update counters and report, even if the update was skipped."""
+        """Update counters and report. Step the schedule unless the update was skipped."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1

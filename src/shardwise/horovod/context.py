@@ -130,7 +130,7 @@ class SampleCounter:
             DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
 
     def stepped(self, steps: int) -> None:
-        """Log step number `steps`. Raises SystemExit if `shardwise scale` needs no further steps."""
+        """Log step number `steps`. Raises SystemExit if `shardwise scale` needs no more steps."""
         self._log.stepped(0, steps, UnknownLoss())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -95,7 +95,7 @@ class TorchState:
             self._take(name, copy.deepcopy(self._saved[name]))
 
     def commit(self) -> None:
-        """Save the state to disk, for use after a restart. All ranks must commit after the same batch."""
+        """Save the state to disk for a restart. All ranks must commit after the same batch."""
         self.save()
         context = current()
         context.commits += 1

@@ -202,7 +202,7 @@ def broadcast_(
 
 
 class _Broadcast(Function):
-    """Differentiable broadcast. The root gets the mean of all ranks' gradients, the others get zeros."""
+    """Differentiable broadcast. The root gets the ranks' mean gradient, the others get zeros."""
 
     @staticmethod
     def forward(

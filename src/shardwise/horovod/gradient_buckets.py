@@ -223,7 +223,7 @@ class CompressedBucket(HorovodBucket):
 
 
 class SparseBucket(HorovodBucket):
-    """One parameter with a sparse gradient. Only the rows that were used are sent, possibly none."""
+    """One parameter with a sparse gradient. Only the rows that were used are sent, if any."""
 
     def launch(self, note: Note) -> None:
         grad = self.named[0].parameter.grad
@@ -394,7 +394,7 @@ class GradientHooks:
 
     @staticmethod
     def release(parameters: Iterable[Tensor]) -> None:
-        """Remove older optimizers' hooks from `parameters`, because a new optimizer reduces them."""
+        """Remove older optimizers' hooks from `parameters`, which a new optimizer will reduce."""
         ids = {id(parameter) for parameter in parameters}
         for hooks in list(_active):
             if not ids.isdisjoint(hooks._parameter_ids):

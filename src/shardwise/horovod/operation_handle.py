@@ -57,7 +57,7 @@ class OperationHandle:
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. Call this only when no other rank reads the inputs or the result any more."""
+        """Set the result, once no other rank reads the inputs or the result any more."""
         self._result, self._finished, self.tensors = result, finished, ()
         self._done.set()
 

@@ -336,7 +336,7 @@ def _check_passes(passes: int) -> int:
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Mixin for op=hvd.Adasum. Each rank first steps separately. Adasum then combines the changes."""
+    """Mixin for op=hvd.Adasum. Each rank steps separately, and Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions

@@ -39,7 +39,7 @@ class ProcessSet:
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Set the set's number, which is valid until `hvd.shutdown`, or None if the set is removed."""
+        """Set the number, which is valid until `hvd.shutdown`, or None if the set was removed."""
         self._number, self._known_to = number, ref(current())
 
     @property
