@@ -80,7 +80,7 @@ class FabricStrategy(OverEngines):
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Register `module`, for which `setup_optimizer` later creates an engine. Collective."""
+        """Register `module`. `setup_optimizer` later creates its engine. Collective."""
         self.training.prepare(module, [])
         return module
 
@@ -98,7 +98,7 @@ class FabricStrategy(OverEngines):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader for `dataloader`.
 
-        With exact means, its training batches contain no repeated samples.
+        If means are exact, its training batches contain no repeated samples.
         """
         exact = self.training.exact
         return dataloader if exact is None else exact.watch(dataloader)
