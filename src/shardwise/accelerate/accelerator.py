@@ -435,9 +435,9 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load weights and, unless `model_only` is true, optimizer states from a `save_state` folder.
+        """Load weights and optimizer states from a `save_state` folder. Collective.
 
-        Collective.
+        If `model_only` is true, only the weights are loaded.
         """
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 

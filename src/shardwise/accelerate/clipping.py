@@ -22,7 +22,7 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """True if the script has not prepared an optimizer, so that it updates parameters itself."""
+        """True if the script has prepared no optimizer, so that it updates parameters itself."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:

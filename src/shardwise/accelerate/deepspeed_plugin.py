@@ -197,7 +197,7 @@ class PluginJson:
                 raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer that replaces the dummy `given`. Objects of other kinds are returned as is."""
+        """Return the optimizer that replaces `given`, or `given` itself if it is not a dummy."""
         return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
@@ -262,7 +262,7 @@ class SteppedSchedule:
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """Return `given` (the `kwargs_handlers`), with the loss scale of the config's fp16 section added.
+    """Return `given` (the `kwargs_handlers`), plus the loss scale of the config's fp16 section.
 
     A loss scale in `given` takes precedence. Raises ConfigError for a static scale.
     """

@@ -67,7 +67,7 @@ def _make_gathering(stock: Method) -> Method:
 def _saved(
     stock: Method, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Call the `stock` method. If weights are full, allow it to read names of sharded modules."""
+    """Call the `stock` method. With a `state_dict`, let it read the names of sharded modules."""
     if keywords.get("state_dict") is None:
         return stock(model, *arguments, **keywords)
     # PEFT reads a module's state_dict only for its names (modules_to_save), which is not a mistake.

@@ -51,7 +51,7 @@ class PreparedBatches(CountedBatches):
 
 
 class _CountingLoader:
-    """Mixin that is placed before a prepared loader's own class, and counts the loader's batches."""
+    """Mixin that is placed before a prepared loader's own class, and counts its batches."""
 
     _batches_of_shardwise: PreparedBatches
 
@@ -117,7 +117,7 @@ def _share_of_rank(total: int, each: int, rank: int) -> int:
 
 
 def _first_rows(data: Any, rows: int, first: int) -> Any:
-    """Return `data`, keeping the first `first` rows of every tensor and column that has `rows` rows."""
+    """Return `data`, with only the first `first` rows of each tensor or column of `rows` rows."""
     if isinstance(data, Tensor):
         return data[:first] if data.ndim and len(data) == rows else data
     if isinstance(data, Mapping):

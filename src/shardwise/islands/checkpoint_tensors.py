@@ -192,7 +192,7 @@ class IslandTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Restore the numbers in `saved`, a checkpoint's result of `numbers` at step `step`.
+        """Restore the numbers from a checkpoint. `saved` is the result of `numbers` at step `step`.
 
         Adds zeros in place of pending differences, which are loaded later.
         """
@@ -246,7 +246,7 @@ class DelayedTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Restore the fields in `saved`, which `numbers` returned for a checkpoint.
+        """Restore the fields from a checkpoint. `saved` is the result of `numbers`.
 
         Adds zeros in place of pending sums, which are loaded later.
         """

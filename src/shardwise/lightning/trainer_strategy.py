@@ -433,7 +433,7 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """Raised because the strategy has no mesh. An AttributeError, so that `hasattr` returns False."""
+    """Raised if a mesh is read. An AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:

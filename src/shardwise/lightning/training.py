@@ -191,7 +191,7 @@ class StrategyTraining:
         self.engines.form(models, self._optimizers)
 
     def make_alike(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values to those tensors in `module` that have no engine. Collective."""
+        """Broadcast rank 0's values of those tensors in `module` that have no engine. Collective."""
         # A failed Trainer may still have an engine for this module, whose parameters are shards and
         # must not be changed.
         models = self._models + [model for each in trained_engines() for model in each.models]
@@ -207,7 +207,7 @@ class StrategyTraining:
         self._modules, self._models, self._optimizers = [], [], []
 
     def replace_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load `states`, the states of plain optimizers, one for each optimizer in order. Collective."""
+        """Load `states`, one plain optimizer state per optimizer, in order. Collective."""
         self.engines.forget()
         # Lightning has loaded the loss scale into the scaler, which engines read only when they are
         # created.

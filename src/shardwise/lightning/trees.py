@@ -61,7 +61,7 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Register strategy="shardwise" in each tree: now if it is imported, otherwise on its import."""
+    """Register strategy="shardwise" in each tree: now if it is already imported, else later."""
 
     def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
         registry = getattr(import_module(f"{tree}.strategies"), name)
