@@ -191,7 +191,7 @@ class StrategyTraining:
         self.engines.form(models, self._optimizers)
 
     def make_alike(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values of those tensors in `module` that have no engine. Collective."""
+        """Broadcast rank 0's values to the tensors in `module` that have no engine. Collective."""
         # A failed Trainer may still have an engine for this module, whose parameters are shards and
         # must not be changed.
         models = self._models + [model for each in trained_engines() for model in each.models]
