@@ -89,8 +89,9 @@ class Metrics:
 
         Collective, with a single exchange. A mean over no items is NaN.
 
-        Raises:     MetricsError: Ranks added different names, or a total weight is below 0. It is
-        raised on all         ranks, and nothing is reset.
+        Raises:
+            MetricsError: Ranks added different names, or a total weight is below 0. It is raised on
+                all ranks, and nothing is reset.
         """
         own = {name: (self._sums[name].parts(), self._weights[name].parts()) for name in self._sums}
         # A rank without a batch in an uneven evaluation has measured nothing. Count it with weight

@@ -249,8 +249,9 @@ class DeepSpeedEngine(Configured):
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set whether the next `step` updates the parameters.
 
-        Raises:     UsageError: If managed_gradient_accumulation is false, in which case every step
-        updates them.
+        Raises:
+            UsageError: If managed_gradient_accumulation is false, because every step then updates
+                them.
         """
         if not self._job.manages_accumulation:
             raise UsageError(

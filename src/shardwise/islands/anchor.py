@@ -48,8 +48,9 @@ class Anchor:
         start: The anchor's tensors from an earlier layout of the states, or None to start from the
             current weights.
 
-    Attributes:     keys: Names of the allocated tensors: "value" and, if needed, "velocity",
-    "residual" and "sent".
+    Attributes:
+        keys: Names of the allocated tensors: "value" and, if needed, "velocity", "residual" and
+            "sent".
     """
 
     def __init__(

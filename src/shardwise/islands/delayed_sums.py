@@ -152,8 +152,9 @@ class DelayedSums:
             factor: The sums are multiplied by this factor before they are sent.
             counts: True if the sums are finite. If False, zeros are sent instead.
 
-        Raises:     NonFiniteError: The wire format cannot represent a value. In this case nothing
-        has been sent.
+        Raises:
+            NonFiniteError: The wire format cannot represent a value. In this case, nothing has been
+                sent.
         """
         # If an earlier attempt at this step was abandoned, drop its messages. No island uses them.
         while self.flights and self.flights[-1].step >= step:

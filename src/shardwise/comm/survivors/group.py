@@ -130,8 +130,9 @@ class SurvivorGroup(ReplaceableGroup):
     def replace(self) -> Loss:
         """Agree on which ranks are left, and connect to them over a new transport. Collective.
 
-        Raises:     CollectiveError: More ranks are lost at once than the run tolerates, or a rank
-        that has not         exited does not take part.
+        Raises:
+            CollectiveError: More ranks are lost at once than the run tolerates, or a rank that has
+                not exited does not take part.
         """
         began, before = time.monotonic(), self.members
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
