@@ -43,8 +43,9 @@ def on_main(
 ) -> None:
     """Run `action`, which writes into `folder`, on the main rank only. Collective.
 
-    With `--trial` it runs only if `in_trial` is true. If it fails, all ranks raise the error. An
-    error that is not a ShardwiseError, such as a full disk, is raised as CheckpointNotWritten.
+    With `--trial`, `action` runs only if `in_trial` is true. If it fails, all ranks raise its
+    error. An error that is not a ShardwiseError, such as a full disk, is raised as
+    CheckpointNotWritten.
     """
     if world.settings.trial and not in_trial:
         return

@@ -162,8 +162,8 @@ class AgreedOrder:
     def rest(self, *, expected: Sequence[int] = (), failed: bool = False) -> Iterator[int]:
         """Yield the entries that other ranks still need, and finish the pass.
 
-        `expected` lists, in order, entries that this pass did not need but a later pass of this
-        kind may need. `failed` is True if this rank's pass raised an exception.
+        `expected` lists, in order, entries that this pass did not need, but that a later pass of
+        this kind may need. `failed` is True if this rank's pass raised an exception.
         """
         left, wish = self._left(), -1  # a settled pass does not ask
         if not self._staying.issuperset(left):

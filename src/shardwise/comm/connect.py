@@ -232,8 +232,9 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 def check_all(identity: Identity, refusal: str) -> None:
     """Raise LaunchError if another rank cannot take part in the run. Collective.
 
-    Otherwise this rank would wait for the other rank forever. `refusal` is the reason why this rank
-    cannot take part, such as a missing device, or "" if it can. No-op if the ranks have not met.
+    Without this check, this rank would wait for that rank forever. `refusal` is the reason why this
+    rank cannot take part, such as a missing device, or "" if it can. No-op if the ranks have not
+    met.
     """
     if _rendezvous is None:
         return

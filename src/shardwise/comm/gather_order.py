@@ -157,7 +157,8 @@ class GatherOrder:
         """Run the entries that other ranks still need, and end the pass.
 
         No-op if another member opened the pass. `failed` is True if the pass raised an exception.
-        `expected` lists entries that this pass did not need but a later pass of this kind may need.
+        `expected` lists entries that this pass did not need, but that a later pass of this kind may
+        need.
         """
         if self._opener is not opener:
             return

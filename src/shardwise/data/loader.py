@@ -346,8 +346,7 @@ class Loader(HintsAtAttributes):
 
             - "samples": number of samples consumed since training started.
             - "epoch": the epoch of the next step, or the current epoch if its steps are complete
-                but
-              its loop body is not.
+              but its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
               samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if

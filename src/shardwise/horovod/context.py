@@ -93,7 +93,7 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, without a later call of `shutdown`."""
+    """Return whether `init` has been called and `shutdown` has not been called since."""
     return _current is not None
 
 

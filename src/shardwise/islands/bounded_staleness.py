@@ -78,7 +78,8 @@ def read_reports(
 ) -> tuple[list[SumsReport], list[bool]]:
     """Parse the rows from all islands.
 
-    Returns the reports, and a flag per parameter that is True if any island has a gradient for it.
+    Returns the reports, and one flag per parameter that is True if any island has a gradient for
+    it.
     """
     count = len(SumsReport._fields)
     reports = [SumsReport(*row[:count]) for row in rows]

@@ -220,7 +220,7 @@ def _select_for_island(
 
 
 def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return the maximum over the islands of each value, for each parameter.
+    """Return the maximum of each parameter's values over the islands.
 
     Values are optimizer counters, such as the number of steps. They may be missing on islands that
     have never used the parameter.

@@ -272,7 +272,8 @@ class DelayedSums:
     def fill_with_nan(self, used: Sequence[bool]) -> None:
         """Set the gradients of parameters flagged in `used` to NaN, as in a non-finite step.
 
-        Other gradients become 0, so the step is repaired if the user replaces the NaN values.
+        Other gradients become 0. If the user replaces the NaN values, the step is therefore
+        repaired.
         """
         for bucket in self._buckets:
             value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]

@@ -67,8 +67,8 @@ class StrategyEngines(TrainedModels):
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step `optimizer`. Collective.
 
-        A no-op without gradients, as with a plain optimizer. Raises UsageError if `optimizer` has
-        no engine.
+        A no-op if there are no gradients, as with a plain optimizer. Raises UsageError if
+        `optimizer` has no engine.
         """
         self.forget_cleared()
         trained = self.of(optimizer)

@@ -214,8 +214,8 @@ class BatchRows(ABC):
     def rows(self) -> int:
         """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
-        It is 0 for a stand-in: a row that a rank without rows gets, so that it runs the same code
-        as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
+        It is 0 for a stand-in: a row that a rank gets if it has no rows, so that it runs the same
+        code as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
         `scores[: world.rows]`.
 
         Raises:

@@ -49,7 +49,7 @@ class Contribution:
         size: The file's size in bytes.
         label: The name of the exchange.
         alone: True if only the rank's peers take part in the exchange, False if all ranks do.
-        resumes: True if the rank would resume from a checkpoint after a restart.
+        resumes: True if the rank would resume from a checkpoint if it were restarted.
     """
 
     rank: int
