@@ -79,7 +79,7 @@ def write(path: Path, data: bytes) -> None:
 def copied_state(
     state: Mapping[str, Any], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Return a copy of `state` that shares no memory with it, on `device` if it is not None.
+    """Return a copy of `state` that shares no memory with it. If `device` is set, copy to it.
 
     Tied weights remain a single tensor.
     """

@@ -468,8 +468,8 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 class GroupRanks:
     """The ranks of the run that form a group, in the order of their group ranks.
 
-    `size` is the number of ranks in the run. If torch's default process group contains only some
-    of these, `first` is the number in the run of its rank 0.
+    `size` is the number of ranks in the run. If torch's default process group contains only some of
+    the run's ranks, `first` is the run rank of that group's rank 0.
     """
 
     ranks: tuple[int, ...]

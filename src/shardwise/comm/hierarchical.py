@@ -275,7 +275,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def _others(self) -> list[int]:
-        """The peers' ranks in `between`."""
+        """This rank's peers, by their ranks in `between`."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
     def _send_between(

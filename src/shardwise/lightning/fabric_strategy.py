@@ -199,7 +199,7 @@ class _BackwardSyncControl:
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """If `enabled`, declare that more backward passes of this step follow after the block."""
+        """If `enabled` is true, declare that more backward passes of this step follow the block."""
         del module
         if not enabled:
             yield

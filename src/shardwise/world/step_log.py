@@ -40,10 +40,10 @@ class StepOutcome(Protocol):
 
 
 class StepLog:
-    """The step log of one rank. Without a `folder`, it writes nothing.
+    """The step log of one rank. If `folder` is None, nothing is written.
 
     After `stop_after` steps, every rank exits with code 0. The ranks of a replica have the same
-    samples, so only the rank with `counts` set logs their number; the others log 0.
+    samples, so only the rank whose `counts` is true logs their number; the others log 0.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Membership:
         return [island for island in gone if self._asking.issuperset(self.ranks(island))]
 
     def arrive(self, rank: int, arrival: Arrival) -> list[Answer]:
-        """Record that `rank` waits in an exchange. Return the answers of completed exchanges."""
+        """Record that `rank` waits in an exchange. Return the answers if this completes it."""
         self._arrived[rank] = arrival
         return list(self._completed())
 
