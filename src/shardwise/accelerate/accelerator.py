@@ -357,7 +357,7 @@ class Accelerator(Clipping, Stock):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a copy of the full state_dict of a prepared model. Collective.
 
-        If parameters are sharded, rank 0 gets the state_dict and the other ranks an empty dict.
+        If parameters are sharded, rank 0 gets the state_dict and the other ranks get an empty dict.
         """
         if self._leaves_weights:
             return {}

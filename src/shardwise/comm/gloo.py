@@ -57,7 +57,7 @@ class Gloo(Collectives):
     ) -> None:
         """Create a transport over the torch process group `group` (None: the default group).
 
-        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run also has other ranks.
         `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)

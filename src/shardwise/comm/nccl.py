@@ -53,7 +53,7 @@ class Nccl(Collectives):
     ) -> None:
         """Create a transport over the torch process group `group` (None: the default group).
 
-        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run also has other ranks.
         `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)

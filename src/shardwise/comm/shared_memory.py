@@ -94,8 +94,8 @@ class SharedMemory(MappedMemory):
     """CPU ranks of one host that communicate through shared memory.
 
     `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` maps
-    this group's ranks to ranks in the run, if the run has further ranks. `buffers` are the tensors
-    that these ranks publish to each other.
+    this group's ranks to ranks in the run, if the run also has other ranks. `buffers` are the
+    tensors that these ranks publish to each other.
     """
 
     name = "shared memory"

@@ -222,8 +222,8 @@ class TokenBudget:
 class ByTokens(BatchSchedule):
     """A schedule whose steps end before their samples exceed a token budget.
 
-    `epoch_length` is always None, so that positions store the number of steps too. This number
-    cannot be computed from the number of samples.
+    `epoch_length` is always None. Positions therefore also store the number of steps, which cannot
+    be computed from the number of samples.
     """
 
     def __init__(self, dataset: Any, budget: TokenBudget, *, world: World, shuffle: bool) -> None:

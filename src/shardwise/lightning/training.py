@@ -178,7 +178,7 @@ class StrategyTraining:
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
         """Create engines that train `module` with `optimizers`. Earlier engines remain. Collective.
 
-        Optimizers that share no parameters get separate engines.
+        Optimizers that do not share parameters get separate engines.
         """
         if module is not None:
             self._modules.append(module)

@@ -25,8 +25,8 @@ class PipelineEngine(DeepSpeedEngine):
     """The engine of a PipelineModule. Created by `deepspeed.initialize`.
 
     `train_batch` reads `gradient_accumulation_steps` batches, which are pairs of inputs and labels,
-    and updates the parameters once. All ranks of a pipeline must read the same batches, even in
-    middle stages.
+    and updates the parameters once. All ranks of a pipeline must read the same batches, including
+    those in the middle stages.
 
     Example:
         ```python
