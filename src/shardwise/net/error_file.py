@@ -72,8 +72,8 @@ def watch_exceptions() -> None:
 def watch_before_joining() -> None:
     """Install the exception hook when shardwise is imported, if this process may be a rank.
 
-    Only the process that the launcher started installs it. If a helper process that the script
-    starts fails, this does not mean that the rank failed.
+    Only the first process of a rank that imports shardwise installs the hook. If a helper process
+    that the script starts fails, this does not mean that the rank has failed.
     """
     if os.environ.setdefault(_REPORTER, str(os.getpid())) == str(os.getpid()):
         watch_exceptions()

@@ -50,8 +50,8 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
         environ: The environment variables.
         parents: The names of those ancestors of this process that start ranks.
         alone: True if no launcher was detected. False if the detected launcher claims to have
-            started a single process. In that case only variables that give both a rank and a size
-            are signs.
+            started a single process. In that case, the only signs are pairs of variables that
+            contain a rank and a size.
     """
     signs = [f"{name}={environ[name]}" for rank, size in _pairs(environ) for name in (rank, size)]
     if not alone:
