@@ -89,7 +89,7 @@ if "SHARDWISE_LAUNCH_REPORTS" in os.environ:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use, so that the command line starts without torch."""
+    """Import a public name when it is first used, so that the command line starts without torch."""
     if name in _HOMES:
         return getattr(_import(_HOMES[name]), name)
     if name in ("errors", "launch", "lr", "world"):
@@ -109,7 +109,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _import(module: str) -> ModuleType:
-    """Import a module without changing the state of the script's random generators."""
+    """Import a module without changing the state of the script's random number generators."""
     # Some libraries draw from Python's global generator on import.
     import random
 

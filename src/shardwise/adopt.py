@@ -19,7 +19,7 @@ from shardwise.launch import program
 
 
 def main(arguments: list[str]) -> None:
-    """Adopt the libraries in the first of the `arguments`, and run the script in the rest."""
+    """Adopt the libraries named by the first of the `arguments`, and run the script in the rest."""
     names, *words = arguments or [""]
     if not words or any(name not in LIBRARIES for name in names.split(",")):
         sys.exit(

@@ -120,8 +120,8 @@ class OrderError(UsageError):
 class BadCall(UsageError, ValueError, RuntimeError):
     """Raised for invalid arguments, such as a name that a pending operation already uses.
 
-    It is both a ValueError, which Horovod raises in Python, and a RuntimeError, which Horovod's C++
-    code raises.
+    It is both a ValueError and a RuntimeError, because Horovod raises the former in Python and the
+    latter in C++ code.
     """
 
 
@@ -168,7 +168,7 @@ class CheckpointMismatch(CheckpointError):
 
 
 class TierError(ShardwiseError):
-    """Raised if a folder or a disk cannot store a state, or failed while it stored one."""
+    """Raised if a folder or a disk cannot store a state, or failed while storing one."""
 
 
 class NonFiniteError(ShardwiseError):
@@ -176,9 +176,9 @@ class NonFiniteError(ShardwiseError):
 
 
 class GuardError(ShardwiseError):
-    """Raised by `--guard` for a corrupted state or a wrong computation.
+    """Raised by `--guard` if it finds a corrupted state or a wrong computation.
 
-    The message names the step, the tensor, and the rank if it is known.
+    The message names the step, the tensor and, if known, the rank.
     """
 
 
@@ -191,7 +191,7 @@ class PeerLost(CollectiveError):
 
 
 class HorovodInternalError(CollectiveError, RuntimeError):
-    """Raised if an operation of `shardwise.horovod` failed, because ranks disagree or one exited.
+    """Raised if an operation of `shardwise.horovod` failed because ranks disagree or one exited.
 
     The name and the base class RuntimeError are the same as in Horovod.
     """

@@ -191,7 +191,7 @@ class ScaledLR(LRScheduler):
         return warmed(steps / self._steps_per_epoch, self._epochs, self._factor)
 
     def _correction(self) -> float:
-        """Return the ratio of the next step's learning rate to the current step's."""
+        """Return the next step's learning rate, divided by the current step's."""
         if self.last_epoch < 1:
             return 1.0
         return self.multiplier / self._multiplier(self.last_epoch - 1)
@@ -212,7 +212,7 @@ def _check_momentum(optimizer: optim.Optimizer) -> None:
 
 
 def _moved(optimizer: optim.Optimizer, rate: float) -> float:
-    """Return how far momentum alone moves a parameter at rate `rate`, after a step at rate 1."""
+    """Return how far momentum alone moves a parameter at `rate`, after a step at rate 1."""
     # Disable weight decay, which would move the parameter too.
     options = {**optimizer.defaults, "lr": 1.0, "momentum": 0.5, "weight_decay": 0.0}
     options = {name: value for name, value in options.items() if name in optimizer.defaults}

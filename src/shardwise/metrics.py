@@ -19,7 +19,7 @@ Number = float | Tensor
 class Metrics:
     """Weighted means over all batches of a loop, across all ranks.
 
-    A batch's weight is its number of samples. A stand-in (the batch of a rank without samples)
+    A batch's weight is its number of samples. A stand-in (the batch of a rank that has no samples)
     has weight 0.
 
     Example:
@@ -90,8 +90,8 @@ class Metrics:
         Collective, with a single exchange. A mean over no items is NaN.
 
         Raises:
-            MetricsError: Ranks added different names, or a total weight is below 0. Raised on all
-                ranks; nothing is reset.
+            MetricsError: Ranks added different names, or a total weight is below 0. It is raised on
+                all ranks, and nothing is reset.
         """
         own = {name: (self._sums[name].parts(), self._weights[name].parts()) for name in self._sums}
         # A rank without a batch in an uneven evaluation has measured nothing. Count it with weight

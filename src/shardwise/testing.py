@@ -142,7 +142,7 @@ def _source_of(make: Callable[[], Training]) -> tuple[str, str, str, str]:
 def _import_function(path: str, name: str, module: str, folders: str) -> Callable[[], Training]:
     """Import the function that `_source_of` described in another process.
 
-    The function is imported by module name if that finds the same file, otherwise from the file.
+    The function is imported by module name if that leads to the same file, otherwise from the file.
     """
     # Append to this process's own entries, which must keep their order.
     sys.path += [folder for folder in folders.split(os.pathsep) if folder not in sys.path]

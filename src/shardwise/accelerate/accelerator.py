@@ -1,4 +1,4 @@
-"""Accelerate's Accelerator, with engines that train its models and optimizers."""
+"""Implements Accelerate's Accelerator with engines that train its models and optimizers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Accelerator(Clipping, Stock):
 
     Args:
         *arguments: Arguments of Accelerate's Accelerator, by position or by keyword.
-        exact_mean: Count each sample of a step once (default False). Repeated samples are dropped,
+        exact_mean: Count each sample of a step once (default: False). Repeated samples are dropped,
             losses are not divided by the number of accumulation steps, and `backward(loss,
             weight=...)` accepts means over other items.
         **keywords: Shardwise settings, such as `zero=3` or `offload_optimizer="cpu"`.
@@ -159,12 +159,12 @@ class Accelerator(Clipping, Stock):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, data loaders and schedulers, as Accelerate does. Collective.
 
-        Models are not wrapped. Once all models of an optimizer are prepared, their engine is
-        created.
+        Models are not wrapped. An optimizer's engine is created once all of its models are
+        prepared.
 
         Args:
             *args: The objects, in any order.
-            device_placement: For each object, whether to move it to the device.
+            device_placement: Whether to move each object to the device, one entry per object.
 
         Returns:
             The prepared objects, in the same order. A single object is returned without a tuple.
@@ -217,12 +217,12 @@ class Accelerator(Clipping, Stock):
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader. With `exact_mean`, training batches contain no repeated samples."""
+        """Prepare a loader. With `exact_mean`, its training batches contain no repeated samples."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return loader if self._batches is None else self._batches.watch(loader)
 
     def _is_training(self) -> bool:
-        """Return whether the next batch is a training batch, not an evaluation batch."""
+        """Return whether the next batch is a training batch rather than an evaluation batch."""
         models = (model for each in self._trained for model in each.models)
         return torch.is_grad_enabled() and any(model.training for model in models)
 
@@ -357,7 +357,7 @@ class Accelerator(Clipping, Stock):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return a copy of the full state_dict of a prepared model. Collective.
 
-        If parameters are sharded, rank 0 gets the state_dict and the other ranks an empty dict.
+        If parameters are sharded, rank 0 gets the state_dict and the other ranks get an empty dict.
         """
         if self._leaves_weights:
             return {}
@@ -435,9 +435,9 @@ class Accelerator(Clipping, Stock):
         self.load_engines(found[0])
 
     def load_engines(self, folder: str, *, model_only: bool = False) -> None:
-        """Load weights and, unless `model_only`, optimizer states from a `save_state` folder.
+        """Load weights and optimizer states from a `save_state` folder. Collective.
 
-        Collective.
+        If `model_only` is true, only the weights are loaded.
         """
         checkpoints.load(list(self._trained), Path(folder), self.world, model_only=model_only)
 
@@ -476,7 +476,10 @@ class Accelerator(Clipping, Stock):
         return loader
 
     def free_memory(self, *objects: Any) -> Any:
-        """Restore the plain models and optimizers, and drop all references to them. Collective."""
+        """Turn models and optimizers back into plain ones, and drop all references to them.
+
+        Collective.
+        """
         self._trained.close()
         return super().free_memory(*objects)
 

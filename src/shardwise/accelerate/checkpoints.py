@@ -50,7 +50,7 @@ def save(engines: Sequence[sw.Engine], folder: Path, world: sw.World) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `folder` contains a complete checkpoint that `save` has written."""
+    """Return whether `folder` contains a complete checkpoint written by `save`."""
     return (folder / MARK).is_file()
 
 
@@ -59,8 +59,9 @@ def load(
 ) -> None:
     """Load a checkpoint written by `save` or by stock Accelerate. Collective.
 
-    If `model_only` is true, only the weights are loaded. Raises BrokenCheckpoint if the save was
-    killed before it was complete, and CheckpointMismatch if it has a different number of engines.
+    If `model_only` is true, only the weights are loaded. Raises BrokenCheckpoint if the process was
+    killed before the save was complete, and CheckpointMismatch if the checkpoint has a different
+    number of engines.
     """
     names = None  # the engines' folders; None if stock Accelerate wrote this save
     if world.is_main and is_ours(folder):

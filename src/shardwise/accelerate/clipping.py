@@ -13,7 +13,7 @@ from shardwise.errors import UsageError
 
 
 class Clipping:
-    """Mixin with the Accelerator methods that need gradients between backward and step."""
+    """Mixin with the Accelerator methods that use gradients between backward and step."""
 
     _trained: TrainedModels
     _json: Any
@@ -22,7 +22,7 @@ class Clipping:
 
     @property
     def _trains_by_hand(self) -> bool:
-        """True if the script has prepared no optimizer, so it updates parameters itself."""
+        """True if the script has prepared no optimizer, so that it updates parameters itself."""
         return not self._trained.has_optimizers and self._json is None
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -33,7 +33,7 @@ class Clipping:
     ) -> Tensor:
         """Clip the next step by the gradient norm across all ranks. Collective.
 
-        The 2-norm of all parameters of an engine takes one small collective. For other norms, or
+        The 2-norm of all parameters of an engine requires one small collective. For other norms, or
         for a subset of an engine's parameters, the full gradients are gathered.
 
         Args:

@@ -75,7 +75,7 @@ def _plugin_of(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
 def _plugin_of_process(given: MutableMapping[str, Any]) -> DeepSpeedPlugin | None:
     """Return the plugin of an earlier Accelerator, or else the one that the environment requests.
 
-    Returns None if there is neither. An earlier plugin's precision becomes the default for
+    Returns None if there is neither. An earlier plugin's precision becomes the default value of
     `mixed_precision` in `given`.
     """
     kept: PluginJson | None = AcceleratorState._shared_state.get(_KEPT)
@@ -92,7 +92,7 @@ def _is_asked() -> bool:
 
 @contextmanager
 def without_deepspeed_variable() -> Iterator[bool]:
-    """Inside the block, unset the variable that requests DeepSpeed. Yields whether it was set."""
+    """Unset the variable that requests DeepSpeed inside the block. Yield whether it was set."""
     # If it were set, Accelerate would import deepspeed.
     asked, before = _is_asked(), os.environ.pop(VARIABLE, None)
     try:
@@ -170,8 +170,7 @@ class PluginJson:
     def replace_dummies(self, objects: tuple[Any, ...], accelerator: Any) -> tuple[Any, ...]:
         """Return `objects`, with dummies replaced by the config's optimizer and schedule.
 
-        Raises ConfigError if the script passes a real optimizer or schedule and the config defines
-        one too.
+        Raises ConfigError if both the script and the config define an optimizer or a schedule.
         """
         self._check_own(objects)
         models = [each for each in objects if isinstance(each, nn.Module)]
@@ -198,7 +197,7 @@ class PluginJson:
                 raise duplicate_error(self.job, "scheduler", "prepare()", "DummyScheduler")
 
     def _in_place_of(self, given: Any) -> Any:
-        """Return the optimizer that replaces the dummy `given`. Returns other objects unchanged."""
+        """Return the optimizer that replaces `given`, or `given` itself if it is not a dummy."""
         return self._created[id(given)][1] if id(given) in self._created else given
 
     def _optimizer(self, dummy: DummyOptim, models: list[nn.Module]) -> optim.Optimizer:
@@ -263,7 +262,7 @@ class SteppedSchedule:
 
 
 def with_scaling(given: list[Any] | None, job: DeepSpeedJob) -> list[Any] | None:
-    """Return `given` (`kwargs_handlers`), with the loss scale of the config's fp16 section added.
+    """Return `given` (the `kwargs_handlers`), plus the loss scale of the config's fp16 section.
 
     A loss scale in `given` takes precedence. Raises ConfigError for a static scale.
     """

@@ -42,9 +42,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
             self._trained.call_followers(trained)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients since the last step, if this is the last micro-batch of a step.
+        """Clear the gradients accumulated since the last step.
 
-        The step itself clears the gradients that it uses.
+        Has no effect except in the last micro-batch of a step. The step itself clears the gradients
+        that it uses.
         """
         if self.gradient_state.sync_gradients:
             if (trained := self._trained.of(self.optimizer)) is not None:

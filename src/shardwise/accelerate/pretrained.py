@@ -2,8 +2,8 @@
 
 Both are methods of transformers' models. Scripts for Accelerate call `save_pretrained(...,
 is_main_process=...)` on all ranks, so all ranks can gather the sharded weights and one rank writes
-them. Without that argument, some ranks may not make the call. The engine then raises an error that
-says what to write.
+them. Without that argument, some ranks may not make the call. In that case the engine raises an
+error that says what to write.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _make_gathering(stock: Method) -> Method:
 def _saved(
     stock: Method, model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Call the `stock` method. With full weights, allow it to read names of sharded modules."""
+    """Call the `stock` method. With a `state_dict`, let it read the names of sharded modules."""
     if keywords.get("state_dict") is None:
         return stock(model, *arguments, **keywords)
     # PEFT reads a module's state_dict only for its names (modules_to_save), which is not a mistake.

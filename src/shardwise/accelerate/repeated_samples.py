@@ -61,7 +61,10 @@ class _CountingLoader:
 
 
 def last_batch(loader: Any, batch: Any, world: sw.World, *, cuts: bool) -> tuple[Any, CountedBatch]:
-    """Return `batch`, the last one of `loader`, with its counts. Drops repeated rows if `cuts`."""
+    """Return `batch`, the last one of `loader`, with its counts.
+
+    Drops repeated rows if `cuts` is true.
+    """
     rows = find_batch_size(batch)
     samples = own_samples(loader, rows, world) if loader.end_of_dataloader else rows
     if samples == rows or not cuts:
@@ -74,8 +77,8 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
     """Return how many of the `rows` in this rank's last batch from `loader` are not repeated.
 
     Accelerate's repeated samples are in the last rows of the last ranks. If each worker reads an
-    IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognised. All
-    rows then count, and a message says so.
+    IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognised. In this
+    case all rows count, and a message says so.
     """
     if world.size == 1:
         return rows
@@ -114,7 +117,7 @@ def _share_of_rank(total: int, each: int, rank: int) -> int:
 
 
 def _first_rows(data: Any, rows: int, first: int) -> Any:
-    """Return `data`, with every tensor and column that has `rows` rows cut to its first `first`."""
+    """Return `data`, with only the first `first` rows of each tensor or column of `rows` rows."""
     if isinstance(data, Tensor):
         return data[:first] if data.ndim and len(data) == rows else data
     if isinstance(data, Mapping):

@@ -2,7 +2,7 @@
 
 joining.py          joins the run that a launcher has started
 trained_models.py   creates one engine for each connected set of models and optimizers
-trained_engine.py   one such engine, and its state between backward and step
+trained_engine.py   one of these engines, and its state between backward and step
 plain_gradients.py  averages gradients of models that no prepared optimizer trains
 exact_mean.py       exact_mean=True: counts each sample once, and weights losses by item counts
 deepspeed_json.py   applies a DeepSpeed config in another library's training loop

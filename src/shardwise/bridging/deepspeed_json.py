@@ -21,8 +21,8 @@ _INTERVAL = "pipeline.activation_checkpoint_interval"
 def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
     """Parse the DeepSpeed config `tree` for a training loop of Accelerate or Trainer.
 
-    Raises ConfigError if `config.deepspeed.parse` does. Also raises it if the config sums
-    gradients, because these loops average them.
+    Raises ConfigError if `config.deepspeed.parse` does, or if the config sums gradients, because
+    these loops average them.
     """
     job = parse(tree, auto)
     if not job.averages:
@@ -34,7 +34,7 @@ def parse_for_loop(tree: Any, auto: Mapping[str, Any]) -> DeepSpeedJob:
 
 
 def duplicate_error(job: DeepSpeedJob, what: str, where: str, dummy: str = "") -> ConfigError:
-    """Return the error about an optimizer or scheduler in both the config and the script."""
+    """Return the error for an optimizer or scheduler that both the config and the script define."""
     instead = f", or pass accelerate.utils.{dummy} instead of it" if dummy else ""
     return ConfigError(
         f"{job.document.name} has {what}.type, and the script passes its own {what} to {where}. "

@@ -45,7 +45,7 @@ class CountedBatch:
 class CountedBatches:
     """The last batch of each open loader.
 
-    The next loss is assumed to be computed from one of these batches.
+    It assumes that the next loss is computed from one of these batches.
 
     Args:
         loaders: Name of the loaders in messages ("prepared loader").

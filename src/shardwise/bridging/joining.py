@@ -21,7 +21,7 @@ SETTINGS = frozenset(FIELDS)
 
 
 def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
-    """Return the world of this process. Call `sw.init` with `settings` if the script has not.
+    """Return the world of this process. Calls `sw.init` with `settings` if the script has not.
 
     Raises UsageError for islands, and for settings that contradict a run that this process has
     already joined. Unless `in_parts` is true, also raises UsageError if a replica spans several
@@ -64,7 +64,7 @@ def _refuse_late(world: sw.World, given: Mapping[str, Any], library: str) -> Non
 
 
 def divide(world: sw.World, library: str, **axes: int) -> None:
-    """After joining the run, divide each replica over `pipeline` or `tensor` ranks. Collective.
+    """After joining the run, divide each replica across `pipeline` or `tensor` ranks. Collective.
 
     Raises UsageError on all ranks if any of them has an engine.
     """
@@ -79,7 +79,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
 
 
 def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
-    """Raise UsageError for settings that a library's own data or steps contradict."""
+    """Raise UsageError for settings that conflict with a library's own data loading or steps."""
     if settings.islands != 1:
         raise UsageError(
             f"{library} cannot be combined with --islands {settings.islands}: it averages over all "

@@ -1,4 +1,4 @@
-"""One engine with its models and optimizers, as the bridges use it.
+"""Defines an engine together with its models and optimizers, as the bridges use it.
 
 backward ── clip ── clip ── one optimizer's step ── the other one's step: the engine steps
 """
@@ -72,11 +72,11 @@ class TrainedEngine:
 
     @property
     def waits(self) -> bool:
-        """True if some, but not all, of the engine's optimizers were stepped."""
+        """True if some, but not all, of the engine's optimizers have been stepped."""
         return bool(self._stepped)
 
     def check_complete(self, call: str) -> None:
-        """Raise UsageError if some, but not all, of the engine's optimizers were stepped."""
+        """Raise UsageError if some, but not all, of the engine's optimizers have been stepped."""
         if self._stepped:
             left = [each for each in self.optimizers if each not in self._stepped]
             names = " and ".join(type(each).__name__ for each in left)
@@ -87,7 +87,7 @@ class TrainedEngine:
             )
 
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Record a step of `optimizer`. Step the engine once all of its optimizers were stepped."""
+        """Record a step of `optimizer`. Once all optimizers have been stepped, step the engine."""
         if optimizer in self._stepped:
             self.check_complete(f"{type(optimizer).__name__}.step() again")
         if closure is not None and len(self.optimizers) > 1:
@@ -111,10 +111,10 @@ class TrainedEngine:
         self.cleared = False
 
     def has_gradients(self, call: str) -> bool:
-        """Return whether backward was called since the last step.
+        """Return whether a backward pass has run since the last step.
 
-        Raises UsageError if it was not, unless the script has cleared the gradients. A plain
-        optimizer would use the gradients of the last step again in `call`, but the engine has freed
+        If none has, raises UsageError unless the script has cleared the gradients: in `call`, a
+        plain optimizer would use the gradients of the last step again, but the engine has freed
         them.
         """
         if self.engine.has_gradients or self.cleared:
@@ -127,7 +127,7 @@ class TrainedEngine:
     def weighted(self, items: LossItems, loss: Tensor) -> dict[str, Any]:
         """Return the keyword arguments that weight a backward pass of `loss`, a mean over `items`.
 
-        Another loss on the same batch is added to the previous one, as in plain PyTorch.
+        A further loss on the same batch is added to the previous one, as in plain PyTorch.
         """
         again = items.same_items
         if again is None and items.batch is not None:
@@ -150,7 +150,7 @@ class TrainedEngine:
         self.engine.zero_grad()
 
     def clip(self, max_norm: float, coefficient: float | None = None) -> None:
-        """Make the next step clip to `max_norm` or, if it is passed, scale by `coefficient`.
+        """Make the next step clip to `max_norm` or, if `coefficient` is passed, scale by it.
 
         A coefficient of 1 or more has no effect. A second call clips gradients that are already
         clipped, so the smaller limit applies.

@@ -61,9 +61,9 @@ class TrainedModels:
     def form(self, models: Sequence[nn.Module], optimizers: Sequence[optim.Optimizer]) -> None:
         """Create the engines for all prepared `models` and `optimizers`. Collective.
 
-        An optimizer waits until the models with all its parameters are prepared. If an optimizer is
-        added for a model that has an engine, a new engine replaces the old one. If another owner
-        trains a model, that owner releases it.
+        The engine of an optimizer is created once the models with all of its parameters are
+        prepared. If an optimizer is added for a model that has an engine, a new engine replaces the
+        old one. If another owner trains a model, that owner releases it.
         """
         self._waiting = []
         for part in connected_parts(models, optimizers):
@@ -103,7 +103,7 @@ class TrainedModels:
         self.followers.clear()
 
     def call_followers(self, trained: TrainedEngine) -> None:
-        """Call all followers with `trained`, because it has just updated its parameters."""
+        """Call all followers with `trained`, which has just updated its parameters."""
         for follow in self.followers:
             follow(trained)
 
@@ -124,7 +124,7 @@ class TrainedModels:
 
     @property
     def taken_over(self) -> str:
-        """Text for messages that another owner took the models, or "" if none did."""
+        """Message text that says that another owner has taken the models, or "" if none has."""
         if not self._was_taken:
             return ""
         return (
@@ -210,8 +210,8 @@ class TrainedModels:
     def check_trained(self, parameters: Iterable[Tensor], call: str) -> None:
         """Raise UsageError if one of the `parameters` has no optimizer.
 
-        Stock Accelerate computes this parameter's gradient, but the engine does not. So `call`
-        would silently leave it out.
+        Stock Accelerate computes gradients for such parameters, but the engine does not, so `call`
+        would silently omit them.
         """
         self._check_any()
         known = {p for each in self._trained for p in each.parameters()}
@@ -229,7 +229,7 @@ class TrainedModels:
 
     @contextmanager
     def full_gradients(self, parameters: Iterable[Tensor]) -> Iterator[None]:
-        """Inside the block, gather the full gradients of `parameters` for access. Collective.
+        """Gather the full gradients of `parameters` inside the block, to read or write. Collective.
 
         All other gradients of these parameters' engines are gathered too.
         """

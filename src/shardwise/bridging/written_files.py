@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointNotWritten, ShardwiseError
 class SchedulesFile:
     """A placeholder for the schedules in an engine's checkpoint. The library saves the real ones.
 
-    `file` is the name of the library's file, so that a checkpoint records which file belongs to it.
+    `file` is the name of the library's file, which the checkpoint records to identify it.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,9 @@ def on_main(
 ) -> None:
     """Run `action`, which writes into `folder`, on the main rank only. Collective.
 
-    With `--trial` it runs only if `in_trial` is true. If it fails, all ranks raise the error. An
-    error that is not a ShardwiseError, such as a full disk, is raised as CheckpointNotWritten.
+    With `--trial`, `action` runs only if `in_trial` is true. If it fails, all ranks raise its
+    error. An error that is not a ShardwiseError, such as a full disk, is raised as
+    CheckpointNotWritten.
     """
     if world.settings.trial and not in_trial:
         return
@@ -78,7 +79,7 @@ def write(path: Path, data: bytes) -> None:
 def copied_state(
     state: Mapping[str, Any], device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Return a copy of `state` that shares no memory with it, on `device` if it is not None.
+    """Return a copy of `state` that shares no memory with it. If `device` is set, copy to it.
 
     Tied weights remain a single tensor.
     """

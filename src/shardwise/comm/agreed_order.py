@@ -10,17 +10,18 @@ preceding entries. At the end of its pass it takes part in the remaining entries
     rank 0        embed   a       c   head       gathers b on the way to c, and frees it
     rank 1        embed   a   b       head       gathers c on the way to head, and frees it
 
-Ranks agree on the list during the first pass. Each rank sends the entry that it needs next. All
-ranks run the one with the lowest number (in a backward pass, the highest), until all of them have
-finished the pass. Units that no rank needed are inserted next to their neighbours, because a later
-pass may take a different branch. A pass that failed on all ranks adds nothing.
+Ranks agree on the list during the first pass. Each rank sends the entry that it needs next, and all
+ranks run the one with the lowest number (in a backward pass, the highest). They repeat this until
+all ranks have finished the pass. Units that no rank needed are inserted next to their neighbours,
+because a later pass may take a different branch. If a pass fails on all ranks, it adds nothing to
+the list.
 
 A pass may need entries that its list does not provide: units in a different order, a unit twice, or
 a backward pass through two forward passes that took different branches. So at the end of the list,
 ranks ask each other whether any of them needs a further entry, and continue as in a first pass.
-After `SETTLED` consecutive passes of a kind that followed their list on all ranks, this kind is
-*settled*: later passes follow the list without asking. A single rank may run its entries in any
-order.
+Once `SETTLED` consecutive passes of one kind have followed their list on all ranks, this kind is
+*settled*: later passes follow the list without asking. A run with a single rank may run its entries
+in any order.
 
 Entries are numbered by member: first the units of one engine, then the units of the next. Engines
 are ordered by their latest forward pass, which is the same on all ranks. Exchanges of statistics
@@ -43,7 +44,7 @@ class _KnownOrder:
     """The list of entries for one kind of pass.
 
     `last` maps each entry to the index of its last occurrence. `kept` is the number of consecutive
-    passes that followed the list.
+    passes that have followed the list.
     """
 
     def __init__(self, entries: list[int]) -> None:
@@ -54,7 +55,7 @@ class _KnownOrder:
 
 @dataclass(eq=False)
 class _Member:
-    """An engine's units, or its modules that exchange statistics.
+    """An engine's units, or those of its modules that exchange statistics.
 
     Entries are numbered consecutively, starting at `first`.
     """
@@ -71,8 +72,8 @@ class _Member:
 class AgreedOrder:
     """The order of the entries that all ranks run.
 
-    `agree(wish)` is a small collective that returns the smallest `wish` of all ranks. With N
-    entries, a `wish` means:
+    `agree(wish)` is a small collective that returns the smallest `wish` of all ranks. If there are
+    N entries, the values of `wish` mean:
 
         0 ... N - 1   the entry with this index in the order of preference
         N             this rank needs no further entry
@@ -81,7 +82,7 @@ class AgreedOrder:
     """
 
     def __init__(self, agree: Callable[[int], int], *, alone: bool = False) -> None:
-        """Create an empty order. `alone` is True if there is no other rank, and may change."""
+        """Create an empty order. `alone` is True if there are no other ranks, and may change."""
         self._agree = agree
         self.alone = alone
         self._names: list[str] = []
@@ -161,8 +162,8 @@ class AgreedOrder:
     def rest(self, *, expected: Sequence[int] = (), failed: bool = False) -> Iterator[int]:
         """Yield the entries that other ranks still need, and finish the pass.
 
-        `expected` lists, in order, entries that this pass did not need but a later pass of this
-        kind may need. `failed` is True if this rank's pass raised an exception.
+        `expected` lists, in order, entries that this pass did not need, but that a later pass of
+        this kind may need. `failed` is True if this rank's pass raised an exception.
         """
         left, wish = self._left(), -1  # a settled pass does not ask
         if not self._staying.issuperset(left):
@@ -231,7 +232,7 @@ class AgreedOrder:
 
     @property
     def _choice(self) -> list[int]:
-        """All entries in the order of preference, which decides if ranks need different ones."""
+        """All entries in the order of preference, which applies if ranks need different ones."""
         if self._choices is None:
             order = self._members if self._uneven else self._by_use
             units = [n for each in order if not each.exchanges for n in each.numbers]
@@ -254,7 +255,7 @@ class AgreedOrder:
     def over(self) -> int | None:
         """Return the entry before the current one if this pass cannot need it again, else None.
 
-        All ranks that run the same entries return the same result.
+        Ranks that run the same entries all return the same result.
         """
         if len(self._taken) < 2:
             return None

@@ -3,7 +3,7 @@
 A segment is an anonymous in-memory file (memfd) that is mapped completely. It has no name in any
 file system, and its size is limited only by the host's memory. The kernel frees it when the last
 process that maps it exits, even if that process is killed. When a tensor in a segment is
-garbage-collected, its pages return to the system and its range can be reused.
+garbage-collected, its pages are returned to the system and its range can be reused.
 
 A forked child must see the values at the time of the fork, and its writes must not reach its
 parent. A shared mapping satisfies neither requirement, so there are two kinds of segments:
@@ -203,10 +203,10 @@ class Segment:
         return self._extents.in_use
 
     def close(self) -> None:
-        """Close the file descriptor. Tensors stay valid, forkable ones as private memory.
+        """Close the file descriptor. Tensors stay valid; forkable ones become private memory.
 
-        If the host does not allow private memory, the descriptor stays open and the next fork tries
-        again.
+        If the host does not allow private memory, the descriptor stays open until the next fork,
+        which tries again.
         """
         if self.fd >= 0 and self.make_private():
             os.close(self.fd)
@@ -226,7 +226,7 @@ class Arena:
     def allocate(self, numel: int, dtype: torch.dtype, *, forkable: bool = False) -> Tensor:
         """Allocate a zeroed flat tensor of `numel` elements.
 
-        If `forkable` is true, a forked child finds a copy of the tensor's values instead of zeros.
+        If `forkable` is true, a forked child sees a copy of the tensor's values instead of zeros.
         Raises LaunchError if the host cannot provide the memory.
         """
         with _forking:  # a fork in another thread would make a new segment private immediately
@@ -244,7 +244,7 @@ class Arena:
         return taken
 
     def allocate_alone(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Allocate a tensor in a segment of its own, because other ranks may map it for longer."""
+        """Allocate a tensor in its own segment. Used if other ranks may map it for longer."""
         segment, memory = self._open(numel * dtype.itemsize)
         segment.is_full = True
         return tensor_at(memory, 0, numel, dtype)
@@ -252,8 +252,8 @@ class Arena:
     def locate(self, tensor: Tensor, *, written: bool = False) -> tuple[Segment, int] | None:
         """Return the tensor's segment and its offset in bytes, or None if it is in private memory.
 
-        If `written` is true, other ranks must also see later writes. Forkable memory then yields
-        None, because a fork in another thread would hide the writes.
+        If `written` is true, other ranks must also see later writes. The result is then None for
+        forkable memory, because a fork in another thread would hide the writes.
         """
         address = tensor.data_ptr()
         for segment in list(self._segments.values()):
@@ -335,7 +335,7 @@ class MappedSegments:
             os.close(fd)
 
     def forget(self, rank: int, number: int) -> None:
-        """Drop a segment that `rank` no longer uses. Tensors in it stay valid."""
+        """Drop segment `number`, which `rank` no longer uses. Tensors in it stay valid."""
         self._open.pop((rank, number), None)
 
     def view(self, rank: int, number: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:

@@ -14,8 +14,8 @@ chooses a process's transport.
 Rules that callers rely on:
 
 - Every rank makes the same calls in the same order, from one thread, and buffers are contiguous.
-- A call may return before its result has arrived; `Handle.wait` blocks until it has. Callers may
-  wait for handles in any order, so a wait must not block the rank's other calls.
+- A call may return before its result has arrived; `Handle.wait` blocks until it has arrived.
+  Callers may wait for handles in any order, so waiting must not block the rank's other calls.
 - Sums do not depend on the order of arrival. Use `sum_in_rank_order`, which also implements the
   reduction tree of the exact mode.
 - Waiting for a rank that has exited raises PeerLost, and waiting beyond the timeout raises
@@ -56,9 +56,9 @@ _PICKLE = "object {} of rank {}"
 
 
 class Handle:
-    """Handle of a pending collective. A handle without arguments is already complete.
+    """Handle of a pending collective. A handle created without arguments is already complete.
 
-    `wait()` returns when the result may be read. `reusable()` returns when the buffer may be
+    `wait()` returns once the result may be read. `reusable()` returns once the buffer may be
     overwritten, because no other rank reads it any more. Both may be called repeatedly.
 
     Args:
@@ -83,8 +83,8 @@ class Handle:
     def advance(self) -> None:
         """Sum the messages that have arrived, or start the second half of the collective.
 
-        Blocks until the messages have arrived if the transport cannot poll (see
-        `Collectives.looks`).
+        If the transport cannot poll (see `Collectives.looks`), blocks until the messages have
+        arrived.
         """
         # Clear it first, so that after an error in `advance` the next wait does not send everything
         # again.
@@ -153,7 +153,7 @@ class Collectives(ABC):
         return True
 
     def __init__(self, rank: int, size: int, status_server: StatusServer | None = None) -> None:
-        """Initialise a group of `size` ranks. All groups of a process share `status_server`."""
+        """Initialise a group of `size` ranks. All groups in a process share `status_server`."""
         self.rank = rank
         self.size = size
         self.status_server = status_server or StatusServer(rank, size)
@@ -166,7 +166,7 @@ class Collectives(ABC):
     def watch_members(self, changed: Callable[[], None]) -> None:
         """Call `changed` whenever ranks leave or rejoin the group.
 
-        No-op for a group of fixed ranks.
+        No-op for a group whose ranks are fixed.
         """
         return
 
@@ -231,8 +231,8 @@ class Collectives(ABC):
     ) -> Handle:
         """Run `all_reduce` on the concatenation of flat `pieces`, with the same cuts on all ranks.
 
-        The sum is written to `buffer`, which has the total length of `pieces`. Pieces may be views
-        of `buffer`. The caller must not change them before it has waited for the handle.
+        The sum is written to `buffer`, whose length is the total length of `pieces`. Pieces may be
+        views of `buffer`. The caller must not change them before it has waited for the handle.
         """
         # Transports with `sends_pieces` override this and save the pass over memory.
         join_pieces(pieces, buffer)
@@ -308,16 +308,16 @@ class Collectives(ABC):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         """Return the group in `groups` that contains this rank, or `Solo` if none does. Collective.
 
-        `groups` are disjoint lists of ranks, identical on all ranks. `check_groups` raises
-        UsageError if they are not valid. Ranks in the new group are numbered from 0, in ascending
+        `groups` are disjoint lists of ranks, identical on all ranks. If they are not valid,
+        `check_groups` raises UsageError. Ranks in the new group are numbered from 0, in ascending
         order.
         """
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's `value` (picklable), in rank order. Blocks.
 
-        Raises CollectiveError if a rank of a different run sent a value, because unpickling it
-        could run code.
+        Raises CollectiveError if a value comes from a rank of a different run, because unpickling
+        it could run code.
         """
         # The number of the call is part of the purpose, so an earlier message cannot be replayed.
         self._gathered += 1
@@ -358,7 +358,7 @@ class Collectives(ABC):
 
         Hang reports show this wait. On an accelerator the collective itself does not block the
         host, so `read` waits for all work that is queued on the current stream. That stream must
-        have computed `rows`, or have waited for it.
+        have computed `rows`, or must already wait for it.
         """
         return rows.cpu()
 
@@ -468,8 +468,8 @@ def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
 class GroupRanks:
     """The ranks of the run that form a group, in the order of their group ranks.
 
-    `size` is the number of ranks in the run. If torch's default process group contains only part of
-    the run, `first` is the run rank of its rank 0.
+    `size` is the number of ranks in the run. If torch's default process group contains only some of
+    the run's ranks, `first` is the run rank of that group's rank 0.
     """
 
     ranks: tuple[int, ...]
@@ -495,12 +495,12 @@ class GroupRanks:
         return f"Rank {self.ranks[place]} of {self.size}"
 
     def named(self, places: Iterable[int]) -> str:
-        """Format the group ranks `places` by their run ranks, as "rank 2" or "ranks 0, 2"."""
+        """Format the group ranks `places` by their numbers in the run, as "ranks 0, 2"."""
         return named(self.ranks[place] for place in places)
 
 
 def join_pieces(pieces: Sequence[Tensor], buffer: Tensor) -> None:
-    """Concatenate `pieces` in `buffer`. Pieces that are already stored there are not copied."""
+    """Concatenate `pieces` into `buffer`. Pieces that are already stored there are not copied."""
     start = 0
     for piece in pieces:
         place = buffer[start : start + piece.numel()]

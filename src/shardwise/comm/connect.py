@@ -87,13 +87,13 @@ def connect(
         rendezvous: Where ranks meet if the launcher gave them no address.
         on_meeting: Called with the store when the ranks have met. Not called under torchrun, whose
             agent owns the store.
-        of_run: These ranks' numbers in the run, if the run has further ranks. `identity` numbers
-            them from 0.
+        of_run: These ranks' numbers in the run, if the run contains other ranks too. `identity`
+            numbers them from 0.
 
     Raises:
-        LaunchError: If the other ranks cannot be reached, or if shared memory is required but
+        LaunchError: The other ranks cannot be reached, or shared memory is required but
             unavailable.
-        ConfigError: If the transport does not support `device`.
+        ConfigError: The transport does not support `device`.
     """
     row = TRANSPORTS.get((transport, device.type))
     if row is None:
@@ -205,7 +205,7 @@ def disconnect() -> None:
 def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> Identity:
     """Return `identity` with its local rank and size, if the launcher has not set them.
 
-    Collective. The ranks meet in the store that `connect` uses later, and exchange their host
+    Collective. The ranks meet in the store that `connect` will also use, and exchange their host
     names. Local ranks are assigned in rank order.
     """
     # Most launchers set these variables. In that case ranks need not meet before `connect`.
@@ -232,8 +232,9 @@ def place(identity: Identity, timeout: float, rendezvous: str | None = None) -> 
 def check_all(identity: Identity, refusal: str) -> None:
     """Raise LaunchError if another rank cannot take part in the run. Collective.
 
-    Otherwise this rank would wait for the other rank forever. `refusal` is the reason why this rank
-    cannot take part, such as a missing device, or "" if it can. No-op if the ranks have not met.
+    Without this check, this rank would wait for that rank forever. `refusal` is the reason why this
+    rank cannot take part, such as a missing device, or "" if it can. No-op if the ranks have not
+    met.
     """
     if _rendezvous is None:
         return
@@ -325,7 +326,7 @@ def _cannot_join(identity: Identity, error: Exception) -> LaunchError:
 
 
 def _open_words(identity: Identity) -> str:
-    """Return the warning for a run whose ranks share no secret."""
+    """Return the warning for a run whose ranks do not share a secret."""
     return (
         f"this run is open: anyone who reaches rank 0 at {address_of(identity)} while it starts "
         "can join it and run code as this user. Give all ranks a secret: set "

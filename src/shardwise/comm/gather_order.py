@@ -1,7 +1,7 @@
 """Runs the collectives of forward and backward passes in the same order on all ranks.
 
 A rank may skip a collective that others need. Two ranks deadlock if each waits for the other in a
-different collective. This can also happen across engines. A backward pass may run through sharded
+different collective. This can also happen across engines: a backward pass may run through sharded
 units of several engines (if the loss of one model depends on another model), models may call other
 models, and synchronised BatchNorm exchanges statistics between two units. So each process has a
 single list of entries (see agreed_order.py) and runs one pass at a time. A forward or backward pass
@@ -24,13 +24,13 @@ from shardwise.comm.base import Collectives
 
 
 class Member(Protocol):
-    """The units of an engine, or its modules that exchange statistics."""
+    """The units of an engine, or those of its modules that exchange statistics."""
 
     def run_entry(self, number: int, *, wanted: bool) -> None:
-        """Run this member's entry `number` with all ranks. `wanted`: this rank needs the entry."""
+        """Run entry `number` of this member with all ranks. `wanted`: this rank needs it."""
 
     def start_ahead(self, number: int) -> None:
-        """Start the parts of the next entry, `number`, that need not wait for their turn."""
+        """Start those parts of the next entry, `number`, that need not wait for their turn."""
 
     def is_past(self, number: int) -> None:
         """Called when the current backward pass will not need entry `number` again."""
@@ -52,7 +52,7 @@ class Member(Protocol):
 
 
 class GatherOrder:
-    """Runs the entries of all engines in this process in the order that all ranks follow.
+    """Runs the entries of all engines in this process, in the order that all ranks follow.
 
     `group` returns the group of ranks that agree on the order. Its channels must not be used for
     anything else.
@@ -83,7 +83,7 @@ class GatherOrder:
         return int(self.group.gather_rows(row).min())
 
     def follow(self, size: int) -> None:
-        """Continue with the `size` ranks that are left after a loss, with an empty order."""
+        """Continue with the `size` ranks that remain after a loss, with an empty order."""
         self._size = size
         self._order.alone = size == 1
         self.abandon()
@@ -157,7 +157,8 @@ class GatherOrder:
         """Run the entries that other ranks still need, and end the pass.
 
         No-op if another member opened the pass. `failed` is True if the pass raised an exception.
-        `expected` lists entries that this pass did not need but a later pass of this kind may need.
+        `expected` lists entries that this pass did not need, but that a later pass of this kind may
+        need.
         """
         if self._opener is not opener:
             return
@@ -169,12 +170,12 @@ class GatherOrder:
             self._opener = None
 
     def drop(self, opener: Member) -> None:
-        """End the pass of `opener`. Skip its remaining entries, even if other ranks need them."""
+        """End `opener`'s pass. Its remaining entries are skipped, even if other ranks need them."""
         if self._opener is opener:
             self._opener = None
 
     def abandon(self) -> None:
-        """End the current pass, without its remaining entries.
+        """End the current pass without running its remaining entries.
 
         All ranks must call this after the same entry.
         """
@@ -214,8 +215,8 @@ class GatherOrder:
     def uneven(self) -> Iterator[None]:
         """Allow each rank to run its own number of forward passes inside the block.
 
-        A rank that leaves the block runs the entries that other ranks need until all have left.
-        Blocks may be nested.
+        A rank that leaves the block runs the entries that other ranks need, until all ranks have
+        left it. Blocks may be nested.
         """
         restorers = [member.set_aside() for member in list(self._members.values())]
         self._uneven += 1

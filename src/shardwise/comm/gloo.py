@@ -34,7 +34,7 @@ LONG = 1 << 22
 
 
 class Gloo(Collectives):
-    """CPU ranks that communicate with Gloo's point-to-point messages.
+    """CPU ranks that communicate through Gloo's point-to-point messages.
 
     Gloo's own reduce-scatter is implemented as an all-reduce, and its all-gather copies more data
     than it sends. Here both are direct exchanges: each rank sends every other rank its interval,
@@ -57,7 +57,7 @@ class Gloo(Collectives):
     ) -> None:
         """Create a transport over the torch process group `group` (None: the default group).
 
-        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run also has other ranks.
         `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
@@ -137,8 +137,8 @@ class Gloo(Collectives):
     ) -> Handle:
         """Send each rank the pieces in its interval, and sum the pieces in this rank's interval.
 
-        All ranks' pieces have the same cuts. Each rank therefore sends this rank one message per
-        piece in this rank's interval.
+        All ranks' pieces have the same cuts. Each other rank therefore sends this rank one message
+        per piece in this rank's interval.
         """
         others = self.messages.others
         longest = LONG // pieces[0].itemsize
@@ -217,7 +217,7 @@ class Gloo(Collectives):
     # -- scratch memory -------------------------------------------------------------------
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return scratch memory, if possible from earlier calls, which avoids page faults."""
+        """Return scratch memory, reused from earlier calls if possible, to avoid page faults."""
         spare = self._spare.setdefault(dtype, [])
         for index, tensor in enumerate(spare):
             if tensor.numel() >= numel:

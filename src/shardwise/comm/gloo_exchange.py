@@ -39,8 +39,8 @@ class Arrivals(Protocol):
     """A function that waits for all messages of a call.
 
     After each message, it calls `then` with the number of messages that have arrived. Each rank's
-    first message precedes all second ones. Hang reports do not count the time spent in `then` as
-    waiting.
+    first message is awaited before any second message. Hang reports do not count the time spent in
+    `then` as waiting.
     """
 
     def __call__(self, then: Callable[[int], None] | None = None) -> None: ...
@@ -235,7 +235,7 @@ class GlooExchange:
     def _failed(self, error: RuntimeError, call: str, other: int) -> CollectiveError:
         """Announce the failure to the other ranks, and return the error to raise.
 
-        If another rank has already aborted, that rank's error is returned.
+        If another rank has already aborted, returns that rank's error.
         """
         speaker = self._group_ranks.speaker(self._rank)
         if (theirs := self._status_server.error_of_another(speaker)) is not None:

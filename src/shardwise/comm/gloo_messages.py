@@ -23,7 +23,7 @@ NOTHING: Content = ("nothing", (), None)
 
 
 def tag(what: str, call: int, tensor: Tensor) -> int:
-    """Return a message's tag: its call, and a hash of its collective, length and dtype."""
+    """Return a message's tag, made of its call and a hash of its collective, length and dtype."""
     # A rank that is in a different collective, or uses a different length, sends a tag that nobody
     # receives. The wait then ends with an error, and the data never reaches the wrong buffer. Gloo
     # delivers messages with the same tag in the order of sending, so pieces of equal length need no
@@ -33,7 +33,7 @@ def tag(what: str, call: int, tensor: Tensor) -> int:
 
 
 def contents(what: str, messages: Messages) -> dict[int, Content]:
-    """Return, for each rank, a description of the messages sent to it or received from it."""
+    """Return a description of the messages sent to each rank, or received from it."""
     return {
         rank: (what, tuple(t.numel() for t in tensors if t.numel()), tensors[0].dtype)
         for rank, tensors in messages.items()
@@ -41,7 +41,7 @@ def contents(what: str, messages: Messages) -> dict[int, Content]:
 
 
 def interleaved(messages: Messages) -> Iterator[tuple[int, Tensor]]:
-    """Yield each message with its rank. Each rank's first message precedes all second ones."""
+    """Yield each message with its rank: every rank's first message, then every second one, etc."""
     # In this order a piece can be summed as soon as all ranks have sent it, while later pieces are
     # still in transit.
     for several in zip_longest(*messages.values()):
@@ -59,7 +59,7 @@ def as_json(content: Content) -> list[Any]:
 
 
 def in_words(content: list[Any]) -> str:
-    """Format a description of messages for an error message."""
+    """Describe `content` (messages) in words, for an error message."""
     what, lengths, dtype = content
     return f"{what} of {sum(lengths)} {dtype} values" if dtype else "nothing to be received"
 

@@ -1,8 +1,7 @@
 """Transport for CPU ranks on several hosts: shared memory within a host, Gloo between hosts.
 
-A rank's *peers* are the ranks with the same index on the other hosts. Each rank sums the values of
-its host's ranks, in its own interval and in those of its peers. Only these sums are sent to the
-peers:
+A rank's *peers* are the ranks with the same index on the other hosts. Each rank sums its host's
+values, in its own interval and in those of its peers. Only these sums are sent to the peers:
 
     host 0     rank 0 | rank 1         reduce-scatter   sum inside ─▶ peers ─▶ sum of hosts
                   ▲        ▲           all-gather       peers ─▶ copy inside
@@ -11,8 +10,8 @@ peers:
 
 So each of H hosts sends (H - 1) / H of a buffer in a reduce-scatter or an all-gather, and twice
 that in an all-reduce, regardless of the number of ranks per host. 16-bit floats that are summed in
-fp32 are also sent as fp32, so that they are rounded only once. Sums have a fixed order: by rank
-within a host, then by host.
+fp32 are also sent as fp32, so that they are rounded only once. Values are always summed in the same
+order: by rank within a host, then by host.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Hierarchical(MappedMemory):
     """CPU ranks on several hosts, with the same number of ranks (at least two) on each.
 
     `inside` is the group of this host's ranks, `between` the group of this rank and its peers, and
-    `under` the group of all ranks over Gloo.
+    `under` a group of all ranks that communicates over Gloo.
     """
 
     def __init__(
@@ -249,7 +248,7 @@ class Hierarchical(MappedMemory):
                 first += part.numel()
 
     def _broadcast(self, begin: MeshMessage, call: int, buffer: Tensor, source: int) -> Steps:
-        """Send `buffer` from `source` to its peers, and from them to the ranks on their hosts."""
+        """Send `buffer` from `source` to its peers, and from each peer to the ranks on its host."""
         column = next(place for place, ranks in enumerate(self._columns) if source in ranks)
         small = buffer.nbytes <= INLINE
         if self._inside.rank != column:
@@ -276,7 +275,7 @@ class Hierarchical(MappedMemory):
 
     @property
     def _others(self) -> list[int]:
-        """The peers' ranks in `between`."""
+        """This rank's peers, by their ranks in `between`."""
         return [place for place in range(len(self._peers)) if place != self._between.rank]
 
     def _send_between(
@@ -328,7 +327,7 @@ class Hierarchical(MappedMemory):
         return child
 
     def _spread(self, group: Sequence[int]) -> list[list[int]]:
-        """Group the ranks in `group` by host. Hosts without such ranks are left out."""
+        """Group the ranks in `group` by host. Hosts that have none of these ranks are omitted."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
 

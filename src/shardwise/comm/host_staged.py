@@ -5,8 +5,8 @@ Every collective copies its tensors to the host, runs there, and copies the resu
     launch   device -> host; the inner collective starts
     wait     the inner collective ends; host -> device, on the current stream
 
-A launch waits for the device, so collectives do not overlap with the backward pass. Use it for
-tests and experiments with several ranks per accelerator, not for speed.
+A launch waits for the device, so collectives do not overlap with the backward pass. This transport
+is meant for tests and experiments with several ranks per accelerator, not for speed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from shardwise.comm.ordered_sums import PLAIN, Sum
 class HostStaged(Collectives):
     """Sends tensors on `device` over the CPU transport `inner`, through host memory.
 
-    Tensors on other devices are passed to `inner` unchanged. The small vectors of `gather_rows` are
-    on the CPU.
+    Tensors on other devices are passed to `inner` unchanged. `gather_rows` uses vectors on the CPU.
     """
 
     def __init__(self, inner: Collectives, device: torch.device) -> None:

@@ -1,9 +1,9 @@
 """Transport for states that are sharded within a host and replicated across hosts.
 
-Each rank holds one interval of the state, and every host holds the full state. So only sums are
-sent between hosts: each rank all-reduces its interval with the ranks of the same index on the other
-hosts, as in ZeRO++ (https://arxiv.org/abs/2306.10209) and FSDP's hybrid sharding. 16-bit sums are
-rounded twice, once within a host and once between hosts:
+Each rank holds one interval of the state, and every host holds the full state. Therefore only sums
+are sent between hosts: each rank all-reduces its interval with the ranks that have the same index
+on the other hosts, as in ZeRO++ (https://arxiv.org/abs/2306.10209) and FSDP's hybrid sharding.
+16-bit sums are rounded twice, once within a host and once between hosts:
 
     host 0   rank 0 | rank 1        reduce-scatter and all-gather inside
                 ▲        ▲
@@ -71,7 +71,7 @@ class HybridShard(Collectives):
     ) -> Handle:
         """Sum `own` across hosts once `first` has completed and `free` has returned.
 
-        After `free`, no other rank on this host reads `own`.
+        Once `free` has returned, no other rank on this host reads `own`.
         """
         second: list[Handle] = []
 
@@ -119,7 +119,7 @@ class HybridShard(Collectives):
 
 
 def shard_within_hosts(group: Collectives) -> Collectives:
-    """Return this host's ranks as a `HybridShard`, or `group` if there is one host. Collective.
+    """Return this host's ranks as a `HybridShard`, or `group` if it has one host. Collective.
 
     Raises ConfigError if hosts have different numbers of ranks.
     """

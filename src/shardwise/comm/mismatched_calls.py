@@ -45,8 +45,8 @@ def mismatch_error(
 ) -> CollectiveError:
     """Return the error for call number `call` in a group of `size` ranks.
 
-    `here` and `there` describe the two collectives and name their ranks. The message also shows the
-    line that each responding rank is currently executing.
+    `here` and `there` describe the two collectives and name their ranks. The message also shows,
+    for each rank that responds, the line that it is currently executing.
     """
     return CollectiveError(
         f"Call {call} is {here} and {there}, of {size}. "

@@ -53,7 +53,7 @@ class Nccl(Collectives):
     ) -> None:
         """Create a transport over the torch process group `group` (None: the default group).
 
-        `group_ranks` maps this group's ranks to ranks in the run, if the run has further ranks.
+        `group_ranks` maps this group's ranks to ranks in the run, if the run also has other ranks.
         `timeout` limits waits in the groups that `split` creates.
         """
         super().__init__(rank, size, status_server)
@@ -224,7 +224,7 @@ class Nccl(Collectives):
 
 
 class _Working(Handle):
-    """Handle of an NCCL call. It can query without waiting whether the device has finished."""
+    """Handle of an NCCL call. It can test, without waiting, whether the device has finished."""
 
     def __init__(self, work: dist.Work, finish: Callable[[], None]) -> None:
         super().__init__(finish)
@@ -281,7 +281,7 @@ class _Summing(Handle):
 
 
 def _used_here(made: Tensor) -> None:
-    """Record in the allocator that the current stream uses `made`."""
+    """Tell the allocator that the current stream uses `made`."""
     # A sum may be waited for on a different stream from the one it was allocated on. Without this
     # call, its memory could be reused while this stream still reads it. On the same stream this is
     # a no-op.

@@ -37,7 +37,7 @@ class Sum:
 
     @property
     def partial(self) -> Sum:
-        """The same settings with a scale of 1, for a sum that becomes part of another sum."""
+        """The same settings, but with a scale of 1, for a sum that becomes part of another sum."""
         return replace(self, scale=1.0)
 
     def scaled(self, total: Tensor) -> Tensor:

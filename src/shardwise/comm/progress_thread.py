@@ -1,9 +1,9 @@
 """Threads that start Gloo's messages or wait for them, so that no rank blocks others.
 
-Gloo transfers data in its own threads, but reports arrivals only to a thread that waits. If the
-training thread waited, it could not serve the other ranks meanwhile, and ranks could deadlock. So
-the progress thread waits, continues the call, and signals an eventfd that wakes the training
-thread. Starting a message takes time too, so a second thread, the send thread, starts messages.
+Gloo transfers data in its own threads, but reports arrivals only to a thread that waits. While the
+training thread waited, it could not serve the other ranks, and ranks could deadlock. So the
+progress thread waits, continues the call, and signals an eventfd that wakes the training thread.
+Starting a message takes time too, so a second thread, the send thread, starts messages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PATIENCE = 2.0
 class PendingWork:
     """A function that a `ProgressThread` runs or will run.
 
-    Once `is_over`, it has completed, or failed if `error` is set. `missing` returns the ranks that
-    the thread currently waits for.
+    Once `is_over`, the function has returned, or has failed if `error` is set. `missing` returns
+    the ranks that the thread is currently waiting for.
     """
 
     def __init__(self, missing: Callable[[], Collection[int]]) -> None:
@@ -43,7 +43,7 @@ class PendingWork:
         self._over.set()
 
     def wait(self) -> None:
-        """Block until the work is over. Raise its exception if it failed."""
+        """Block until the work is over. If it failed, raise its exception."""
         self._over.wait()
         if self.error is not None:
             raise self.error

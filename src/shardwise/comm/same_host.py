@@ -32,9 +32,9 @@ def share_memory(
     """Return `group`'s ranks over shared memory within each host, or `group` itself. Collective.
 
     All ranks make the same decision. `group` is returned if hosts have different numbers of ranks
-    (the group's name then shows this) or if a host does not allow sockets or memory (rank 0 then
-    prints one line). If `required` is true, both cases raise LaunchError instead. `arena` is this
-    rank's memory from an earlier group; default: a new one.
+    (the group's name then shows this) or if a host does not allow the sockets or the memory (rank 0
+    then prints one line). If `required` is true, both cases raise LaunchError instead. `arena` is
+    this rank's memory from an earlier group. By default, a new arena is created.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -69,7 +69,7 @@ def _listed(hosts: Sequence[Sequence[int]]) -> str:
 
 
 def host_key() -> str | None:
-    """Return a key that is identical on ranks that can share memory and sockets.
+    """Return a key that ranks have in common if they can share memory and sockets.
 
     Returns None if this rank cannot share them with any other rank.
     """

@@ -41,8 +41,8 @@ class SharedBuffers:
     ) -> Tensor:
         """Publish `tensor`, or a copy that all ranks can read, and return the published tensor.
 
-        The caller must not change it until all ranks have finished the call that `begin` opens,
-        unless `written` is true. In that case the other ranks see all changes.
+        The caller must not modify the published tensor until all ranks have finished the call that
+        `begin` opens. If `written` is true, it may modify it, and other ranks see the changes.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))

@@ -7,8 +7,8 @@ reads directly from the other ranks' buffers (shared_buffers.py).
     all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
-A rank may read the result once it is done itself. It may overwrite its buffer once all ranks are
-done.
+A rank may read the result as soon as it is done. It may overwrite its buffer only when all ranks
+are done.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class MappedMemory(Collectives):
 
     @abstractmethod
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
-        """Launch a reduce-scatter into `target`. `own` holds this rank's values for its part."""
+        """Launch a reduce-scatter into `target`. `own` is this rank's values for its interval."""
 
     @abstractmethod
     def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> Handle:
@@ -94,8 +94,8 @@ class SharedMemory(MappedMemory):
     """CPU ranks of one host that communicate through shared memory.
 
     `under` is the group that agreed on this transport; `close` closes it too. `group_ranks` maps
-    this group's ranks to ranks in the run, if the run has further ranks. `buffers` are the tensors
-    that these ranks publish to each other.
+    this group's ranks to ranks in the run, if the run also has other ranks. `buffers` are the
+    tensors that these ranks publish to each other.
     """
 
     name = "shared memory"
@@ -254,7 +254,7 @@ class SharedMemory(MappedMemory):
         self.buffers.take_back(public, sent)
 
     def _broadcast(self, begin: MeshMessage, buffer: Tensor, source: int) -> Steps:
-        """Copy `buffer` from `source`, which waits for all reads before its buffer may change."""
+        """Copy `buffer` from `source`, which must not change it until all ranks have read it."""
         small = buffer.nbytes <= INLINE
         if self.rank == source:
             public = self.buffers.publish(begin, buffer, small=small)

@@ -44,7 +44,7 @@ Steps = Generator[int | PendingWork, Messages, None]
 
 
 class SharedWork(Handle):
-    """Handle of one of this rank's calls, which the message `opening` opened."""
+    """Handle of one of this rank's calls, which began with the message `opening`."""
 
     def __init__(self, work: GroupWork, opening: MeshMessage, steps: Steps) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class SharedWork(Handle):
         return self
 
     def note_end(self) -> None:
-        """Record the end of the call in the timeline if its result has arrived."""
+        """If the call's result has arrived, record the end of the call in the timeline."""
         if self._noted is not None and self.stage >= DONE:
             self._noted.done()
 
@@ -306,7 +306,7 @@ class GroupWork:
         )
 
     def _late(self, call: SharedWork, missing: set[int]) -> CollectiveError:
-        """Return a timeout error, or another rank's error if that rank has already aborted."""
+        """Return a timeout error or, if another rank has already aborted, that rank's error."""
         ranks = [self._group_ranks.ranks[place] for place in missing]
         speaker = self._group_ranks.speaker(self._rank)
         error = timeout_error(

@@ -1,8 +1,8 @@
 """Sends small messages between the ranks of a host, over one Unix socket per pair of ranks.
 
 Messages from a peer arrive complete and in order. If a peer exits or is killed, its socket reports
-it immediately. A rank that has received a message can read everything that the sender had written
-to shared memory before sending it, because the two system calls order the memory accesses.
+this immediately. A rank that has received a message can read everything that the sender wrote to
+shared memory before sending it, because the two system calls order the memory accesses.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _living: WeakSet[SocketMesh] = WeakSet()
 
 
 class MeshMessage(NamedTuple):
-    """A message which says that the sender has reached `stage` in call number `call`.
+    """A message announcing that the sender has reached `stage` in call number `call`.
 
     `kind`, `dtype`, `numel` and `check` describe the collective. Its buffer starts `offset` bytes
-    into `segment`, or is sent as the `payload`. `fd` is a file descriptor that is sent along, or
-    -1.
+    into `segment`, or is sent as the `payload`. `fd` is a file descriptor sent with the message, or
+    -1 if there is none.
     """
 
     call: int
@@ -159,7 +159,7 @@ class SocketMesh:
             yield MeshMessage._make([*fields, payload, fd])
 
     def flush(self, rank: int) -> None:
-        """Send the queued messages to `rank` until the queue is empty or the socket full."""
+        """Send the queued messages to `rank` until the queue is empty or the socket is full."""
         peer, queue = self._sockets[rank], self._unsent[rank]
         while queue:
             message = queue[0]
@@ -201,9 +201,9 @@ def connect(
 ) -> dict[int, socket.socket]:
     """Connect to all lower ranks, accept all higher ones, and return the sockets by rank.
 
-    Other users of the host can see the names of the sockets. So the kernel must report that a peer
-    belongs to this user, and the peer must prove that it knows `secret`. Raises OSError if a
-    connection fails.
+    Other users of the host can see the names of the sockets. A peer is therefore accepted only if
+    the kernel reports that it belongs to this user, and if it proves that it knows `secret`. Raises
+    OSError if a connection fails.
     """
     # Connect in one direction only: if both ends connected, a pair would have two sockets.
     sockets: dict[int, socket.socket] = {}
@@ -232,7 +232,7 @@ def connect(
 
 
 def _receive_greeting(peer: socket.socket, proof: bytes) -> int | None:
-    """Return the rank that has connected, or None if it does not belong to this run."""
+    """Return the rank that has connected, or None if the peer does not belong to this run."""
     if not _is_ours(peer):
         return None
     peer.settimeout(GREETING)

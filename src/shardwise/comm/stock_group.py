@@ -1,4 +1,4 @@
-"""Small collectives for scripts that use a process group of their own."""
+"""Small collectives for scripts that use their own process group."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _highest = 0
 
 @contextmanager
 def _fresh_name(group: Collectives) -> Iterator[None]:
-    """Return a context manager in which torch uses a new name for a process group. Collective."""
+    """Context manager in which torch uses a new name for a process group. Collective."""
     # torch names such a group by its ranks and by the current number of groups on this rank. That
     # number may differ between ranks. It also repeats after groups are closed, and then the store
     # would return the ranks' old addresses. So all ranks agree on a higher number, and add
@@ -97,8 +97,8 @@ def explain(
 ) -> CollectiveError:
     """Convert a backend error into the error that the user sees.
 
-    `speaker` is this rank ("Rank 0 of 2"), and `what` the collective. `other` is the rank that it
-    waited for, if known.
+    `speaker` is this rank ("Rank 0 of 2"), and `what` the collective. `other` is the rank that this
+    rank waited for, if known.
     """
     # Backends raise RuntimeError for everything, so only the text distinguishes the cases.
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -131,7 +131,7 @@ def timeout_error(
 ) -> CollectiveError:
     """Return the error for a rank that waited too long for the ranks `missing`.
 
-    The error names the ranks that block them (see watch/wait_graph.py).
+    The error names the ranks that block the missing ones (see watch/wait_graph.py).
     """
     # If a rank aborted meanwhile, its error is the cause and this timeout only a consequence.
     blocking = status_server.blocking_ranks(missing)

@@ -1,6 +1,7 @@
-"""Detects settings that have no effect. The functions have no side effects.
+"""Detects settings that have no effect.
 
-A flag without effect causes an error. Any other setting without effect causes a warning.
+It is an error if a flag has no effect. For any other setting, there is only a warning. The
+functions of this module are pure.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Need:
         name: The setting.
         holds: Function that returns whether the condition holds.
         by: The settings that the condition depends on.
-        where: Text for the message: when the setting has no effect.
-        give: Text for the message: the missing flag.
+        where: Text for the message, which says when the setting has no effect.
+        give: Text for the message, which names the missing flag.
     """
 
     name: str
@@ -97,7 +98,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
         needs: The conditions to test.
 
     Raises:
-        ConfigError: A setting without effect was passed as a flag.
+        ConfigError: A setting that has no effect was passed as a flag.
     """
     # Only a flag is an error, because it was typed for this run. Environment variables and files
     # may be shared by several runs, so an idle setting there only causes a warning. A script's
@@ -129,7 +130,7 @@ def idle(found: Sequence[SettingsSource], settings: Settings, needs: Collection[
 
 
 def _first(found: Sequence[SettingsSource], names: Sequence[str]) -> int | None:
-    """Return the index of the strongest source, except the script, that sets one of `names`."""
+    """Return the index of the strongest source, excluding the script, that sets one of `names`."""
     for number, source in enumerate(found):
         if source.name != SCRIPT and any(source.values.get(n) is not None for n in names):
             return number

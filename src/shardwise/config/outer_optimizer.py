@@ -43,7 +43,7 @@ ALIGNMENT = 8
 def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
     """Return the sizes in bytes of the packed scales and codes for `numel` values.
 
-    `wire` is the format, `itemsize` the size of an unpacked value in bytes.
+    `wire` is the format, and `itemsize` the size of an unpacked value in bytes.
     """
     if wire not in ("int8", "int4"):
         return 0, numel * (2 if wire == "bf16" else itemsize)
@@ -55,7 +55,7 @@ def packed_lengths(wire: str, numel: int, itemsize: int) -> tuple[int, int]:
 def packed_bytes(wire: str, numel: int, itemsize: int) -> int:
     """Return the packed size in bytes of `numel` values, including padding.
 
-    `wire` is the format, `itemsize` the size of an unpacked value in bytes.
+    `wire` is the format, and `itemsize` the size of an unpacked value in bytes.
     """
     return -(-sum(packed_lengths(wire, numel, itemsize)) // ALIGNMENT) * ALIGNMENT
 
@@ -75,7 +75,7 @@ class Outer:
 
     @classmethod
     def parse(cls, text: str) -> Outer:
-        """Parse "mean" or "nesterov:LR,MOMENTUM". Raise ValueError for other text."""
+        """Parse "mean" or "nesterov:LR,MOMENTUM". Raises ValueError for any other text."""
         kind, colon, numbers = text.partition(":")
         if kind == "mean" and not colon:
             return cls()

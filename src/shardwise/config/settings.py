@@ -46,7 +46,7 @@ def _choice(
     default: str = "",
     rare: bool = False,
 ) -> Any:
-    """Define a setting that takes one of `words`. The default is the first word."""
+    """Define a setting whose value is one of `words`. The default is the first word."""
     return _setting(
         group,
         help,

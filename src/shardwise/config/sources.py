@@ -67,9 +67,9 @@ FLAGS_ALONE = (
 
 
 def unknown_key(name: str, known: Iterable[str], source: str) -> ConfigError:
-    """Return the error about an unknown key. It suggests the most similar known key.
+    """Return the error for an unknown key. It suggests the most similar known key.
 
-    The suggestion is spelled as in `source`: with hyphens in a TOML file.
+    The suggestion is spelled as in `source`, for example with hyphens in a TOML file.
     """
     said = f"{source}: there is no setting {name!r}."
     for alone in FLAGS_ALONE:
@@ -117,7 +117,7 @@ OF_THE_ENGINE = FIELDS.keys() - _ELSEWHERE.keys()
 
 
 def refuse_elsewhere(keywords: Mapping[str, Any], caller: str) -> None:
-    """Raise ConfigError if a keyword belongs to a function other than `caller`."""
+    """Raise ConfigError if a keyword is an argument of a function other than `caller`."""
     for name in keywords:
         if name in _ELSEWHERE:
             raise ConfigError(
@@ -210,7 +210,7 @@ def load(keywords: Mapping[str, Any]) -> tuple[Settings, list[str]]:
 
 
 def as_given(name: str, value: Any, source: str) -> str:
-    """Return text with a setting, its value and its source, such as "zero=2 (flag)"."""
+    """Format a setting, its value and its source as text, such as "zero=2 (flag)"."""
     return f"{name}={_plain(value)} ({source})"
 
 
@@ -254,7 +254,7 @@ def _passed_flags(environ: Mapping[str, str]) -> dict[str, str]:
 def _from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings from SHARDWISE_<NAME> variables, except the launcher's (_LAUNCH_).
 
-    Raises ConfigError if a variable is unknown, or a setting is given twice.
+    Raises ConfigError if a variable is unknown, or if a setting is given twice.
     """
     found: dict[str, str] = {}
     spelt: dict[str, str] = {}

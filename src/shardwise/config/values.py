@@ -145,7 +145,7 @@ def islands(text: str) -> int | str:
 
 
 def port(text: str) -> int | None:
-    """Parse a port number. Return None if `text` is not one."""
+    """Parse a port number. Return None if `text` is not a port number."""
     # isdigit() alone would also accept digits of other writing systems.
     is_number = text.isascii() and text.isdigit() and len(text) <= 5
     return int(text) if is_number and 0 < int(text) < 65536 else None
@@ -196,10 +196,10 @@ def patterns(text: str) -> tuple[str, ...]:
 
 
 def as_text(value: Any, parse: Parse[Any]) -> str:
-    """Convert `value`, from TOML, a keyword or a flag, to text that `parse` can read.
+    """Convert `value`, from TOML, a keyword argument or a flag, to text that `parse` can read.
 
-    Raises ValueError if `value` has the wrong type, or if it is a list but `parse` accepts a single
-    value.
+    Raises ValueError if `value` has the wrong type, or if it is a list but `parse` accepts only a
+    single value.
     """
     if isinstance(value, list | tuple) and parse in OF_SEVERAL:
         if not all(isinstance(each, str) for each in value):
@@ -220,7 +220,7 @@ def as_text(value: Any, parse: Parse[Any]) -> str:
 
 
 def _float(text: str) -> float:
-    """Parse a number. Return NaN if `text` is not one."""
+    """Parse a number. Return NaN if `text` is not a number."""
     try:
         # float() also accepts digits of other writing systems, which nobody expects in a config
         # file.

@@ -40,11 +40,11 @@ class BatchCut(ABC):
 
     @abstractmethod
     def all_have(self, rows: int) -> list[bool]:
-        """For each micro-batch, return whether every rank has at least one row in it."""
+        """Return, for each micro-batch, whether every rank has at least one row in it."""
 
     @abstractmethod
     def total_rows(self, rows: int) -> list[int]:
-        """For each micro-batch, return the total number of rows on all ranks."""
+        """Return, for each micro-batch, the total number of rows on all ranks."""
 
     @abstractmethod
     def own_part_rows(self, rows: int) -> list[Rows]:
@@ -96,7 +96,7 @@ class ShareCut(BatchCut):
 
 @dataclass(frozen=True)
 class MicroShardCut(BatchCut):
-    """Splits a global batch into the micro-shards of exact mode. Each rank runs one per turn."""
+    """Splits a global batch into the micro-shards of exact mode. Each rank has one per turn."""
 
     shards: MicroShards
 

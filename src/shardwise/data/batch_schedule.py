@@ -148,8 +148,8 @@ def _draw_blocks(
     """Yield the items of `sampler` for `epoch`, in blocks of about `BLOCK` indices.
 
     `plain` converts an item, and `each` returns the number of indices in it. The sampler draws from
-    generators with the same seed on all ranks. Between blocks their state is saved, so other draws
-    in the process do not affect the sampler.
+    generators that have the same seed on all ranks. Their state is saved between blocks, so other
+    draws in the process do not affect the sampler.
     """
     # A sampler may be a generator function, which draws between its items. So it needs separate
     # generators for as long as it runs, and not only while `iter` runs.
@@ -176,9 +176,9 @@ def _draw_blocks(
 def check_same_dataset(world: World, dataset: Any) -> None:
     """Raise DataError on every rank if the ranks hold different datasets. Collective.
 
-    Compares the type, the length, the indices of a Subset and some tensor values. A difference is
-    usually caused by calling random_split or randn after training has started, when each rank draws
-    different values.
+    Compares the type, the length, the indices of a Subset and some tensor values. The usual cause
+    of a difference is calling random_split or randn after training has started, because each rank
+    then draws different values.
     """
     if world.size == 1:
         return

@@ -20,7 +20,7 @@ SHARDINGS = ("auto", "slice", "dataset")
 class UnknownLength(DataError, TypeError):
     """Raised by `len` of a Loader over a stream of unknown length.
 
-    It is also a TypeError: `list(loader)` calls `len`, and ignores a TypeError but no other error.
+    It is also a TypeError, because `list(loader)` calls `len` and ignores only a TypeError.
     """
 
 

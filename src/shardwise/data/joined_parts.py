@@ -23,8 +23,8 @@ class JoinedParts(WrappedStream):
         part 0   a b c d e      batches of 4 on 2 ranks   a b u v | c d w x | e y
         part 1   u v w x y      joined                    a b u v   c d w x   e y
 
-    Each part draws the same random numbers as on the rank that read it. Raises DataError if the
-    dataset has no method `shard`.
+    Each part draws the same random numbers as on the rank that originally read it. Raises DataError
+    if the dataset has no method `shard`.
     """
 
     def __init__(self, dataset: Any, part_order: PartOrder, seed: int) -> None:
@@ -74,7 +74,7 @@ class JoinedParts(WrappedStream):
 def part_of(dataset: Any, count: int, rank: int) -> Any:
     """Return the part of `dataset` that rank `rank` of `count` ranks reads.
 
-    A dataset without a method `shard` already is this rank's part.
+    If the dataset has no `shard` method, it is already this rank's part.
     """
     if count > 1 and hasattr(dataset, "shard"):
         return dataset.shard(num_shards=count, index=rank)

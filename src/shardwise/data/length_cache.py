@@ -28,7 +28,7 @@ class LengthCache:
         self._dataset, self._length = dataset, length
 
     def load(self) -> list[int] | None:
-        """Return the lengths, or None if the file is missing or belongs to another dataset.
+        """Return the lengths, or None if the file is missing or belongs to a different dataset.
 
         Raises:
             DataError: If the file does not contain lengths.
@@ -48,7 +48,7 @@ class LengthCache:
         return list(lengths)
 
     def save(self, lengths: list[int]) -> None:
-        """Write the lengths. Raise DataError if the file cannot be written."""
+        """Write the lengths. Raises DataError if the file cannot be written."""
         content = json.dumps({"fingerprint": self._fingerprint(), "lengths": lengths})
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)

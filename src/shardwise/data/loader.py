@@ -221,7 +221,7 @@ class Loader(HintsAtAttributes):
         self._build()
 
     def _tokens_of_run(self, run: int, own: int | None, length: Any) -> int | None:
-        """Return the budget of a step if `--step-tokens` is set to `run`."""
+        """Return the token budget of a step if `--step-tokens` is set to `run`."""
         if own is None and length is None:
             self._world.say_once(f"--step-tokens {run} does not apply to a Loader without length=")
             return None
@@ -344,9 +344,9 @@ class Loader(HintsAtAttributes):
         Returns:
             A dict of ints and, for a stream, its state:
 
-            - "samples": number of samples consumed since training started. - "epoch": the epoch of
-            the next step, or the current epoch if its steps are complete but
-              its loop body is not.
+            - "samples": number of samples consumed since training started.
+            - "epoch": the epoch of the next step, or the current epoch if its steps are complete
+              but its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
               samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
@@ -450,7 +450,7 @@ class Loader(HintsAtAttributes):
         self._taken += 1
 
     def _shared_again(self, repeats: bool) -> Iterator[Item] | None:
-        """Divide the rows again after a loss, as LoaderPass describes for `shared_again`."""
+        """Divide the rows again after a loss, as described for `shared_again` in LoaderPass."""
         if repeats:
             self._position = self._step_start
             self._taken -= 1

@@ -26,8 +26,8 @@ class Mixture(ConcatDataset[Any]):
     With shuffle=True, the Loader shuffles the order of each epoch and each pass over a dataset.
     Otherwise every dataset is read in its own order, and its samples are spread evenly over the
     epoch. In both cases the order depends only on (seed, epoch, lengths, weights, samples). A run
-    that is resumed in the middle of an epoch therefore gets the remaining samples, at any number of
-    workers.
+    that is resumed in the middle of an epoch therefore gets the remaining samples, whatever the
+    number of workers.
 
     An index of a Mixture is an index into the concatenated datasets, as in a ConcatDataset, and
     `len` is the sum of their lengths.

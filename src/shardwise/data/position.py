@@ -32,7 +32,7 @@ class PartOrder:
 class Position:
     """A position in the data.
 
-    It is `offset` samples and `steps` steps into `epoch`, after `before` samples in earlier epochs.
+    It is `offset` samples and `steps` steps into `epoch`, with `before` samples in earlier epochs.
     """
 
     epoch: int = 0
@@ -83,7 +83,7 @@ class Position:
 def restored(
     state: Mapping[str, Any], epoch_length: int | None, batch_size: int | None
 ) -> Position:
-    """Return the position that `state` describes. Raise DataError if `state` is invalid."""
+    """Return the position that `state` describes. Raises DataError if `state` is invalid."""
     order: PartOrder | None = None
     try:
         samples = int(state["samples"])

@@ -137,8 +137,8 @@ class MapSource:
     If it is false, they are seeded by the first index of each micro-batch, and the dataset's
     `__getitems__` is used if it exists.
 
-    If it is None, samples are the same as if it was true, but they are only seeded if the dataset
-    draws random numbers:
+    If it is None, samples are the same as if it were true, but the generators are seeded only if
+    the dataset draws random numbers:
 
         first micro-batch   seed each sample, and compare the generators around each sample
                             read samples again with other seeds, and compare their values
@@ -208,7 +208,7 @@ class MapSource:
         return [self.dataset[index] for index in request.indices]
 
     def _read_first(self, request: MapRequest) -> list[Any]:
-        """Read the first micro-batch with seeds, and find out whether the dataset has drawn."""
+        """Read the first micro-batch with seeds, and determine whether the dataset has drawn."""
         rows: list[Any] = []
         draws, seconds = False, 0.0
         for index in request.indices:
@@ -436,7 +436,7 @@ def _reads_like(dataset: Any, kind: type[Any]) -> bool:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Return whether two samples are equal. Raises any exception if they cannot be compared."""
+    """Return whether two samples are equal. If they cannot be compared, the error propagates."""
     leaves, structure = pytree.tree_flatten(value)
     others, other_structure = pytree.tree_flatten(other)
     if structure != other_structure:

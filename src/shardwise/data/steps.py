@@ -28,8 +28,8 @@ class LoaderPass:
     saved after this call continues with the next step.
 
     With `--survive`, `shared_again(repeats)` divides the rows among the remaining ranks. If
-    `repeats` is true, it returns the micro-batches from the latest step on. Otherwise it returns
-    those from the next step on, or None if the shares have not changed.
+    `repeats` is true, it returns the micro-batches from the latest step onwards. Otherwise it
+    returns those from the next step onwards, or None if the shares have not changed.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class LoaderPass:
 
     @property
     def survival(self) -> Survival | None:
-        """Repeats steps after a loss. None in an evaluation or without `--survive`."""
+        """Repeats steps after a loss. None during evaluation or without `--survive`."""
         return self._world.survival if torch.is_grad_enabled() else None
 
     def _fetch_first(self) -> Item | None:
@@ -198,7 +198,7 @@ class LoaderPass:
             return next(self._items, None)
 
     def skip_step(self, micro: MicroBatch, left: int) -> None:
-        """Skip a full step, of which `left` micro-batches have not been read yet."""
+        """Skip a full step. `left` of its micro-batches have not been read yet."""
         for _ in range(left):
             self.next_item()
         self._stepped(micro)

@@ -47,7 +47,7 @@ REPORT_SECONDS = 5.0
 class TokenBudget:
     """The token budget of a step, and the sample lengths once they have been read.
 
-    The Loader reuses this object when it recreates its reader, so that lengths are read once.
+    The Loader reuses this object when it recreates its reader, so that lengths are read only once.
     """
 
     tokens: int
@@ -84,7 +84,7 @@ class TokenBudget:
         """Return the length of every sample. Collective on the first call.
 
         Raises:
-            DataError: On all ranks, if a length is invalid or above the budget.
+            DataError: On all ranks, if a length is invalid or exceeds the budget.
         """
         if self.lengths is not None:
             return self.lengths
@@ -185,7 +185,7 @@ class TokenBudget:
                 )
 
     def _works_of(self, lengths: Sequence[Any]) -> list[Any]:
-        """Return the work for each distinct length, or the error that computing it raised."""
+        """Return the work for each distinct length, or the error raised while computing it."""
         try:
             return [self.work(length) for length in sorted(set(lengths))]
         except Exception as error:  # `_check` reports it, after the ranks have compared theirs
@@ -222,8 +222,8 @@ class TokenBudget:
 class ByTokens(BatchSchedule):
     """A schedule whose steps end before their samples exceed a token budget.
 
-    `epoch_length` is always None, so that positions store the number of steps too. This number
-    cannot be computed from the number of samples.
+    `epoch_length` is always None. Positions therefore also store the number of steps, which cannot
+    be computed from the number of samples.
     """
 
     def __init__(self, dataset: Any, budget: TokenBudget, *, world: World, shuffle: bool) -> None:
@@ -393,7 +393,7 @@ def is_first_rank(world: World) -> bool:
 
 
 def _gathered(read: Callable[[], T], failure: str, world: World) -> list[T]:
-    """Return all ranks' results of `read`. Raise DataError on all ranks if any of them failed."""
+    """Return all ranks' results of `read`. Raises DataError on all ranks if any of them failed."""
     mine: T | DataError
     try:
         mine = read()

@@ -4,7 +4,7 @@ initialize.py       deepspeed.initialize: an engine for a model, an optimizer an
 engine.py           the engine object: backward, step, checkpoints
 configured.py       its configuration and counters
 optimizers.py       optimizers and schedules by their names in the config
-ops/                optimizers by the names of DeepSpeed's kernels
+ops/                optimizers under the names of DeepSpeed's kernels
 schedules.py        the five learning-rate schedules
 loader.py           the loader of training_data
 monitor.py          writes metrics to TensorBoard and CSV files

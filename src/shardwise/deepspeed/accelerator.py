@@ -26,8 +26,8 @@ _ON_CPU = {
 class DeepSpeedAccelerator:
     """The device of this rank.
 
-    Once the process has joined its run, this is the run's device. Before, it is a GPU if one is
-    available. Other attributes are looked up in torch.cuda or torch.cpu.
+    Once the process has joined its run, this is the run's device. Before that, it is a GPU if one
+    is available. Other attributes are looked up in torch.cuda or torch.cpu.
     """
 
     def __getattr__(self, name: str) -> Any:

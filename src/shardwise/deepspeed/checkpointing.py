@@ -29,7 +29,7 @@ def configure(
     """Set whether `checkpoint` stores its inputs in host memory.
 
     Args:
-        checkpoint_in_cpu: Whether to store inputs there (default: cpu_checkpointing in the config).
+        checkpoint_in_cpu: Whether to do so (default: cpu_checkpointing in the config).
         deepspeed_config: The DeepSpeed config.
 
     The other arguments tune DeepSpeed's implementation and are ignored.
@@ -43,7 +43,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Return whether `configure` was called."""
+    """Return whether `configure` has been called."""
     return bool(_configured)
 
 

@@ -8,7 +8,7 @@ save_dir/
 
 The client file has a new name in every save. The step folder records that name, and is written
 after the client file. A complete step folder therefore always has its client file, even if a later
-save was killed.
+save is killed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def save(
 def _tag_of(engine: Configured, tag: str | None) -> str:
     """Return rank 0's tag on all ranks.
 
-    Raises UsageError if the tag is a path, and FailedAssertion if tags differ and
+    Raises UsageError if the tag is a path, and FailedAssertion if tags differ and the config's
     checkpoint.tag_validation is Fail.
     """
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -152,7 +152,7 @@ def _client_file(engine: Configured, client_state: dict[str, Any]) -> bytes:
 
 
 def _remove_others(place: Path, kept: Path, client: str) -> None:
-    """Remove earlier saves under the same tag. If a removal fails, the next save tries again."""
+    """Remove earlier saves under the same tag. If this fails, the next save tries again."""
     for path in place.glob("step-*"):
         if path.name != kept.name and (path / DOCUMENT).is_file():
             shutil.rmtree(path, ignore_errors=True)
@@ -200,7 +200,7 @@ def load(
 def _check_schedule(schedule: Any, state: Any, kind: str | None, place: Path) -> None:
     """Raise CheckpointMismatch if `schedule` cannot load `state`.
 
-    This is so if it has no load_state_dict, or if the saved schedule was of a different `kind`.
+    This is the case if it has no load_state_dict, or if the saved schedule has a different `kind`.
     """
     # A checkpoint from DeepSpeed itself does not record the kind, so compare the names of the
     # entries.
@@ -282,7 +282,8 @@ def _found(
 ) -> tuple[Path, Path, bytes | None] | CheckpointError | None:
     """Return the tag's folder, the checkpoint in it, and the contents of its client file.
 
-    Returns None if no tag is given and no latest tag exists, and an error if nothing can be loaded.
+    Returns None if no tag is given and no latest tag exists. Returns an error if nothing can be
+    loaded.
     """
     if tag is None:
         if not (folder / LATEST).is_file():

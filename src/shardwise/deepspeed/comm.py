@@ -55,12 +55,12 @@ def join_run(settings: Mapping[str, Any]) -> sw.World:
 
 
 def get_rank(group: Any = None) -> int:
-    """Return this worker's rank, in `group` if given."""
+    """Return this worker's rank, within `group` if it is given."""
     return dist.get_rank(group)
 
 
 def get_world_size(group: Any = None) -> int:
-    """Return the number of ranks, in `group` if given."""
+    """Return the number of ranks, within `group` if it is given."""
     return dist.get_world_size(group)
 
 
@@ -80,7 +80,7 @@ def get_world_group() -> Any:
 
 
 def new_group(ranks: list[int]) -> Any:
-    """Return a group of the workers `ranks`. Collective on all workers."""
+    """Return a group of the workers in `ranks`. Collective on all workers."""
     return dist.new_group(ranks)
 
 

@@ -103,7 +103,7 @@ class Configured(nn.Module):
         return self._counts.skipped_steps
 
     def train_batch_size(self) -> int:
-        """Return the number of samples per update, on all ranks together."""
+        """Return the number of samples per update, across all ranks."""
         return self._batches.total
 
     def train_micro_batch_size_per_gpu(self) -> int:
@@ -145,7 +145,7 @@ class Configured(nn.Module):
         return self._job.clipping
 
     def steps_per_print(self) -> int | None:
-        """Return the number of updates between two progress lines, or None for no lines."""
+        """Return the number of updates between two progress lines, or None if none are printed."""
         return self._job.steps_per_print
 
     def _precision(self) -> str:
@@ -161,7 +161,7 @@ class Configured(nn.Module):
         return self._precision() == "bf16"
 
     def torch_autocast_enabled(self) -> bool:
-        """Return whether forward passes run in autocast."""
+        """Return whether forward passes run under autocast."""
         return self._precision().endswith("-mixed") and "torch_autocast.enabled" in self.config
 
     def managed_gradient_accumulation(self) -> bool:
@@ -206,7 +206,7 @@ class Configured(nn.Module):
         return "device" if engine is None else engine.placement.tier("optimizer").kind
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return True, because save_16bit_model writes full weights in every stage."""
+        """Return True, because save_16bit_model writes full weights at every stage."""
         return True
 
     def autotp_size(self) -> int:

@@ -209,7 +209,7 @@ class DeepSpeedEngine(Configured):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients inside the block without communication, in every stage.
+        """Accumulate gradients inside the block without communication, at every stage.
 
         Raises:
             UsageError: If blocks are nested.
@@ -250,7 +250,8 @@ class DeepSpeedEngine(Configured):
         """Set whether the next `step` updates the parameters.
 
         Raises:
-            UsageError: If managed_gradient_accumulation is false, in which case every step updates.
+            UsageError: If managed_gradient_accumulation is false, because every step then updates
+                them.
         """
         if not self._job.manages_accumulation:
             raise UsageError(
@@ -284,7 +285,7 @@ class DeepSpeedEngine(Configured):
         self._counts.micro_steps += 1
 
     def _follow(self, lr_kwargs: dict[str, Any]) -> None:
-        """Step the schedule, update counters and report, after an update that may be skipped."""
+        """Update counters and report. Step the schedule unless the update was skipped."""
         counts = self._counts
         if not self._step_applied:
             counts.skipped_steps += 1
@@ -326,7 +327,7 @@ class DeepSpeedEngine(Configured):
         return self._grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients since the last update. Collective."""
+        """Clear the gradients accumulated since the last update. Collective."""
         del set_to_none
         if self._parts.engine is not None:
             self._parts.engine.zero_grad()
@@ -348,7 +349,7 @@ class DeepSpeedEngine(Configured):
         Args:
             dataset: A map-style or iterable dataset.
             batch_size: Number of samples per batch on this rank (default: the micro-batch size).
-            route: "train" shuffles; any other value does not.
+            route: With "train", samples are shuffled. With any other value, they are not.
             pin_memory, data_sampler, collate_fn: As in torch's DataLoader.
             num_local_io_workers: Number of DataLoader workers (default: 0 on a CPU, else 2).
 
@@ -374,7 +375,7 @@ class DeepSpeedEngine(Configured):
         dict.
 
         Args:
-            exclude_frozen_parameters: Leave out parameters that are not trained.
+            exclude_frozen_parameters: Omit parameters that are not trained.
         """
         engine = self._parts.engine
         in_parts = engine is not None and (
@@ -429,7 +430,7 @@ class DeepSpeedEngine(Configured):
         Args:
             save_dir: Folder to save to. Created if necessary.
             save_filename: Name of the file in the folder.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
+            exclude_frozen_parameters: Omit parameters that are not trained.
 
         Returns:
             True.
@@ -449,7 +450,7 @@ class DeepSpeedEngine(Configured):
     ) -> bool:
         """Save the weights, optimizer state, schedule, counters and `client_state`. Collective.
 
-        The checkpoint can be loaded at any placement and world size.
+        The checkpoint can be loaded under any placement and at any world size.
 
         Args:
             save_dir: Folder to save to. Created if necessary.

@@ -51,7 +51,7 @@ def initialize(
     DeepSpeed.
 
     Args:
-        args: Arguments of the script, which may have `deepspeed_config` and `local_rank`.
+        args: Arguments of the script, which may include `deepspeed_config` and `local_rank`.
         model: A module, or a PipelineModule.
         optimizer: An optimizer, or a function that creates one from the parameters (default: the
             config's optimizer).
@@ -63,7 +63,7 @@ def initialize(
         config: The DeepSpeed config, as a path or a dict (default: `args.deepspeed_config`, or the
             file of `shardwise run --deepspeed`).
         config_params: The older name of `config`.
-        distributed_port, dist_init_required: Ignored, because the launcher decides.
+        distributed_port, dist_init_required: Ignored, because the launcher determines them.
         mpu, mesh_param: Not supported, because Shardwise itself creates groups of ranks.
 
     Returns:
@@ -109,8 +109,8 @@ def initialize(
 def _checked(model: Any) -> nn.Module:
     """Check that `model` has a supported type, and return it.
 
-    Raises FailedAssertion if it is not a module, and UsageError if it is the PipelineModule of
-    DeepSpeed itself.
+    Raises FailedAssertion if it is not a module, and UsageError if it is DeepSpeed's own
+    PipelineModule.
     """
     if not isinstance(model, nn.Module):
         raise FailedAssertion(

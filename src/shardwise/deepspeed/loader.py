@@ -17,8 +17,8 @@ _BESIDE_AN_ACCELERATOR = 2
 class DeepSpeedDataLoader:
     """Loads this worker's share of a dataset, in batches of `batch_size`.
 
-    The dataset is divided as by torch's DistributedSampler. As in DeepSpeed, the shuffled order is
-    the same in every epoch.
+    The dataset is divided in the same way as by torch's DistributedSampler. As in DeepSpeed, the
+    shuffled order is the same in every epoch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Makes `loss.backward()` and `engine.scale(loss).backward()` act like `engine.backward(loss)`.
+"""Makes `loss.backward()` and `engine.scale(loss).backward()` behave like `engine.backward(loss)`.
 
 DeepSpeed supports all three. The engine must weight the loss before its backward pass, but torch
 has no hook at that point. This module therefore replaces `Tensor.backward`.
@@ -38,7 +38,8 @@ def as_loss(loss: Tensor, backward: Backward) -> Tensor:
 def lead_backwards(trained: Callable[[], Iterable[Engine]]) -> None:
     """Make `loss.backward()` use the engines that train a parameter in the loss's graph.
 
-    `trained` returns the current engines. If none of them does, torch's own backward runs.
+    `trained` returns the current engines. If none of them trains such a parameter, torch's own
+    backward runs.
     """
     stock = Tensor.backward
 

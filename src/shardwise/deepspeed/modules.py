@@ -54,7 +54,7 @@ class _Missing(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Raise ModuleNotFoundError if `name` is in DeepSpeed. Otherwise return None."""
+        """Raise ModuleNotFoundError if `name` is a module of DeepSpeed. Otherwise return None."""
         del path, target
         if name.partition(".")[0] != NAME:
             return None
@@ -65,7 +65,7 @@ class _Missing(MetaPathFinder):
 
 
 class _Part(ModuleType):
-    """A package that only contains other modules."""
+    """A package that contains only other modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -98,7 +98,7 @@ def _ours(name: str) -> ModuleType | None:
 
 
 def _put(name: str, module: ModuleType) -> None:
-    """Make `module` importable as `name`, and an attribute of its package."""
+    """Make `module` importable as `name`, and set it as an attribute of its package."""
     sys.modules[name] = module
     package, _, last = name.rpartition(".")
     if package not in sys.modules:

@@ -17,7 +17,7 @@ Event = tuple[str, float, int]
 class MonitorMaster:
     """Writes events on the main rank, in the formats that the config enables.
 
-    Raises ConfigError if the config enables TensorBoard and it is not installed.
+    Raises ConfigError if the config enables TensorBoard but it is not installed.
     """
 
     def __init__(self, job: DeepSpeedJob, *, is_main: bool) -> None:
@@ -53,7 +53,7 @@ def _tensorboard(monitor: Monitor) -> Any:
 
 
 class _CsvWriter:
-    """Writes a CSV file of samples and values for each metric, such as Train_Samples_lr.csv."""
+    """Writes one CSV file per metric, such as Train_Samples_lr.csv: sample counts and values."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._folder = Path(monitor.folder) / monitor.job

@@ -23,8 +23,8 @@ def of_json(
 ) -> list[optim.Optimizer]:
     """Create the optimizers that the config `name` specifies, for `parameters`.
 
-    Muon becomes two optimizers, because AdamW trains the parameters that are not matrices. Raises
-    ConfigError for unknown names and arguments.
+    Muon becomes two optimizers, because parameters that are not matrices are trained with AdamW.
+    Raises ConfigError for unknown names and arguments.
     """
     try:
         if named.name == "Muon":

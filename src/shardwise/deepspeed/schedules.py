@@ -133,7 +133,7 @@ class WarmupLR(Schedule):
         ]
 
     def _after_warmup(self) -> float:
-        """Return where the learning rate is between its minimum (0) and its maximum (1)."""
+        """Return the learning rate's position between its minimum (0) and its maximum (1)."""
         return 1.0
 
 
@@ -258,7 +258,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """One cycle of learning rates, up and down again, followed by a decay.
+    """One cycle of learning rates, which rise and then fall, followed by a decay.
 
     If `cycle_momentum` is true and the optimizer has betas, the first beta cycles in the opposite
     direction.
@@ -267,8 +267,8 @@ class OneCycle(Schedule):
         optimizer: The optimizer whose parameter groups it sets.
         cycle_min_lr, cycle_max_lr: Learning rates at the ends and at the peak of the cycle.
         decay_lr_rate: Decay of the learning rate after the cycle, per `decay_step_size` steps.
-        cycle_first_step_size, cycle_second_step_size: Number of steps up and down (default: the
-            same).
+        cycle_first_step_size, cycle_second_step_size: Number of steps in the first and second half
+            of the cycle (default of the second: the same as the first).
         cycle_first_stair_count, cycle_second_stair_count: Number of stairs with a constant learning
             rate, or 0 for a continuous slope.
         decay_step_size: Number of steps per decay interval, or 0 for no decay.
@@ -326,7 +326,7 @@ class OneCycle(Schedule):
 
     @property
     def step_ratio(self) -> float:
-        """The fraction of the cycle's steps that are in its first half."""
+        """The first half's share of the cycle's steps, as a fraction."""
         return self._halves[0] / self.total_size
 
     def step(self, last_batch_iteration: int | None = None) -> None:

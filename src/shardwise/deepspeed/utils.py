@@ -43,7 +43,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     Args:
         message: The text.
         ranks: The ranks that log it (default: all; -1 also means all).
-        level: A level of Python's logging.
+        level: One of the levels of Python's logging module.
     """
     rank = sw.world().rank
     if not ranks or -1 in ranks or rank in ranks:
@@ -149,7 +149,7 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 
 def set_z3_leaf_modules(model: torch.nn.Module, leaf_module_classes: Sequence[Any]) -> list[Any]:
-    """Return the modules in `model` of the given classes, without changing anything.
+    """Return the modules in `model` that have the given classes, without changing anything.
 
     A mixture of experts is already a single unit, and `--units` selects other units.
     """

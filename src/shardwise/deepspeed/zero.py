@@ -1,4 +1,4 @@
-"""Implements deepspeed.zero: it builds models without allocating memory, and gathers parameters."""
+"""Implements deepspeed.zero: builds models without allocating memory, and gathers parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Init:
     """Context manager inside which models are created without allocating memory.
 
     Memory is allocated when the model's engine is created. Parameters then have the values that
-    they would have without the block.
+    they would have if they had been created outside the block.
 
     Args:
         module: Ignored. An existing module is not changed.
@@ -53,7 +53,7 @@ class Init:
 class GatheredParameters:
     """Context manager that gathers full parameters on every rank. Collective.
 
-    Unallocated parameters are allocated if their engine does not exist yet.
+    If the parameters are unallocated and their engine does not exist yet, they are allocated.
 
     Args:
         params: One or several parameters.

@@ -18,7 +18,7 @@ allreduce.py         reductions of dense tensors
 sparse_allreduce.py  reductions of sparse COO tensors
 gather_scatter.py    allgather, alltoall, broadcast, reducescatter
 optimizer.py         DistributedOptimizer
-script_checks.py     warnings about missing steps in a script, and about stalls
+script_checks.py     warnings about steps that a script omits, and about stalls
 functions.py compression.py elastic.py mpi_ops.py sync_batch_norm.py   as in Horovod
 """
 

@@ -71,7 +71,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> OperationHandle:
-    """Request the reduction of every rank's tensor to a new one.
+    """Request the reduction of every rank's tensor into a new tensor.
 
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.
@@ -101,7 +101,7 @@ def allreduce_async(
 def _take_arguments_of(shown: Callable[..., Any]) -> Callable[[F], F]:
     """Return a decorator that copies the signature of `shown`, except for the first argument.
 
-    With it, help() shows the arguments of functions that accept `*args, **kwargs`.
+    This makes help() show the arguments of functions that accept `*args, **kwargs`.
     """
 
     def decorate(function: F) -> F:
@@ -218,7 +218,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Reduce every rank's tensor to a new one. Differentiable.
+    """Reduce every rank's tensor into a new tensor. Differentiable.
 
     Args:
         tensor: Dense tensor of the same shape and dtype on every rank.

@@ -133,7 +133,7 @@ class BackgroundThread:
         return handle
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the thread, because only it may use the transport. Returns the result.
+        """Run `function` on the thread, because only it may use the transport. Return the result.
 
         Raises HorovodInternalError if the thread stops first.
         """
@@ -164,7 +164,7 @@ class BackgroundThread:
         return self._groups[number]
 
     def report_save(self, what: list[str]) -> None:
-        """Report to rank 0 that this rank saves a file. Rank 0 compares the paths of all ranks."""
+        """Report to rank 0, which compares all ranks' paths, that this rank saves a file."""
         if self._coordinator is not None:
             self._post(partial(self._compare_save, 0, what))
         else:
@@ -372,7 +372,7 @@ class BackgroundThread:
     # -- timeouts and shutdown ------------------------------------------------------------
 
     def _check_stalls(self) -> None:
-        """Warn about operations that have waited too long, and fail those beyond the timeout."""
+        """Warn about operations that have waited too long. Fail those that exceed the timeout."""
         if self._coordinator is None:
             return
         now = time.monotonic()
@@ -382,7 +382,7 @@ class BackgroundThread:
         self._send_responses(self._coordinator.time_out(now, self.timeout))
 
     def _leave(self) -> None:
-        """Notify the other ranks that this rank leaves, and stop the thread."""
+        """Notify the other ranks that this rank is leaving, and stop the thread."""
         # First execute all agreed operations, because the other ranks have started them and wait
         # for this rank.
         self._execute_all()

@@ -40,8 +40,8 @@ def init(
 ) -> None:
     """Join the run, which any launcher may have started. A second call is a no-op.
 
-    Unlike `shardwise.init`, it does not seed random number generators. If `shardwise.init` was
-    called before, its world is used.
+    Unlike `shardwise.init`, it does not seed random number generators. If `shardwise.init` has
+    already been called, its world is used.
 
     Args:
         comm: The list of all ranks in order, or None.
@@ -191,7 +191,7 @@ def mpi_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Return whether ranks communicate over Gloo or shared memory, not NCCL."""
+    """Return whether ranks communicate over Gloo or shared memory rather than NCCL."""
     return current().world.collectives.name != "nccl"
 
 
@@ -249,8 +249,8 @@ def install_as_horovod() -> None:
     imported afterwards.
 
     Raises:
-        BadCall: If the real Horovod was imported before, because that code would continue to use
-            it.
+        BadCall: If the real Horovod has already been imported. The code that imported it would
+            continue to use it.
 
     Example:
         ```python
@@ -293,7 +293,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
     Args:
         file_path: The file to write.
-        mark_cycles: Has no effect except a warning, because operations do not run in cycles.
+        mark_cycles: Only causes a warning, because operations do not run in cycles.
 
     Raises:
         ConfigError: If the file cannot be written.

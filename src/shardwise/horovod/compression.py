@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Compressor(ABC):
-    """Base class for compressors, which convert a tensor to the tensor that is sent, and back."""
+    """Base class for compressors, which convert a tensor to the form that is sent, and back."""
 
     @staticmethod
     @abstractmethod

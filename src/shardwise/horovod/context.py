@@ -51,7 +51,7 @@ class Context:
         self.sample_counter = SampleCounter(world.step_log) if world.step_log.is_on else None
 
     def stepped(self) -> None:
-        """Record a DistributedOptimizer's step. After a restart, it may have to be repeated."""
+        """Record a DistributedOptimizer's step, which may have to be repeated after a restart."""
         self.steps += 1
         if self.steps == 1:
             self.world.progress.kept(0, 0)  # so far progress was counted in commits
@@ -62,7 +62,7 @@ class Context:
             self.sample_counter.stepped(self.steps)
 
     def kept(self) -> None:
-        """Record a commit, from which a restart would resume."""
+        """Record a commit, from which the run would resume after a restart."""
         # The launcher gives up on a run without progress. With plain optimizers no steps are
         # counted, so commits count as progress.
         if not self.steps:
@@ -79,7 +79,7 @@ class Context:
 
 
 def enter(context: Context) -> None:
-    """Make `context` the one that `current` returns. A process has at most one."""
+    """Make `context` the result of `current`. A process has at most one context."""
     global _current
     _current = context
 
@@ -93,7 +93,7 @@ def leave() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` was called, and `shutdown` was not called afterwards."""
+    """Return whether `init` has been called and `shutdown` has not been called since."""
     return _current is not None
 
 
@@ -106,7 +106,7 @@ def current() -> Context:
 
 @dataclass(frozen=True)
 class UnknownLoss:
-    """A step's entry in the step log. Only the script knows the loss, so it is NaN here."""
+    """A step's entry in the step log. The loss is NaN, because only the script knows it."""
 
     loss: float = math.nan
     weight: float = 0.0
@@ -130,7 +130,7 @@ class SampleCounter:
             DataLoader.__iter__ = self._plain  # type: ignore[method-assign]
 
     def stepped(self, steps: int) -> None:
-        """Log step `steps`. Raises SystemExit if `shardwise scale` needs no further steps."""
+        """Log step number `steps`. Raises SystemExit if `shardwise scale` needs no more steps."""
         self._log.stepped(0, steps, UnknownLoss())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:

@@ -62,7 +62,8 @@ class OperationRequest:
     def rows(self) -> list[int]:
         """Return the row counts, which may differ between ranks.
 
-        They are the numbers of rows for each member of an alltoall, or else of each tensor.
+        For an alltoall, these are the numbers of rows for each member. For other operations, they
+        are the numbers of rows of each tensor.
         """
         if self.kind == "alltoall":
             return list(self.splits)
@@ -85,7 +86,7 @@ UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
-    """Return an error message if requests with the same name do not match, or else ""."""
+    """Return an error message if requests with the same name do not match, otherwise ""."""
     ranks = sorted(requests)
     for texts in zip(*(_describe_parts(requests[rank]) for rank in ranks), strict=True):
         if len(set(texts)) > 1:
@@ -99,7 +100,7 @@ def difference(requests: Mapping[int, OperationRequest]) -> str:
 
 
 def _describe_parts(request: OperationRequest) -> tuple[str, ...]:
-    """Describe each part of a request that must be identical on all ranks, most important first."""
+    """Describe the parts of a request that must be identical on all ranks, most important first."""
     kind, count = request.kind, len(request.shapes)
     tensors = []
     for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
@@ -222,13 +223,13 @@ class Coordinator:
 
     @property
     def waiting_since(self) -> float | None:
-        """The time since which the oldest operation has waited, or None if none waits."""
+        """Time at which the oldest pending operation began to wait, or None if there is none."""
         return min((since for _, since in self._waits()), default=None)
 
     def _waits(self) -> list[tuple[OperationKey, float]]:
-        """Return pending operations, each with the time since which it has waited.
+        """Return the pending operations, each with the time at which it began to wait.
 
-        `join` is left out, because it may wait for as long as other ranks have data.
+        `join` is omitted, because it may wait for as long as other ranks have data.
         """
         return [(key, pending.since) for key, pending in self._pending.items() if key != JOIN_KEY]
 
@@ -313,7 +314,7 @@ class Coordinator:
     ) -> Response:
         """Return an error for all ranks that have requested `key`.
 
-        `names_it` is True if the reason `why` already names the operation.
+        `names_it` is True if `why`, the reason, already names the operation.
         """
         requests = self._pending.pop(key).requests
         request = requests[min(requests)]

@@ -47,7 +47,7 @@ T = TypeVar("T")
 class TorchState:
     """State that survives restarts: models, optimizers, schedulers, samplers and plain values.
 
-    Objects with a state_dict are saved through it; others are copied.
+    Objects that have a state_dict are saved through it; others are copied.
 
     Args:
         model, optimizer: A model and an optimizer, or None.
@@ -128,7 +128,7 @@ class TorchState:
     def resume(self) -> bool:
         """Load the newest commit from any host of this run. Collective.
 
-        Returns whether there is a commit.
+        Returns whether a commit exists.
         """
         # Hosts may have different commits. A host that joined after a restart has none.
         number, state = self._commit_file.read() or (0, {})
@@ -204,7 +204,7 @@ def run(
 
 
 def run_name(environ: Mapping[str, str]) -> str | None:
-    """Return the name that this run keeps across restarts, or None if nothing restarts it."""
+    """Return this run's name, which restarts do not change, or None if nothing restarts it."""
     if environment.RUN_VARIABLE in environ:
         return environ[environment.RUN_VARIABLE]
     if "TORCHELASTIC_RUN_ID" not in environ:
@@ -285,9 +285,9 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start another epoch, and reset the number of samples read.
+        """Start a different epoch, and reset the number of samples read.
 
-        Call it at the end of an epoch.
+        Call this at the end of an epoch.
         """
         self.epoch = epoch
         self.processed_num = 0
@@ -299,7 +299,7 @@ class ElasticSampler(Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and the number of its samples that all ranks have read."""
+        """Return the epoch, and how many of its samples all ranks have read."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ class AgreedOperation:
     """An operation that all ranks have agreed on, with this rank's tensors.
 
     `members` are the ranks that take part, and `rows` their row counts, as in a `Response`. `sent`
-    contains handles of the transport: other ranks may read the tensors until these are reusable.
+    contains handles from the transport: other ranks may read the tensors until these handles are
+    reusable.
     """
 
     request: OperationRequest
@@ -214,7 +215,7 @@ def _alltoall(operation: AgreedOperation) -> list[Tensor]:
 
 
 def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
-    """Reduce (rows, ...) to this rank's rows of the sum. The first ranks may get one more row."""
+    """Reduce (rows, ...) to this rank's rows of the sum. The first ranks may get one extra row."""
     found = []
     for tensor in operation.tensors:
         rows = row_counts(tensor.shape[0], operation.size)
@@ -238,7 +239,7 @@ def _reducescatter(operation: AgreedOperation) -> list[Tensor]:
 
 
 def row_counts(rows: int, size: int) -> list[int]:
-    """Return each rank's number of rows. The first ranks may have one additional row."""
+    """Return each rank's number of rows. The first ranks may have one extra row."""
     return [rows // size + (place < rows % size) for place in range(size)]
 
 
@@ -270,10 +271,10 @@ def adasum_reduce(tensor: Tensor, group: Collectives, scale: float = 1.0) -> Ten
 
         a + b  becomes  (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
-    and so on for pairs of pairs (Maleki et al. 2020, "Scaling Distributed Training with Adaptive
-    Summation", https://arxiv.org/abs/2006.02924). Dot products cover full tensors and are computed
-    in fp64. The result has the tensor's shape and is identical on all ranks. The number of ranks in
-    `group` must be a power of two.
+    The same formula then combines pairs of ranks, pairs of pairs, and so on (Maleki et al. 2020,
+    "Scaling Distributed Training with Adaptive Summation", https://arxiv.org/abs/2006.02924). Dot
+    products cover full tensors and are computed in fp64. The result has the tensor's shape and is
+    identical on all ranks. The number of ranks in `group` must be a power of two.
     """
     # Every rank gathers all tensors and folds them in the same tree, so the result is the same on
     # all ranks. Exchanging halves would send less, but requires point-to-point messages.
@@ -292,7 +293,7 @@ def adasum_pair(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _adasum_factor(dot: Tensor, of: Tensor) -> Tensor:
-    """Return the factor for the vector `of` in an adaptive sum."""
+    """Return the factor of the vector `of` in an adaptive sum."""
     square = torch.dot(of, of)
     # Any factor is correct for a zero tensor; 1 avoids the division by 0.
     return torch.where(square > 0, 1 - dot / (2 * square), torch.ones_like(square))

@@ -197,7 +197,7 @@ def broadcast_optimizer_state(
 
     If the root has no state yet, every rank first takes a step with zero gradients, to match
     Horovod's results: Adam's step count increases, weight decay changes the weights, and
-    `param.grad` is zero afterwards. The other ranks need no state.
+    `param.grad` is zero afterwards. The other ranks do not need to have any state.
 
     Args:
         optimizer: Any torch optimizer, including a DistributedOptimizer.
@@ -238,7 +238,7 @@ def broadcast_optimizer_state(
 
 
 def _step_on_zero_gradients(optimizer: optim.Optimizer) -> None:
-    """Replace the optimizer's state with the state after one step on zero gradients."""
+    """Replace the optimizer's state with its state after one step with zero gradients."""
     optimizer.state.clear()
     sparse = sparse_parameters(optimizer)
     for group in optimizer.param_groups:

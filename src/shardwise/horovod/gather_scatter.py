@@ -75,7 +75,7 @@ class _Allgather(Function):
 def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """Concatenate every rank's `tensor` to (rows of all ranks, ...). Differentiable."""
+    """Concatenate every rank's `tensor` into (rows of all ranks, ...). Differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -101,8 +101,8 @@ def alltoall_async(
     """Return a handle to the rows that all ranks send to this one, in rank order. Any dtype.
 
     The first `splits[0]` rows of `tensor` (rows, ...) are sent to the first rank, and so on.
-    Without `splits`, all ranks receive the same number. With `splits`, the result has a second
-    tensor: the number of rows from each rank (int32).
+    Without `splits`, all ranks receive the same number of rows. With `splits`, there is a second
+    result tensor: the number of rows from each rank (int32).
     """
     sizes = _sizes(tensor, splits, process_set)
     finish = only_result if splits is None else tuple
@@ -202,7 +202,7 @@ def broadcast_(
 
 
 class _Broadcast(Function):
-    """Differentiable broadcast. The root gets the mean gradient of all ranks, the others zeros."""
+    """Differentiable broadcast. The root gets the ranks' mean gradient, the others get zeros."""
 
     @staticmethod
     def forward(
@@ -252,10 +252,10 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle:
-    """Reduce every rank's `tensor` (rows, ...). Returns a handle to this rank's rows of the result.
+    """Reduce every rank's `tensor` (rows, ...). Return a handle to this rank's rows of the result.
 
-    Rows are divided evenly; if this is impossible, the first ranks get one additional row. `op` is
-    Average or Sum.
+    Rows are divided evenly. If this is impossible, the first ranks get one additional row each.
+    `op` is Average or Sum.
     """
     scale = prescale_factor, postscale_factor
     return _submit_reducescatter(

@@ -223,7 +223,7 @@ class CompressedBucket(HorovodBucket):
 
 
 class SparseBucket(HorovodBucket):
-    """One parameter with a sparse gradient. Only the used rows are sent, possibly none."""
+    """One parameter with a sparse gradient. Only the rows that were used are sent, if any."""
 
     def launch(self, note: Note) -> None:
         grad = self.named[0].parameter.grad
@@ -253,8 +253,8 @@ def make_buckets(
     """Create the buckets for the parameters `named`. Those in `sparse` have sparse gradients.
 
     `groups` contains a group number for each parameter. Only parameters of the same group share a
-    bucket. Each user-defined group (above 0) has a single bucket, of any size. The parameters of
-    group 0 are divided into buckets of at most `capacity` bytes.
+    bucket. Each user-defined group (numbered from 1) has a single bucket, of any size. The
+    parameters of group 0 are divided into buckets of at most `capacity` bytes.
     """
     indices = list(range(len(named)))
     sent_sparse = [
@@ -301,7 +301,7 @@ class GradientHooks:
     """Hooks on the parameters `named`, which launch each bucket when its gradients are complete.
 
     Each hook counts its parameter's backward passes. After `passes` of them, the gradient is
-    complete. The first request carries the result of `note`.
+    complete. The result of `note` is sent with the first request.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class GradientHooks:
     def synchronize(self) -> None:
         """Wait until every `param.grad` is reduced.
 
-        Raises HookOrder if a newer optimizer reduces some of the parameters.
+        Raises HookOrder if some of the parameters are now reduced by a newer optimizer.
         """
         if self._is_replaced:
             raise HookOrder(
@@ -394,7 +394,7 @@ class GradientHooks:
 
     @staticmethod
     def release(parameters: Iterable[Tensor]) -> None:
-        """Remove older optimizers' hooks from `parameters`, which a new optimizer reduces."""
+        """Remove older optimizers' hooks from `parameters`, which a new optimizer will reduce."""
         ids = {id(parameter) for parameter in parameters}
         for hooks in list(_active):
             if not ids.isdisjoint(hooks._parameter_ids):

@@ -1,7 +1,7 @@
 """Connects every rank to rank 0 with authenticated links (net/rpc.py), for negotiation messages.
 
 Nothing is sent while no rank requests an operation. When a rank exits or is killed, the other end
-of its link reads an end of stream.
+of its link reaches the end of the stream.
 """
 
 from __future__ import annotations

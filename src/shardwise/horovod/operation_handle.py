@@ -57,17 +57,17 @@ class OperationHandle:
         return self._done.is_set()
 
     def succeed(self, result: Any, finished: StreamEvent) -> None:
-        """Set the result. No other rank may still be reading the inputs or the result."""
+        """Set the result, once no other rank reads the inputs or the result any more."""
         self._result, self._finished, self.tensors = result, finished, ()
         self._done.set()
 
     def fail(self, text: str, kind: type[Exception] = HorovodInternalError) -> None:
-        """Set an error, which `wait` raises."""
+        """Set an error, for `wait` to raise."""
         self._error, self.tensors = partial(kind, text), ()
         self._done.set()
 
     def fail_in_child(self, text: str) -> None:
-        """Set an error in a forked child, which `wait` raises."""
+        """Set an error in a forked child, for `wait` to raise."""
         # Create a new event, because a thread of the parent may have held the old one's lock during
         # the fork.
         self._done = threading.Event()

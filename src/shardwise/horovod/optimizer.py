@@ -31,7 +31,7 @@ Groups = int | Sequence[Sequence[nn.Parameter]] | None
 class ReducingOptimizer(optim.Optimizer):
     """Mixin that a DistributedOptimizer places before the user's own class.
 
-    `_gradient_hooks` is None if this is the only rank.
+    `_gradient_hooks` is None if there is only one rank.
     """
 
     _gradient_hooks: GradientHooks | None
@@ -58,7 +58,7 @@ class ReducingOptimizer(optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step` use the current gradients inside the block. Call `synchronize` before."""
+        """Make `step` use the current gradients inside the block. Call `synchronize` first."""
         self._skips_synchronize = True
         try:
             yield
@@ -171,8 +171,8 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
 
     Gradients are reduced during the backward pass in flat buckets (`--bucket-mb`). A bucket is sent
     when `backward_passes_per_step` backward passes have computed all of its gradients. If several
-    DistributedOptimizers share a parameter, it belongs to the newest one, and `step` of an older
-    one raises HookOrder.
+    DistributedOptimizers share a parameter, it belongs to the newest one, and calling `step` on an
+    older one raises HookOrder.
 
     Args:
         optimizer: Any torch optimizer.
@@ -180,13 +180,13 @@ def DistributedOptimizer(  # noqa: N802 (its name in Horovod)
         compression: hvd.Compression.none, hvd.Compression.fp16, or your own class.
         backward_passes_per_step: Number of backward passes whose gradients are summed before a
             `step`.
-        op: hvd.Average divides the sum by the number of ranks, hvd.Sum does not. With hvd.Adasum,
-            each rank steps independently, and Adasum combines the parameters' changes.
+        op: hvd.Average divides the sum by the number of ranks, while hvd.Sum does not. With
+            hvd.Adasum, each rank steps independently, and Adasum combines the parameters' changes.
         gradient_predivide_factor: Divides gradients before the sum and multiplies them after it.
         num_groups: Number of parameter groups to form. Each group is sent in one operation.
         groups: Lists of parameters that form groups. Replaces `num_groups`.
-        sparse_as_dense: Send sparse gradients as dense ones. By default, only the used rows of
-            the gradients of nn.Embedding(sparse=True) are sent.
+        sparse_as_dense: Send sparse gradients as dense ones. By default, only the rows that were
+            used are sent of the gradients of nn.Embedding(sparse=True).
         process_set: The ranks to reduce across.
 
     Returns:
@@ -306,7 +306,7 @@ def _named_parameters(optimizer: optim.Optimizer, given: Named | None) -> list[N
 
 
 def _group_numbers(named: Sequence[NamedParameter], groups: Groups) -> dict[nn.Parameter, int]:
-    """Return each parameter's group number, counted from 1. It is 0 for parameters in no group.
+    """Return each parameter's group number, from 1, or 0 if the parameter is in no group.
 
     Raises BadCall if the groups are invalid.
     """
@@ -336,7 +336,7 @@ def _check_passes(passes: int) -> int:
 
 
 class AdasumOptimizer(optim.Optimizer):
-    """Mixin for op=hvd.Adasum. Each rank steps separately; then Adasum combines the changes."""
+    """Mixin for op=hvd.Adasum. Each rank steps separately, and Adasum combines the changes."""
 
     _named: Sequence[NamedParameter]
     _reduction_options: ReductionOptions

@@ -39,7 +39,7 @@ class ProcessSet:
         return self._number
 
     def known_as(self, number: int | None) -> None:
-        """Set the set's number, which is valid until `hvd.shutdown`. None marks a removed set."""
+        """Set the number, which is valid until `hvd.shutdown`, or None if the set was removed."""
         self._number, self._known_to = number, ref(current())
 
     @property
@@ -48,7 +48,7 @@ class ProcessSet:
         return self._ranks
 
     def number(self) -> int:
-        """Return the number of the set. Raises BadCall if the set was not added."""
+        """Return the number of the set. Raises BadCall if the set has not been added."""
         number = self.process_set_id
         if number is None:
             raise BadCall(

@@ -1,6 +1,6 @@
-"""Warns about steps that a Horovod script leaves out, and about operations that stall.
+"""Warns about steps that a Horovod script omits, and about operations that stall.
 
-Each warning is printed once. Warnings are based on comparisons, not on guesses: ranks compare
+Each warning is printed once. Warnings are based on comparisons rather than guesses: ranks compare
 weights and data when they reduce their first gradients, and file paths when they save.
 """
 

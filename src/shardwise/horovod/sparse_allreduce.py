@@ -104,7 +104,7 @@ def _combine_rows(shape: torch.Size, op: ReduceOp, size: int, gathered: Sequence
 
 
 def empty_sparse_gradient(like: Tensor) -> Tensor:
-    """Return a sparse gradient without rows for the embedding weight `like`, which was not used."""
+    """Return a sparse gradient without rows, for an embedding weight `like` that is unused."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=like.device),
         torch.empty((0, *like.shape[1:]), dtype=like.dtype, device=like.device),

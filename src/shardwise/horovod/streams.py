@@ -1,7 +1,7 @@
 """Orders accelerator work between the communication thread and the other threads.
 
-A kernel may run long after it was enqueued. To wait for it, one thread records an event on its
-stream, and another thread's stream waits for this event. On the CPU, all of this is a no-op.
+A kernel may not run until long after it was enqueued. To wait for it, one thread records an event
+on its stream, and another thread's stream waits for this event. On the CPU, all of this is a no-op.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _streams_of(device: torch.device) -> Any:
 
 
 class StreamEvent:
-    """An event on a stream. It may be empty, in which case `wait` is a no-op."""
+    """An event on a stream. If it is empty, `wait` is a no-op."""
 
     def __init__(self, event: Any = None, device: torch.device | None = None) -> None:
         self._event = event
@@ -53,7 +53,7 @@ def enter(device: torch.device) -> None:
 
 
 def record_use(tensors: Sequence[Tensor], stream: Any = None) -> None:
-    """Record with the allocator that `stream`, or else the current stream, uses the tensors."""
+    """Tell the allocator that `stream` (by default, the current stream) uses the tensors."""
     # The allocator only knows the stream that created a tensor. Without this call, it could reuse
     # the memory while this stream still reads it.
     for tensor in tensors:
@@ -79,6 +79,6 @@ class CommunicationStream:
             yield
 
     def record_use(self, tensors: Sequence[Tensor]) -> None:
-        """Record with the allocator that this stream uses tensors of other streams."""
+        """Tell the allocator that this stream uses tensors of other streams."""
         if self._stream is not None:
             record_use(tensors, self._stream)

@@ -23,7 +23,7 @@ class _Rows:
         self._process_set = process_set
 
     def of_forward(self, row: Tensor) -> tuple[Tensor, int]:
-        """Gather every rank's `row` (k,) into (size, k). Returns it with the call number 0."""
+        """Gather every rank's `row` (k,) into (size, k). Return it with the call number 0."""
         return self.of_backward(row, 0), 0
 
     def of_backward(self, row: Tensor, call: int) -> Tensor:
@@ -72,5 +72,5 @@ class SyncBatchNorm(sync_batch_norm._SyncBatchNorm):
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an ordinary module does, so that a copy is a SyncBatchNorm too."""
+        """Pickle as an ordinary module does, so that a copy is also a SyncBatchNorm."""
         return nn.Module.__reduce_ex__(self, cast(Any, protocol))

@@ -8,5 +8,5 @@ difference_exchange.py sends differences from the anchor, and applies their mean
 delayed_sums.py        sends gradient sums, and returns their total some steps later
 wire.py                compresses messages
 checkpoint.py, checkpoint_tensors.py  save and load the islands' part of a checkpoint
-elastic/               lets islands fail and return while the other islands train
+elastic/               lets islands fail and return while the other islands continue to train
 """

@@ -6,7 +6,7 @@ weights, and are stored on the optimizer state's tier:
 
     value       the last common value
     velocity    the outer update's velocity, if it has momentum
-    residual    rounding errors that were not sent yet, if the wire format rounds
+    residual    rounding errors that have not been sent yet, if the wire format rounds
     sent        the master weights when their difference was sent, if `late` is positive
 
 `value` and `velocity` are bit-identical on all islands, because every island computes them from the
@@ -49,7 +49,8 @@ class Anchor:
             current weights.
 
     Attributes:
-        keys: Names of the allocated tensors: "value", and as needed "velocity", "residual", "sent".
+        keys: Names of the allocated tensors: "value" and, if needed, "velocity", "residual" and
+            "sent".
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Anchor:
             storage.store(torch.zeros_like(storage.loaded()))
 
     def _restore(self, key: str, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """Set tensor `key` to the given `values`, which may cover only some parameters."""
+        """Set the tensor `key` to the given `values`, which may cover only some parameters."""
         for index, (first, end) in enumerate(self.parts):
             storage = self.storages[key][index]
             value = storage.loaded()
@@ -163,8 +164,8 @@ class Anchor:
     def take_back(self, index: int, packed: Tensor) -> None:
         """Restore bucket `index`'s residual to its value before `packed` was computed.
 
-        Call it for a difference that is dropped in transit. The anchor has not changed, so the next
-        difference includes the dropped one.
+        Call this for a difference that is dropped in transit. The anchor has not changed, so the
+        next difference includes the dropped one.
         """
         # If `late` is 0, a difference is applied to the anchor before anything can drop it.
         if not (self._wire.loses and self.rule.late):
@@ -250,7 +251,7 @@ class Anchor:
     def meet(self) -> None:
         """Wait until no rank reads the old weights. Collective.
 
-        Call it before `apply` and `write`.
+        Call this before `apply` and `write`.
         """
         self._parameters.meet()
 
@@ -272,8 +273,8 @@ class Anchor:
     def swapped_in(self) -> Iterator[None]:
         """Return a context manager inside which the weights equal the anchor.
 
-        Weights and anchor are swapped, so both are bit-identical after the block. Collective over
-        the island.
+        Weights and anchor are swapped, so that both have exactly their old values after the block.
+        Collective over the island.
         """
         self.swap()
         try:
@@ -312,7 +313,7 @@ class Anchor:
     # -- for checkpoints ----------------------------------------------------------------------
 
     def loaded(self, key: str) -> Iterator[Tensor]:
-        """Yield each bucket's tensor `key`, for the elements that this rank updates.
+        """Yield each bucket's tensor `key`, restricted to the elements that this rank updates.
 
         Collective over the island if states are replicated.
         """

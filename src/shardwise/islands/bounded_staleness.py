@@ -3,7 +3,7 @@
     step n    this island's sums are ready     send them, with a SumsReport
               all islands' sums of step n - S  wait, and use them in this update
 
-A gradient is therefore applied to weights that are at most S updates newer than the weights it was
+A gradient is therefore applied to weights that are at most S updates newer than those it was
 computed with. This is bounded staleness as in the stale synchronous parallel parameter server (Ho
 et al., 2013). Here the delay is always exactly S steps, even if an island is early, so that every
 run is bit-identical.
@@ -42,7 +42,7 @@ CHECK_EVERY = 30
 class SumsReport(NamedTuple):
     """An island's report, which it sends with a step's gradient sums. Each field has 8 bytes.
 
-    Packed flags that mark the parameters with a gradient follow the fields.
+    The fields are followed by packed flags that mark the parameters with a gradient.
     """
 
     step: float
@@ -69,7 +69,7 @@ class SumsReport(NamedTuple):
     """The number of updates that the weights had received when the gradients were computed."""
 
     def row(self, used: list[bool]) -> list[float]:
-        """Return the report's fields, followed by the packed flags `used`."""
+        """Return the report's fields, followed by the flags in `used`, packed."""
         return [*self, *pack(used)]
 
 
@@ -78,7 +78,8 @@ def read_reports(
 ) -> tuple[list[SumsReport], list[bool]]:
     """Parse the rows from all islands.
 
-    Returns the reports, and a flag per parameter that is True if any island has a gradient for it.
+    Returns the reports, and one flag per parameter that is True if any island has a gradient for
+    it.
     """
     count = len(SumsReport._fields)
     reports = [SumsReport(*row[:count]) for row in rows]

@@ -35,7 +35,7 @@ class IslandSets(ExtraSets):
     """The checkpoint sets `island-K`, `island-K-optimizer` and `outer`, and their fields.
 
     The fields are `islands` and `behind`. In a run without islands, this class loads checkpoints
-    from runs with islands.
+    that runs with islands have written.
     """
 
     def __init__(self, hooks: StepHooks | None, peers: Collectives) -> None:
@@ -162,7 +162,7 @@ class IslandSets(ExtraSets):
 
 
 class MeanReader(TensorReader):
-    """Reads several readers' tensors with the same name, and returns their mean.
+    """Reads the tensors that have the same name in several readers, and returns their mean.
 
     Tensors that are not floating-point are read from the first reader that has them.
     """
@@ -220,9 +220,9 @@ def _select_for_island(
 
 
 def _merge_largest(states: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Return, for each parameter, the maximum of each value over the islands.
+    """Return the maximum of each parameter's values over the islands.
 
-    Values are optimizer counters, such as the number of steps. They can be missing on islands that
+    Values are optimizer counters, such as the number of steps. They may be missing on islands that
     have never used the parameter.
     """
     largest: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """Lists the tensors that islands add to a checkpoint, in addition to model and optimizer.
 
     set outer       NAME.velocity    the outer update's velocity
-                    NAME.mean        a mean difference that is not applied yet
+                    NAME.mean        a mean difference that has not been applied yet
     set island-K    NAME.own         island K's weights, and the buffers that its forward passes
                                      change, if they differ from the anchor
                     NAME.residual    rounding errors in island K's differences
@@ -57,7 +57,7 @@ def set_name(kind: str, island: int) -> str:
 
 
 class BucketTensors(ExtraTensors):
-    """Base class for tensors that are stored per bucket of `source`, in parts on each rank.
+    """Base class for tensors that are stored by `source`, one per bucket, in parts on each rank.
 
     `places` maps each kind of set to the places of its tensors in the checkpoint.
     """
@@ -110,7 +110,7 @@ class BucketTensors(ExtraTensors):
             yield StoredTensors(kind, storage, ranges, *self._places[kind][axis])
 
     def out_of_order(self) -> set[tuple[str, str]]:
-        """Return (kind, name) of tensors whose memory order differs from their element order."""
+        """Return (kind, name) of each tensor whose memory order differs from its element order."""
         named = self._parameters.named
         return {
             (kind, name)
@@ -192,7 +192,10 @@ class IslandTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any], step: int) -> None:
-        """Restore the numbers `saved` at step `step`, and add zeros for pending differences."""
+        """Restore the numbers from a checkpoint. `saved` is the result of `numbers` at step `step`.
+
+        Adds zeros in place of pending differences, which are loaded later.
+        """
         for index in range(self._islands.buckets):
             names = self._parameters_of(index)
             self._islands.weights[index] = float(saved["weights"].get(names[0], 0.0))
@@ -243,7 +246,10 @@ class DelayedTensors(BucketTensors):
         }
 
     def take_numbers(self, saved: Mapping[str, Any]) -> None:
-        """Restore the numbers `saved`, and add zeros for pending sums."""
+        """Restore the fields from a checkpoint. `saved` is the result of `numbers`.
+
+        Adds zeros in place of pending sums, which are loaded later.
+        """
         self._delayed.updates = saved["updates"]
         for each in saved["waiting"]:
             used = [named.name in each["used"] for named in self._parameters.named]
@@ -255,7 +261,7 @@ class DelayedTensors(BucketTensors):
 
 
 def join_numbers(numbers_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the numbers from all pipeline stages."""
+    """Merge the results of `numbers` from all pipeline stages."""
     waiting = [
         dict(each[0]) | {"used": [name for part in each for name in part["used"]]}
         for each in zip(*(numbers["waiting"] for numbers in numbers_by_rank), strict=True)

@@ -6,7 +6,7 @@
     commit           drop the sums that were used, store the rounding errors
     forget           tell the other islands that no sums follow, wait for messages in transit
 
-Until `commit`, a step may be abandoned and repeated. The sums that it sent are then dropped.
+Until `commit`, a step may be abandoned and repeated. The sums that it has sent are then dropped.
 
 Each rank sends its interval of every bucket, so an island sends each element only once. If the
 optimizer state is replicated, the intervals are gathered within the island when they are used.
@@ -131,7 +131,7 @@ class DelayedSums:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that this rank sends to each other island per step, without reports."""
+        """Number of bytes that this rank sends to each other island per step, excluding reports."""
         kinds = zip(self.parts, self._kinds, strict=True)
         return sum(self._wire.nbytes(end - first, kind[0]) for (first, end), kind in kinds)
 
@@ -153,7 +153,8 @@ class DelayedSums:
             counts: True if the sums are finite. If False, zeros are sent instead.
 
         Raises:
-            NonFiniteError: The wire format cannot represent a value. Nothing has been sent then.
+            NonFiniteError: The wire format cannot represent a value. In this case, nothing has been
+                sent.
         """
         # If an earlier attempt at this step was abandoned, drop its messages. No island uses them.
         while self.flights and self.flights[-1].step >= step:
@@ -237,9 +238,9 @@ class DelayedSums:
         return flight.report
 
     def take_due(self, step: int) -> Flight | None:
-        """Drop sums from before step `step`, and return the sums of that step.
+        """Drop the sums of steps before `step`, and return the sums of that step.
 
-        Returns None if the step sent no sums.
+        Returns None if the step has sent no sums.
         """
         while self.flights and self.flights[0].step < step:
             self.flights.popleft().wait()
@@ -271,7 +272,8 @@ class DelayedSums:
     def fill_with_nan(self, used: Sequence[bool]) -> None:
         """Set the gradients of parameters flagged in `used` to NaN, as in a non-finite step.
 
-        Other gradients become 0. So a user who replaces the NaN values has repaired the step.
+        Other gradients become 0. If the user replaces the NaN values, the step is therefore
+        repaired.
         """
         for bucket in self._buckets:
             value, first = torch.zeros_like(bucket.reduced.loaded()), bucket.own[0]
@@ -296,8 +298,8 @@ class DelayedSums:
         """Wait for messages in transit and drop them. Collective over all ranks.
 
         An island that is still in a step receives a report that contains only zeros, because no
-        sums follow. Raises UsageError on all ranks if some islands have sent sums more often than
-        others.
+        sums follow. Raises UsageError on all ranks if the islands have not all sent sums equally
+        often.
         """
         # Send the report before the gather. An island that is still in a step waits for this
         # island's report, and would never reach the gather.
@@ -322,13 +324,13 @@ class DelayedSums:
             )
 
     def restart(self) -> None:
-        """Drop all pending sums and the residuals. All islands must call it."""
+        """Drop all pending sums and the residuals. Must be called on all islands."""
         self.forget()
         self.updates = 0
         self._clear_residuals()
 
     def expect(self, step: int, report: Rows) -> None:
-        """Add zeros as the pending sums of step `step`. Loading a checkpoint fills them in."""
+        """Add zeros as the pending sums of step `step`. Loading a checkpoint overwrites them."""
         sums: list[Message | Tensor] = [
             torch.zeros(end - first, dtype=dtype, device=device)
             for (first, end), (dtype, device) in zip(self.parts, self._kinds, strict=True)
@@ -368,7 +370,7 @@ def _await_all() -> None:
 def _await(queues: list[deque[Flight]]) -> None:
     """Wait until all islands have received the messages, unless this process exits with an error.
 
-    After an error, the other islands may have exited too, and would never receive them.
+    After an error, the other islands may also have exited, and would never receive the messages.
     """
     while queues and not hasattr(sys, "last_value"):
         flights = queues.pop()

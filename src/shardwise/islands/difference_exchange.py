@@ -62,7 +62,8 @@ def send(peers: Collectives, mine: Tensor) -> Message:
 class DifferenceExchange:
     """Exchanges differences from `anchor` between islands.
 
-    `peers` are the ranks with the same index in all islands. `begun` is the initial `has_begun`.
+    `peers` are the ranks with the same index in all islands. `begun` is the initial value of
+    `has_begun`.
     """
 
     def __init__(self, anchor: Anchor, peers: Collectives, *, begun: bool) -> None:
@@ -133,7 +134,7 @@ class DifferenceExchange:
     def expect(self, index: int, due: int) -> None:
         """Add zeros as bucket `index`'s pending difference, to be applied after step `due`.
 
-        Loading a checkpoint fills in the difference.
+        Loading a checkpoint overwrites them with the difference.
         """
         # If the settings have changed since the save, no difference may be due after that step.
         # Drop it.
@@ -174,7 +175,7 @@ class DifferenceExchange:
         """Send the buckets' differences and `report` (flat uint8) in a single message per rank.
 
         `indices` are the buckets. Returns the reports from all participating islands. Collective
-        over all ranks. Call `arrive` to apply the differences.
+        over all ranks. Call `arrive` afterwards to apply the differences.
         """
         # Use a single message, because an island may fail between two messages. On every rank, an
         # island thus contributes either to the mean of all buckets or of none.
@@ -201,7 +202,7 @@ class DifferenceExchange:
         return self.anchor.mean(index, list(rows[:, _HEADER:]), heads.flatten().tolist())
 
     def forget(self) -> None:
-        """Drop all differences in transit. All islands must call it.
+        """Drop all differences in transit. Must be called on all islands.
 
         No update is lost: neither anchor nor weights have changed, so the next difference includes
         the dropped one.

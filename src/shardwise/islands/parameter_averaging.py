@@ -56,7 +56,7 @@ class IslandReport(NamedTuple):
 
 @dataclass(frozen=True)
 class SentBuffers:
-    """The buffers that the forward pass changes, with their values when a report was sent."""
+    """The buffers that the forward pass changes, and their values when a report was sent."""
 
     form: int
     rows: float
@@ -201,7 +201,7 @@ class ParameterAveraging(StepHooks):
         """Average the buckets that are due.
 
         Requests to stop and failed saves are held back until the next report, because all islands
-        must learn about them at the same step.
+        must learn of them at the same step.
         """
         self._asked = max(self._asked, totals.asked)
         self._unsaved |= totals.unsaved
@@ -351,7 +351,7 @@ class ParameterAveraging(StepHooks):
 
 
 def _form(buffers: Buffers) -> int:
-    """Return a checksum that identifies the buffers that the forward pass changes."""
+    """Return a checksum that identifies which buffers the forward pass changes."""
     return crc32(str(buffers.form()).encode())
 
 

@@ -1,14 +1,14 @@
 """Compresses the values that islands send over slow links. Does not communicate.
 
-    fp32    the values themselves, fp64 values as fp64: lossless
+    fp32    the values themselves (fp64 values are sent as fp64): lossless
     bf16    2 bytes per value
     int8    | scale of each block, fp32 | one code of 1 byte per value |
     int4    | scale of each block, fp32 | two codes per byte, the first in the low half |
 
 A block consists of BLOCK consecutive values. Its scale is their largest magnitude divided by the
-largest code, so each value differs from the original by at most half a scale (bf16: by 1/256 of its
-magnitude). The sender stores the rounding error and adds it to the next message (error feedback:
-Seide et al., 2014; Karimireddy et al., 2019).
+largest code, so each decoded value differs from the original by at most half a scale (in bf16, by
+at most 1/256 of its magnitude). The sender stores the rounding error and adds it to the next
+message (error feedback: Seide et al., 2014; Karimireddy et al., 2019).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Wire:
     def pack(self, values: Tensor) -> Tensor:
         """Pack flat, finite `values` into (nbytes,) uint8 on the same device.
 
-        Raises ValueError if there is a NaN, an infinity, or a value too large for this format.
+        Raises ValueError if a value is NaN, infinite or too large for this format.
         """
         if not bool(torch.isfinite(values).all()):
             raise ValueError("a NaN or an infinity")

@@ -30,7 +30,7 @@ class Allocation:
 
     Args:
         scheduler: Name of the scheduler.
-        variable: Environment variable that lists the hosts, or names a file with the list.
+        variable: Environment variable that lists the hosts, or names a file that lists them.
         hosts: The hosts. Their `slots` are None if the scheduler does not specify them.
     """
 
@@ -39,9 +39,9 @@ class Allocation:
     hosts: tuple[Host, ...]
 
     def with_ranks(self, gpus: int) -> tuple[Host, ...]:
-        """Return the hosts, with the number of ranks to start on each as `slots`. Does no I/O.
+        """Return the hosts, with `slots` set to the number of ranks to start on each. Does no I/O.
 
-        If there are GPUs, each host has at most one rank per GPU.
+        If there are GPUs, each host gets at most one rank per GPU.
 
         Args:
             gpus: Number of GPUs on each host.
@@ -70,7 +70,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class _Source:
-    """An environment variable that lists hosts, or names a file with the list.
+    """An environment variable that lists hosts, or names a file that lists them.
 
     `listed` converts the list to the syntax of `-H`.
     """
@@ -95,7 +95,7 @@ def _in_pairs(text: str) -> list[str]:
 
 
 def _grid_engine(text: str) -> list[str]:
-    """Parse lines that start with a host and its number of slots. A host may have several lines."""
+    """Parse lines that start with a host and its slot count. A host may appear on several lines."""
     return _in_pairs(" ".join(" ".join(line.split()[:2]) for line in text.splitlines()))
 
 

@@ -26,7 +26,7 @@ PROGRAM_LAST = {"allow_interspersed_args": False, "max_content_width": WIDTH}
 
 
 def check_settings(flags: dict[str, str]) -> None:
-    """Raise the error for invalid settings before any rank starts, so that it is printed once."""
+    """Raise an error for invalid settings before any rank starts, so that it is printed once."""
     if environment.current_folder() is None:
         raise LaunchError("The current folder no longer exists: change to another folder (cd).")
     # Resolve settings from all sources, as each rank will do later.
@@ -37,10 +37,10 @@ def check_settings(flags: dict[str, str]) -> None:
 
 
 def mention_misplaced(words: Sequence[str], more: Collection[str] = ()) -> None:
-    """Warn about shardwise flags after the script's name, which the script receives instead.
+    """Warn about shardwise flags after the script's name, where they are passed to the script.
 
-    There is no warning if the script's source contains the flag, because it is then the script's
-    own.
+    There is no warning if the script's source contains the flag, because the script then defines
+    the flag itself.
 
     Args:
         words: The script and its arguments.
@@ -86,7 +86,7 @@ def adopting(names: Sequence[str], words: Sequence[str], *, module: bool) -> tup
 
 
 def spelled(name: str, value: str) -> list[str]:
-    """Return a setting as command-line arguments."""
+    """Format a setting as command-line arguments."""
     flag = config.flag(name)
     if name in config.FIELDS and not config.FIELDS[name].metadata["metavar"]:
         return [flag if value == "on" else f"--no-{flag[2:]}"]

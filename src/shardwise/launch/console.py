@@ -30,7 +30,8 @@ class Console:
     Args:
         size: Number of ranks.
         environ: Environment variables, which describe the terminal.
-        piped: True to pass the output through the launcher. Always the case with several ranks.
+        piped: True to pass the output through the launcher. Ignored with several ranks, whose
+            output always passes through it.
         streams: Python streams that replace descriptors 1 and 2, as in a notebook.
 
     Attributes:
@@ -63,7 +64,7 @@ class Console:
 
     @property
     def drawn(self) -> tuple[int, ...]:
-        """Rank 0's streams (1 and 2) that appear on the terminal immediately."""
+        """Those of rank 0's streams (1 and 2) that appear on the terminal immediately."""
         return () if self._live is None else tuple(self._terminals)
 
     def prefix(self, rank: int, fd: int) -> bytes:
@@ -73,9 +74,9 @@ class Console:
         return prefix(rank, self.size, color=self._color and fd in self._terminals)
 
     def window(self) -> tuple[int, int] | None:
-        """Return the size of the terminal (rows, columns) without the columns of the prefix.
+        """Return the terminal size (rows, columns), excluding the columns that the prefix takes up.
 
-        Returns None without a terminal, or if it is too narrow.
+        Returns None if there is no terminal, or if it is too narrow.
         """
         if not self._terminals:
             return None
@@ -97,7 +98,7 @@ class Console:
         self._write(self._terminals[0], self._live.feed(data))
 
     def say(self, words: str) -> None:
-        """Write complete lines from the launcher."""
+        """Print complete lines from the launcher."""
         self.lines(as_utf8(words))
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Translates command lines of DeepSpeed's launcher to `shardwise run`.
 
-Each flag in `deepspeed --help` is either translated, or raises an error that names an alternative.
+Each flag in `deepspeed --help` is either translated or rejected with an error that names an
+alternative.
 """
 
 import os
@@ -194,7 +195,7 @@ def _included_here(text: str) -> list[str]:
 def _check_master(address: str | None, first: str) -> None:
     """Raise LaunchError if `--master_addr` is not the first host.
 
-    In `shardwise run`, ranks always connect to the first host.
+    `shardwise run` does not support this, because its ranks always connect to the first host.
     """
     if address is not None and address not in (first, *_HERE):
         raise LaunchError(
@@ -218,7 +219,7 @@ def _visible(chosen: Mapping[str, Sequence[int]]) -> list[str]:
 
 
 def _each_host_by_itself(command: DeepSpeedCommand) -> list[str]:
-    """Return the flags for a run that the user starts once on each host, as with torchrun."""
+    """Return the flags for a run that the user starts separately on each host, as with torchrun."""
     flags = command.flags
     if flags.get("node_rank") is None or not flags.get("master_addr"):
         raise LaunchError("--no_ssh needs --node_rank N and --master_addr HOST.")
@@ -326,8 +327,8 @@ def line_of(words: Sequence[str]) -> str:
 def adopts(words: Sequence[str], flags: Mapping[str, Any]) -> bool:
     """Return whether to replace DeepSpeed's classes in the script (`--adopt deepspeed`).
 
-    This is the case if the script imports deepspeed. It is also the case if the script's arguments
-    contain DeepSpeed flags, because a module that the script imports may use them.
+    True if the script imports deepspeed, or if its arguments contain DeepSpeed flags, because a
+    module that the script imports may use them.
     """
     known = DEEPSPEED in ADOPTED and not flags.get("module") and not flags.get("no_python")
     text = program.text_of(words[0]) if known else ""

@@ -111,11 +111,11 @@ def agent_command(
 
 
 def own_address(meeting: ElasticRendezvous, name: str | None) -> str | None:
-    """Return the address under which other hosts can reach this one.
+    """Return the address at which other hosts can reach this one.
 
-    If `name` is given, this is the address of that network interface. Otherwise it is the address
-    on the route to the rendezvous. Returns None if there is no rendezvous host, or if the address
-    is a loopback address in a run on several hosts.
+    If `name` is given, this is the address of that network interface. Otherwise it is the local
+    address of the route to the rendezvous. Returns None if there is no rendezvous host, or if the
+    address is a loopback address and the run has several hosts.
     """
     if name is not None:
         return network.address_of_interface(name)
@@ -135,7 +135,7 @@ def agent_environment(
     Args:
         base: This process's variables.
         settings: Settings from the command line.
-        leads: Network interface to the other hosts, or None if unknown.
+        leads: Network interface that leads to the other hosts, or None if unknown.
     """
     # Hide warnings of torch's store about addresses that do not resolve to a name.
     defaults = {"PYTHONFAULTHANDLER": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
@@ -147,7 +147,7 @@ def agent_environment(
 
 
 def open_agent_warning(meeting: ElasticRendezvous, environ: Mapping[str, str]) -> str:
-    """Return the warning that torch's agent accepts connections without authentication."""
+    """Return a warning that torch's agent accepts connections without authentication."""
     warning = (
         "torch's elastic agent, which --nnodes uses, listens on all interfaces without "
         "authentication: anybody who reaches it can run code as this user. Close its ports as in "

@@ -72,8 +72,8 @@ class Verdict:
         rank: The rank to blame.
         exit_code: The exit code of the run.
         waiting: A rank that waited for `rank`, or None if `rank` itself failed.
-        late: Only if `waiting` is not None. True if `rank` never arrived, and reported nothing
-            until it was stopped. False if `rank` exited too early, with code 0.
+        late: Meaningful only if `waiting` is not None. True if `rank` never arrived, and reported
+            nothing until it was stopped. False if `rank` exited too early, with code 0.
     """
 
     rank: int
@@ -88,7 +88,7 @@ def judge(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> Ver
     Returns None if no rank failed. Otherwise blames the first of these that exists:
 
     1. the first rank that failed for a reason other than a lost peer
-    2. the first rank that exited with code 0 on its own, which was too early
+    2. the first rank that exited on its own with code 0, and thus too early
     3. a rank that other ranks waited for, and that reported nothing
     4. the first rank that failed
     """
@@ -116,8 +116,8 @@ def _silent_rank(
 ) -> Verdict | None:
     """Blame a rank that others waited for, and that reported nothing before it was stopped.
 
-    If the waiting ranks do not name such a rank, blame the only rank that reported nothing. Returns
-    None if several ranks reported nothing.
+    If the waiting ranks do not name such a rank, blames the only rank that reported nothing.
+    Returns None if several ranks reported nothing.
     """
     silent = {end.rank for end in ends} - {end.rank for end in failures}
     waited = sorted(failures, key=lambda end: _moment(end, reports))
@@ -136,16 +136,16 @@ def is_explained(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport])
 
 
 def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
-    """Return whether the failure in `judged` is only that a rank lost a peer."""
+    """Return whether the failure in `judged` merely results from the loss of a peer."""
     found = reports.get(judged.rank if judged.waiting is None else judged.waiting)
     return found is not None and found.secondary
 
 
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
-    """Return the error message for a wrong call (a refusal) if all ranks report the same one.
+    """Return the error message for an invalid call (a refusal) if all ranks report the same one.
 
     Returns "" if a rank exited for a different reason. Ranks that the launcher stopped before they
-    could report an error do not count.
+    could report an error are ignored.
     """
     # All ranks make the same wrong call, but not at the same time.
     own = [end.rank for end in ends if not end.stopped or end.rank in reports]
@@ -158,13 +158,13 @@ def _is_secondary(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> bool:
 
 
 def _moment(end: ExitStatus, reports: Mapping[int, ErrorReport]) -> tuple[bool, float]:
-    """Return a sort key that puts causes before consequences, and sorts both by time."""
+    """Return a sort key that puts causes before consequences, and orders each of them by time."""
     time = reports[end.rank].time if end.rank in reports else end.time
     return _is_secondary(end, reports), time
 
 
 def last_traceback(tail: str) -> str:
-    """Return the last traceback in `tail`, including the tracebacks that it is chained to.
+    """Return the last traceback in `tail`, including any tracebacks chained to it.
 
     If there is none, returns the last lines.
     """
@@ -182,8 +182,8 @@ def last_traceback(tail: str) -> str:
 def last_words(tail: str) -> str:
     """Extract the cause of failure from the output of a rank that left no error report.
 
-    After a crash in native code, this is the stacks of the current and the main thread. Otherwise
-    it is the last traceback, or the last lines if there is no traceback.
+    After a crash in native code, this consists of the stacks of the current and the main thread.
+    Otherwise it is the last traceback, or the last lines if there is no traceback.
     """
     before, crash, after = tail.rpartition(_CRASH)
     text = before + crash + (_two_stacks(after) if crash else after)
@@ -218,7 +218,8 @@ def closing_words(
         host: The host of the blamed rank, or "" on a single host.
 
     Returns:
-        The lines, or "" if the only rank exited on its own, because its output is already visible.
+        The lines, or "" if the run had only one rank, and it exited on its own. Its output, which
+        explains the failure, is already visible.
     """
     by_itself = how.startswith("exit code")
     if size == 1:
@@ -242,7 +243,7 @@ def closing_words(
 
 
 def unjoined_copies(size: int) -> str:
-    """Return the last lines of a run whose `size` ranks never connected to each other."""
+    """Return the last lines of a run whose `size` ranks never connected to one another."""
     return (
         "\nshardwise: no rank called sw.init or hvd.init. Unless a library connected them, "
         f"{size} independent copies of the program have run, and each did all of the work. To "
@@ -424,7 +425,7 @@ OS_ERROR_HINTS = {
 
 
 def disk_hint(error: OSError, place: Path) -> str:
-    """Return advice about a disk error at the path `place`, without a full stop.
+    """Return advice for a disk error at the path `place`, without a final full stop.
 
     Returns "" if there is no advice for this error.
     """

@@ -23,7 +23,7 @@ class FlagRow(NamedTuple):
         help: Right column in the help.
         type: Type of the value, or None for text.
         names: Names of the flag.
-        options: Further arguments of `Flag`.
+        options: Additional arguments of `Flag`.
     """
 
     shown: str

@@ -121,7 +121,7 @@ class Command(click.Command):
         formatter.write(f"\nRare flags too:   shardwise {self.name} --help-all\n")
 
     def write_help(self, formatter: click.HelpFormatter, *, all_flags: bool) -> None:
-        """Write the examples and the flags, with rare flags only if `all_flags` is true."""
+        """Write the examples and the flags. Rare flags are included only if `all_flags` is true."""
         formatter.write(self.top)
         flags = [
             flag for flag in self.params if isinstance(flag, Flag) and (all_flags or not flag.rare)
@@ -175,7 +175,7 @@ def refuse_without_effect(way: str, given: Mapping[str, Any]) -> None:
 
 
 def started_by_others(where: str) -> LaunchError:
-    """Return the error for `--elastic-islands` if a different launcher starts the ranks."""
+    """Return the error for using `--elastic-islands` if a different launcher starts the ranks."""
     return LaunchError(
         f"--elastic-islands needs ranks that shardwise run starts itself, and {where} another "
         "launcher starts them: leave it out, or name the hosts with -H or --hostfile."

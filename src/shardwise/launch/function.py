@@ -356,7 +356,7 @@ def _pickled_by_value(
 
 
 def _streams() -> dict[int, TextIO]:
-    """Return the Python streams that write in place of descriptors 1 and 2, as in a notebook."""
+    """Return the Python streams to write to instead of descriptors 1 and 2, as in a notebook."""
     pairs = (STDOUT, sys.stdout, sys.__stdout__), (STDERR, sys.stderr, sys.__stderr__)
     found = {}
     for fd, stream, original in pairs:

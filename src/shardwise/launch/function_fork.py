@@ -64,7 +64,7 @@ def fork(run: Callable[[], None], kept: Collection[int], stack: ExitStack) -> Be
 
 
 class _ForkedRank(ForkProcess):
-    """A rank in a process that multiprocessing forks."""
+    """A rank that runs in a process forked by multiprocessing."""
 
     # None lets processes that the rank itself starts use the default start method.
     _start_method = None  # type: ignore[assignment]
@@ -107,7 +107,7 @@ class _ForkedRank(ForkProcess):
 
 
 def begin_anew(environ: Mapping[str, str]) -> None:
-    """Set a forked process's signals, environment variables and streams as in a new process.
+    """Reset a forked process's signals, environment variables and streams, as in a new process.
 
     Must be called in the main thread, after descriptors 0, 1 and 2 have been replaced.
     """

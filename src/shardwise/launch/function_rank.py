@@ -3,7 +3,7 @@
     python -m shardwise.launch.function_rank CALL RESULT ...   in a new process
     function_fork.py                                           in a forked process
 
-CALL is the file descriptor of the pickled call. Each RESULT is the descriptor for one rank's
+CALL is the file descriptor of the pickled call. Each RESULT is the file descriptor for one rank's
 result. The files have no name, so no other process can open them.
 """
 
@@ -95,7 +95,7 @@ def main(call_fd: str, *results: str) -> None:
 
 
 def _load(data: bytes) -> Callable[[], Any]:
-    """Import the caller's main module, and load the pickled call, which may refer to the module."""
+    """Import the caller's main module, and load the pickled call, which may refer to it."""
     preparation, pickled = pickle.loads(data)
     current = process.current_process()
     # multiprocessing sets this in the processes that it spawns. It makes `sw.launch` raise an error

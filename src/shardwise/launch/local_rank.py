@@ -1,4 +1,4 @@
-"""Runs a program with its local rank as an argument, as DeepSpeed's launcher does.
+"""Runs a program and passes it its local rank as an argument, as DeepSpeed's launcher does.
 
     python -m shardwise.launch.local_rank COUNT WORD ...
 
@@ -15,7 +15,7 @@ def main(arguments: list[str]) -> None:
     """Replace this process with the program.
 
     Args:
-        arguments: COUNT and the words of the command.
+        arguments: COUNT, followed by the words of the command.
     """
     count, *words = arguments
     place = int(count)

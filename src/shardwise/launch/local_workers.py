@@ -62,7 +62,8 @@ class LocalWorkers:
         selector: Selector of the event loop.
         hear: Called with output from the ranks.
         left: Called when a rank has exited.
-        saves: Called with the signal if ranks save before they exit because of it.
+        saves: Called if a signal asks the ranks to stop and they save before they exit. Receives
+            the signal.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class LocalWorkers:
                 self._left(self._rank_exit(worker))
 
     def ended_well(self, rank: int) -> None:
-        """Tell this host's ranks that `rank`, which they may wait for, has exited with code 0."""
+        """Tell this host's ranks, which may be waiting for `rank`, that it exited with code 0."""
         progress.mark_ended_early(self._folder, rank)
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -196,12 +197,12 @@ class LocalWorkers:
             worker.resize(window)
 
     def release(self) -> bool:
-        """Unregister workers without remaining processes from the orphan reaper.
+        """Unregister workers that have no remaining processes from the orphan reaper.
 
         This is necessary because the system may reuse an empty process group's id.
 
         Returns:
-            True if no worker has any process left.
+            True if no worker has any processes left.
         """
         for worker in [each for each in self._watched_over if each.is_gone()]:
             self._reaper.ended(worker.group)

@@ -1,10 +1,10 @@
 """Explains why torch's NCCL watchdog aborted a rank, based on the rank's output. Does no I/O.
 
 NCCL calls do not block the host, so a failure does not raise an exception in the script. Instead, a
-thread of torch, the watchdog, detects it and aborts the process (SIGABRT), which then leaves no
-error file. The watchdog's output names the call that failed. After it, Python's faulthandler writes
-the stack of each thread, the main thread last. Together, the outputs of several ranks show which
-rank is missing.
+torch thread (the watchdog) detects the failure and aborts the process (SIGABRT), which leaves no
+error file. The watchdog prints the call that failed. Python's faulthandler then prints the stack of
+each thread, the main thread last. Taken together, the outputs of several ranks show which rank is
+missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Waited:
     """A collective in which a rank waited until the timeout.
 
     Args:
-        call: The call in words, such as "all-reduce number 7". Each process group counts its own
+        call: The call in words, such as "all-reduce number 7". Each process group numbers its own
             calls.
         seconds: Time that the rank waited.
         group: Name of the process group, or "" if unknown.
@@ -65,7 +65,7 @@ class Waited:
     group: str = ""
 
     def is_unrelated_to(self, other: Waited) -> bool:
-        """Return whether the calls are in different process groups, which count separately."""
+        """Return whether the process groups differ, so that their call numbers are unrelated."""
         return "" not in (self.group, other.group) and self.group != other.group
 
 
@@ -154,7 +154,7 @@ def _words(rank: int, told: Mapping[int, Waited | Failed]) -> str:
 
 
 def _others(rank: int, mine: Waited, told: Mapping[int, Waited | Failed]) -> str:
-    """Describe which other ranks waited in different calls. Return "" if none did."""
+    """Describe which other ranks waited in different calls, or return "" if none did."""
     apart = [
         f"rank {other} waited in {found.call}"
         + (" of another process group" if found.is_unrelated_to(mine) else "")

@@ -1,16 +1,16 @@
 """Kills the ranks of a launcher that was itself killed (kill -9) and could not stop them.
 
-The reaper is a separate process that reads its standard input. The first line is the folder of the
-run. After it, "+PID" registers a process group that was started, and "-PID" unregisters one that is
-empty. If the launcher exits for any reason, the input is closed, and the reaper kills the remaining
-groups. It uses process groups because they exist on every Unix. A signal to a group also reaches
-DataLoader workers and the children of shells, unlike the kernel's parent-death signal.
+The reaper is a separate process that reads its standard input. The first line is the run's folder.
+In the lines that follow, "+PID" registers a process group that was started, and "-PID" unregisters
+one that is empty. If the launcher exits for any reason, the input is closed, and the reaper kills
+the remaining groups. It uses process groups because they exist on every Unix. A signal to a group
+also reaches DataLoader workers and the children of shells, unlike the kernel's parent-death signal.
 
 An agent on another host may be stopped (SIGSTOP) rather than killed. Its reaper therefore expects a
-line every second, and kills the agent and its ranks after `limit` seconds without one.
+line every second. After `limit` seconds without one, it kills the agent and its ranks.
 
-The reaper runs as a script from its own folder, so that killing processes by the command's name
-does not kill it. Therefore this file must not import anything from the package.
+The reaper runs as a script from its own folder, so that it survives if processes are killed by the
+command's name. This file must therefore not import anything from the package.
 """
 
 import os
@@ -38,7 +38,7 @@ class OrphanReaper:
     Args:
         folder: Folder that the reaper removes at the end, or None.
         limit: Seconds without a line after which the reaper assumes that this process is stopped.
-            If set, `beat` must be called every second.
+            If `limit` is set, `beat` must be called every second.
     """
 
     def __init__(self, folder: Path | None = None, limit: float | None = None) -> None:
@@ -98,7 +98,7 @@ class OrphanReaper:
 
 
 def end_within(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Wait for `process` to exit, and kill it after `seconds`. Return whether it exited in time."""
+    """Wait for `process` to exit; kill it after `seconds`. Return whether it exited in time."""
     try:
         process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:  # SIGKILL works even if the process is stopped (SIGSTOP)

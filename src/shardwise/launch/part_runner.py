@@ -23,7 +23,7 @@ class PartRunner(Protocol):
     ) -> tuple[int, dict[str, str]]:
         """Check the ranks and the settings before a run.
 
-        Returns the number of parts, and the settings with that number filled in. Raises LaunchError
+        Returns the number of parts, and the settings with that number included. Raises LaunchError
         if the ranks cannot be divided into parts.
 
         Args:

@@ -54,7 +54,7 @@ def is_script(name: str) -> bool:
 
 
 def text_of(name: str) -> str:
-    """Return the source of a Python script, or "" if `name` is not one or cannot be read."""
+    """Return the source of a Python script, or "" if `name` is not a script or cannot be read."""
     if not is_script(name):
         return ""
     try:
@@ -84,7 +84,7 @@ def set_up_python(words: Sequence[str]) -> bool:
         words: Python's arguments: SCRIPT ... or -m MODULE ...
 
     Returns:
-        True for a module, whose name is then in sys.argv[0].
+        True if `words` names a module. Its name is then in sys.argv[0].
     """
     module = words[0] == "-m"
     sys.argv = list(words[1:] if module else words)
@@ -96,7 +96,7 @@ def set_up_python(words: Sequence[str]) -> bool:
 
 
 def put_first_on_path(folder: str) -> None:
-    """Make Python search `folder` for modules first, as for a script in that folder."""
+    """Make Python search `folder` first for modules, as if the script were in that folder."""
     if os.environ.get("PYTHONSAFEPATH"):
         return  # the user has disabled such entries of sys.path
     if sys.flags.safe_path:
@@ -120,7 +120,7 @@ def _place(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """Suggest a similar file name in the same folder (" Did you mean ...?"), or return ""."""
+    """Suggest a similar file name in the same folder (" Did you mean ...?"), else return ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
@@ -174,7 +174,7 @@ def _no_module(name: str, missing: str) -> LaunchError:
 def wait_for(process: subprocess.Popen[bytes], on_time: Callable[[], None]) -> int:
     """Wait for a `shardwise run` process to exit, and return its exit code.
 
-    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run and then raises.
+    Calls `on_time` several times per second. On an error or Ctrl-C, stops the run, then reraises.
     """
     try:
         while True:

@@ -64,7 +64,7 @@ class HostMemory:
 
 
 def host_memory() -> HostMemory:
-    """Return this host's memory, and how many processes the out-of-memory killer has killed."""
+    """Return this host's memory, and the number of out-of-memory kills."""
     fields = {}
     for line in _text(Path("/proc/meminfo")).splitlines():
         name, _, rest = line.partition(":")

@@ -73,7 +73,7 @@ class RunSpec:
 
     @property
     def share(self) -> Share:
-        """This host's ranks. Valid only in an agent, or for a run on a single host."""
+        """This host's ranks. Valid only in an agent, or if the run has a single host."""
         (share,) = self.shares
         return share
 
@@ -125,14 +125,19 @@ class RunSpec:
         ]
 
     def streams(self, console: Console, *, reads: bool = False) -> WorkerStreams:
-        """Return rank 0's standard streams. If `reads`, rank 0 reads the launcher's input."""
+        """Return rank 0's standard streams.
+
+        Args:
+            console: Writes the output of the run.
+            reads: True if rank 0 reads the launcher's standard input.
+        """
         drawn = console.drawn if self.shows(0) else ()
         return WorkerStreams(piped=console.piped, drawn=drawn, window=console.window(), reads=reads)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Address and ports that the ranks use to connect to rank 0.
+    """The address and ports at which ranks connect to rank 0.
 
     Args:
         address: Address of rank 0.
@@ -159,8 +164,8 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return all environment variables of one rank. Does no I/O.
 
-    Variables that the user has set override the defaults for threads, network interface and fault
-    handler.
+    Variables that the user has set override the defaults for the number of threads, the network
+    interface and faulthandler.
 
     Args:
         spec: The run.
@@ -169,7 +174,7 @@ def rank_environment(
         base: Environment variables of this host.
         reports: Folder for error files.
         cores: Number of cores of this host.
-        columns: Width of the terminal without the prefix, or None if there is no terminal.
+        columns: Terminal width, excluding the prefix, or None if there is no terminal.
     """
     # Drop variables of an outer run, because they would give the rank a wrong identity.
     kept = {

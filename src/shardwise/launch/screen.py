@@ -84,7 +84,7 @@ class LiveRow:
     """Forwards the bytes from a rank's terminal, with a prefix at the start of each row.
 
     It stores the last row, so that `clear` and `redraw` can move a progress bar below other ranks'
-    lines. A progress bar with several rows is not redrawn. It continues below such lines.
+    lines. A progress bar with several rows is not redrawn, and continues below such lines.
     """
 
     def __init__(self, prefix: bytes) -> None:
@@ -98,7 +98,7 @@ class LiveRow:
         """True if moving the cursor up would overwrite lines from other ranks."""
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to write to the real terminal after `data` from the rank."""
+        """Return the bytes to write to the real terminal once the rank has written `data`."""
         shown = b""
         for piece in filter(None, _PIECES.split(data)):
             if piece in (b"\r", b"\n"):
@@ -123,7 +123,7 @@ class LiveRow:
         return shown
 
     def clear(self) -> bytes:
-        """Return the bytes that erase the last row, or that move below a bar with several rows."""
+        """Return the bytes that erase the last row, or move below a bar with several rows."""
         self._keeps_below = True
         if not self._up:
             return CLEAR if self._row else b""
@@ -149,9 +149,9 @@ _TRACEBACKS = re.compile(rb"Traceback \(most recent call last\):|Exception ignor
 
 
 class InterruptFilter:
-    """Hides tracebacks of KeyboardInterrupt after Ctrl-C, and forwards all other output.
+    """Hides KeyboardInterrupt tracebacks after Ctrl-C, and forwards all other output.
 
-    Also hides tracebacks that Python prints with "Exception ignored in".
+    Also hides tracebacks that Python introduces with "Exception ignored in".
     """
 
     def __init__(self) -> None:
@@ -168,8 +168,8 @@ class InterruptFilter:
     def close(self) -> bytes:
         """Return the output that was held back, unless it ends with a KeyboardInterrupt.
 
-        A traceback that is cut off before the line with its exception is hidden too, because the
-        rank was stopped while it was still printing.
+        A traceback that is cut off before the line that names its exception is hidden too, because
+        the rank was stopped while it was still printing.
         """
         lines = self._held.rstrip().split(b"\n")
         is_cut = all(line.startswith(b" ") or _TRACEBACKS.match(line) for line in lines)

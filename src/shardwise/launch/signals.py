@@ -57,7 +57,7 @@ class Signals:
 
 
 class SignalSchedule:
-    """The schedule of signals to send to the ranks."""
+    """A schedule of signals to send to the ranks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

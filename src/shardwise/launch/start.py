@@ -201,7 +201,7 @@ def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _ssh(text: str | None) -> tuple[str, ...]:
-    """Split the value of `--ssh` into words. Raises LaunchError if that is not possible."""
+    """Split the value of `--ssh` into words. Raises LaunchError if it cannot be split."""
     try:
         words = ("ssh",) if text is None else tuple(shlex.split(text))
     except ValueError as error:
@@ -229,7 +229,7 @@ def _allocation(request: LaunchRequest) -> Allocation | None:
 
 
 def _refuse_in_every_rank(outer: Identity) -> None:
-    """Raise LaunchError if another launcher has started this command in each of its ranks."""
+    """Raise LaunchError if another launcher has started this command once in each of its ranks."""
     # Each of these commands would start a separate run, and all would train the same model.
     if outer.size == 1:
         return
@@ -264,7 +264,7 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
 
 
 def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
-    """Return the ranks of each host in an allocation: by default one per slot or GPU."""
+    """Return the ranks of each host in an allocation, by default one per slot or GPU."""
     if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
         return hosts.spread(named, total=request.size, per_host=request.per_host)

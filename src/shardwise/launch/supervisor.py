@@ -4,7 +4,7 @@
 
 A single thread waits for these events. If a rank fails, the supervisor first waits a moment,
 because another rank may be the cause and report it later. Then it stops all ranks. If the run is
-asked to stop, the supervisor waits for ranks that save first. The orphan reaper kills process
+asked to stop, the supervisor first waits for ranks that save. The orphan reaper kills process
 groups that outlive the supervisor.
 """
 
@@ -46,7 +46,7 @@ class Site(Protocol):
         """Send a signal to all of the host's ranks."""
 
     def ask_to_end(self, number: signal.Signals) -> None:
-        """Ask the host's ranks to stop. Ranks that save first report that."""
+        """Ask the host's ranks to stop. If ranks save first, they report this."""
 
     def ended_well(self, rank: int) -> None:
         """Tell the host's ranks that `rank`, on any host, has exited with code 0."""
@@ -65,8 +65,8 @@ class Supervisor:
         grace: Seconds between SIGTERM and SIGKILL.
         joins: True if the ranks are expected to call sw.init.
         hosts: Host name of each rank, or None on a single host.
-        continue_without: Called with the number of a rank that was killed, if the other ranks
-            continue without it (`--survive`). None if a killed rank ends the run.
+        continue_without: Called with the number of a killed rank, if the other ranks continue
+            without it (`--survive`). None if the run ends when a rank is killed.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Supervisor:
             self._stop(signal.SIGPIPE)
 
     def _waits(self) -> list[float | None]:
-        """Return the seconds until each event that may be scheduled, or None if it is not."""
+        """Return the seconds until each kind of event, or None if it is not scheduled."""
         # Run the callbacks before reading the schedule, because they may declare a host lost, which
         # changes the schedule.
         return [*[call() for call in self.every_turn], self._plan.wait()]
@@ -214,7 +214,7 @@ class Supervisor:
     def _settle(self) -> None:
         """If a rank has failed, schedule the signals that stop the other ranks.
 
-        Until then, ranks have time to report the cause of the failure.
+        Before the signals are sent, ranks have time to report the cause of the failure.
         """
         ends = [end for end in self._ends() if end.rank not in self._killed]
         if all(end.code == 0 for end in ends):
@@ -355,7 +355,7 @@ class Supervisor:
         return [rank_exit.end for rank_exit in self._exits.values() if not rank_exit.saved]
 
     def _reports(self) -> dict[int, ErrorReport]:
-        """Return error reports by rank, also for ranks that torch's NCCL watchdog aborted."""
+        """Return error reports by rank, including ranks aborted by torch's NCCL watchdog."""
         found = {rank: each.report for rank, each in self._exits.items() if each.report}
         aborted = {
             rank: each.end.time

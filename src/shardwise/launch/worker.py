@@ -24,11 +24,11 @@ MOST_READS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStreams:
-    """The connections of a rank's standard streams.
+    """What a rank's standard streams are connected to.
 
     Args:
         piped: True if the output passes through the launcher.
-        drawn: Which of the streams 1 and 2 are connected to a terminal.
+        drawn: Those of the streams 1 and 2 that are connected to a terminal.
         window: Size of the terminal (rows, columns), or None if unknown.
         reads: True if the rank reads the launcher's standard input.
     """
@@ -55,7 +55,7 @@ Begin = Callable[[Mapping[str, str], Sequence[int], Streams], Process]
 
 
 def program(words: Sequence[str]) -> Begin:
-    """Return a function that starts a program, or raises LaunchError if that fails.
+    """Return a function that starts a program. The function raises LaunchError if that fails.
 
     Args:
         words: The program and its arguments.
@@ -124,7 +124,7 @@ class OutputSource:
 
 
 class Worker:
-    """A rank, as a process that leads its own process group.
+    """A rank that runs as a process, which leads its own process group.
 
     Args:
         rank: The rank.

@@ -19,7 +19,7 @@ LIVE = 0
 
 
 class WorkerLog:
-    """A rank's log file in `--log-dir`: the rank's output without prefix and colours.
+    """A rank's log file in `--log-dir`: the rank's output, without prefix or colours.
 
     Args:
         path: The file. Output is appended.
@@ -55,7 +55,7 @@ class WorkerLog:
 
 
 def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open one log file per rank in `folder`, and append to the logs of earlier runs.
+    """Open one log file per rank in `folder`. If it exists from an earlier run, append to it.
 
     Returns None for each rank if `folder` is None. Raises LaunchError if a file cannot be written.
     """

@@ -7,10 +7,10 @@ trees.py              registers the strategies in each of Lightning's packages
 trainer_strategy.py   the Trainer's strategy: setup, training step, full states
 fabric_strategy.py    Fabric's strategy
 training.py           the engines of one Trainer or Fabric, and the parts of a step
-empty_modules.py      modules whose memory is not allocated yet
+empty_modules.py      modules whose memory has not been allocated yet
 sharing.py            loaders that keep their order and do not repeat samples
 environment.py        the rank of this process, and the devices that a script requests
-adoption.py           unmodified scripts that use another strategy, or none
+adoption.py           runs unmodified scripts that use another strategy, or none
 """
 
 from typing import TYPE_CHECKING, Any

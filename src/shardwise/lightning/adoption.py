@@ -76,7 +76,7 @@ def _is_ours(strategy: Any) -> bool:
 
 
 def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
-    """Print a message about arguments that have no effect, once."""
+    """Print a message, once, about arguments that have no effect."""
     shown = given if isinstance(given, str) else type(given).__name__
     words = [f"strategy={shown!r}" if isinstance(given, str) else f"strategy={shown}(...)"]
     words += [

@@ -12,7 +12,7 @@ from shardwise.model import meta
 
 
 def give_memory(module: nn.Module) -> None:
-    """Allocate `module`'s parameters, and give them the values of a build without `empty_init`.
+    """Allocate `module`'s parameters, and give them the values that they get without `empty_init`.
 
     Parameters that were created on the meta device outside `init_module` are initialised by
     `reset_parameters`, as in FSDPStrategy. Raises ModelError if that method leaves any unset.

@@ -53,7 +53,7 @@ class Environment:
         return self._world.rank // max(self._world.local_size, 1)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Accept any values, because the launcher has decided."""
+        """Accept any values, because the launcher has already chosen the devices."""
 
     def teardown(self) -> None:
         """No-op, because this environment holds no resources."""
@@ -62,8 +62,8 @@ class Environment:
 def check_devices(world: sw.World, devices: int, nodes: int, library: str) -> None:
     """Compare the requested devices with the run.
 
-    Raises UsageError if the script requests several ranks and the run has only one. If the numbers
-    differ in any other way, a message is printed.
+    Raises UsageError if the script requests several ranks but the run has only one. If the numbers
+    differ in any other way, prints a message.
     """
     requested = devices * nodes
     if requested == 1 or requested == world.size:

@@ -80,7 +80,7 @@ class FabricStrategy(OverEngines):
         return module, optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Register `module`, for which `setup_optimizer` later creates an engine. Collective."""
+        """Register `module`. `setup_optimizer` later creates its engine. Collective."""
         self.training.prepare(module, [])
         return module
 
@@ -98,7 +98,7 @@ class FabricStrategy(OverEngines):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader for `dataloader`.
 
-        With exact means, its training batches contain no repeated samples.
+        If means are exact, its training batches contain no repeated samples.
         """
         exact = self.training.exact
         return dataloader if exact is None else exact.watch(dataloader)
@@ -199,7 +199,7 @@ class _BackwardSyncControl:
 
     @contextmanager
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> Iterator[None]:
-        """If `enabled`, declare that more backward passes of this step follow after the block."""
+        """If `enabled` is true, declare that more backward passes of this step follow the block."""
         del module
         if not enabled:
             yield

@@ -9,7 +9,8 @@ training batches drop the repeated samples (bridging/exact_mean.py). Evaluations
                                         here       0 | 2 4    and  1 | 3
 
 Every rank runs the same number of forward passes, so that collectives inside a step match. A rank
-with one sample more than others therefore gets a longer last batch, not an additional one.
+that has one sample more than others therefore gets a longer last batch rather than an additional
+one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from shardwise.errors import UsageError
 class LightningShare(int):
     """The number of workers in the samplers that Lightning creates.
 
-    Its type distinguishes Lightning's samplers from the script's own.
+    The type of this number distinguishes Lightning's samplers from the script's own.
     """
 
 
@@ -119,7 +120,8 @@ def own_share(sampler: DistributedSampler[Any]) -> int:
 class LoadedBatches(CountedBatches):
     """Drops repeated samples from training loaders, and weights the losses of their batches.
 
-    `is_training` is called at the start of each iteration, and returns whether it is for training.
+    `is_training` is called at the start of each iteration over a loader, and returns whether that
+    iteration is for training.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class LoadedBatches(CountedBatches):
     def watch(self, loader: Any) -> Any:
         """Return a copy of `loader` that counts its batches and drops repeated samples.
 
-        A stream is returned unchanged, because each worker reads its own.
+        A stream is returned unchanged, because each worker reads its own stream.
         """
         if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
             return loader
@@ -185,7 +187,8 @@ class LoadedBatches(CountedBatches):
     def batch_of_loss(self) -> CountedBatch:
         """Return the batch from which the current loss was computed.
 
-        Raises UsageError as the base class does, or if the batch's rows are not its samples.
+        Raises UsageError in the same cases as the base class, and if the batch's rows are not its
+        samples.
         """
         batch, rows = super().batch_of_loss(), next(_row_counts(self.last_rows), None)
         if self.items_of is not None:
@@ -205,7 +208,7 @@ class LoadedBatches(CountedBatches):
 
 
 class TrainBatches(BatchSampler):
-    """Training batches: this rank's rows of `sampler` without repeated rows.
+    """Training batches: this rank's rows of `sampler`, without repeated rows.
 
     A batch that contains only repeated samples is left unchanged, because the other ranks run a
     forward pass too. `cuts` is called at the start of each iteration, and returns whether to drop

@@ -219,7 +219,7 @@ class TrainerStrategy(OverEngines):
     def teardown(self) -> None:
         """Turn the model and its optimizers back into plain ones, on the CPU.
 
-        Collective, unless this rank has failed. A failed rank does not wait for other ranks.
+        Collective, unless this rank has failed: a failed rank does not wait for the others.
         """
         if self.lightning_module is not None:
             for name in ("toggle_optimizer", "untoggle_optimizer"):
@@ -288,7 +288,7 @@ class TrainerStrategy(OverEngines):
     def _step_by_closure(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any], module: Any
     ) -> Any:
-        """Step an optimizer that calls `closure` several times. Returns the first loss."""
+        """Step an optimizer that calls `closure` several times. Return the first loss."""
         if module.trainer.gradient_clip_val:
             raise UsageError(
                 "gradient_clip_val cannot be combined with LBFGS, which computes gradients several "
@@ -360,7 +360,8 @@ class TrainerStrategy(OverEngines):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader for `dataloader`.
 
-        Evaluation batches, and training batches with exact means, contain no repeated samples.
+        Evaluation batches contain no repeated samples. If means are exact, neither do training
+        batches.
         """
         trainer = self.lightning_module.trainer
         stage = str(getattr(trainer.state.stage, "value", ""))
@@ -388,7 +389,7 @@ class TrainerStrategy(OverEngines):
         return self.training.optimizer_state(plain(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer states from `checkpoint`, saved at any world size. Collective."""
+        """Load the optimizer states in `checkpoint`, saved at any world size. Collective."""
         self.training.replace_optimizer_states(checkpoint["optimizer_states"])
 
 
@@ -432,7 +433,7 @@ def _inside_forward(
 
 
 class NoDeviceMesh(UsageError, AttributeError):
-    """The strategy has no device mesh. An AttributeError, so that `hasattr` returns False."""
+    """Raised if a mesh is read. An AttributeError, so that `hasattr` returns False."""
 
 
 def refuse_mesh(asked: str) -> NoReturn:

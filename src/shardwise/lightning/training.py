@@ -67,8 +67,8 @@ class StrategyEngines(TrainedModels):
     def step(self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None) -> None:
         """Step `optimizer`. Collective.
 
-        A no-op without gradients, as with a plain optimizer. Raises UsageError if `optimizer` has
-        no engine.
+        A no-op if there are no gradients, as with a plain optimizer. Raises UsageError if
+        `optimizer` has no engine.
         """
         self.forget_cleared()
         trained = self.of(optimizer)
@@ -102,7 +102,7 @@ class StrategyTraining:
         exact_mean: True if each sample counts once, or a function that counts a batch's items.
 
     Attributes:
-        world: The run, after `join`.
+        world: The run, once `join` has been called.
         scaler: The precision plugin's loss scaler.
         exact: The batches of the loaders, if means are exact.
     """
@@ -178,7 +178,7 @@ class StrategyTraining:
     def prepare(self, module: nn.Module | None, optimizers: Sequence[optim.Optimizer]) -> None:
         """Create engines that train `module` with `optimizers`. Earlier engines remain. Collective.
 
-        Optimizers that share no parameters get separate engines.
+        Optimizers that do not share parameters get separate engines.
         """
         if module is not None:
             self._modules.append(module)
@@ -191,7 +191,7 @@ class StrategyTraining:
         self.engines.form(models, self._optimizers)
 
     def make_alike(self, module: nn.Module) -> None:
-        """Broadcast rank 0's values of the tensors in `module` that have no engine. Collective."""
+        """Broadcast rank 0's values to the tensors in `module` that have no engine. Collective."""
         # A failed Trainer may still have an engine for this module, whose parameters are shards and
         # must not be changed.
         models = self._models + [model for each in trained_engines() for model in each.models]
@@ -207,7 +207,7 @@ class StrategyTraining:
         self._modules, self._models, self._optimizers = [], [], []
 
     def replace_optimizer_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Load the plain optimizer states `states`, one for each optimizer in order. Collective."""
+        """Load `states`, one plain optimizer state per optimizer, in order. Collective."""
         self.engines.forget()
         # Lightning has loaded the loss scale into the scaler, which engines read only when they are
         # created.

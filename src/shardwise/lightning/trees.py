@@ -53,7 +53,7 @@ def _class(name: str, ours: type[Any], base: Any, hooks: tuple[Any, ...]) -> Any
 
 
 def in_use(trees: tuple[str, ...]) -> str:
-    """Return the first of `trees` that the script has imported, or else the first installed one."""
+    """Return the first of `trees` that the script has imported, or else the first one installed."""
     for tree in trees:
         if tree in sys.modules:
             return tree
@@ -61,7 +61,7 @@ def in_use(trees: tuple[str, ...]) -> str:
 
 
 def register() -> None:
-    """Register strategy="shardwise" in each tree: now if it is imported, otherwise once it is."""
+    """Register strategy="shardwise" in each tree: now if it is already imported, else later."""
 
     def into(name: str, strategy: Callable[[str], Any], tree: str) -> None:
         registry = getattr(import_module(f"{tree}.strategies"), name)
@@ -78,7 +78,7 @@ def register() -> None:
 
 
 def when_imported(name: str, call: Callable[[str], None]) -> None:
-    """Call `call(name)` when the module `name` is imported, or now if it already is."""
+    """Call `call(name)` when the module `name` is imported, or now if it already has been."""
     if name in sys.modules:
         call(name)
     else:

@@ -2,7 +2,7 @@
 
 identity.py, environment.py  rank and size, and the environment variables that hold them
 launchers/                   reads rank and size from each launcher's variables
-rpc.py, authentication.py    authenticated messages between processes
+rpc.py, authentication.py    exchange authenticated messages between processes
 rendezvous.py                connects all ranks, with rendezvous_file.py or torchrun_store.py
 store.py, listeners.py       rank 0's key-value store; blocks new connections to Gloo's sockets
 network.py, hosts.py         network interfaces and addresses; host lists

@@ -4,10 +4,10 @@ The accepting end of a connection has a *role*, such as b"status 3", which ident
 and its process. The connecting end names the role that it wants to reach, and each proof covers the
 role. If an attacker relays a proof to a different process of the run, the proof is invalid there.
 
-Each message carries a MAC (message authentication code) over its sequence number and content. Every
-connection and direction has its own key. An attacker in between cannot change, repeat, drop or
+Each message carries a MAC (message authentication code) over its sequence number and content. Each
+direction of each connection has its own key. An attacker in between cannot change, repeat, drop or
 insert a message, but can read it: nothing is encrypted. MACs are HMAC-SHA-256, compared in constant
-time. rpc.py is the protocol over sockets.
+time. rpc.py implements the protocol over sockets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HEAD = _LENGTH + MAC
 
 
 class Forged(ValueError):
-    """Raised if received bytes were not sealed by a process that knows the secret."""
+    """Raised if received bytes do not carry a MAC from a process that knows the secret."""
 
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
@@ -54,10 +54,10 @@ def unsealed(secret: bytes, purpose: str, data: bytes) -> bytes:
 
 
 class Proof:
-    """The proofs of both ends of a connection, for their two nonces and the accepting end's role.
+    """The proofs of both ends of a connection, over their nonces and the accepting end's role.
 
     `of_accepting` is the accepting end's nonce, and `of_connecting` the connecting end's. If
-    `of_connecting` is None, a new one is drawn.
+    `of_connecting` is None, a new nonce is drawn.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Proof:
         """The proof that the accepting end sends back."""
 
     def is_proven_by(self, words: bytes) -> bool:
-        """Return whether `words` prove that the peer knows the secret and asks for this role."""
+        """Return whether `words` prove that the peer knows the secret and requests this role."""
         return hmac.compare_digest(words, self.words)
 
     def is_answered_by(self, answer: bytes) -> bool:
@@ -121,7 +121,7 @@ class Seals:
         return max(0, _HEAD + length - len(self._rest))
 
     def next(self) -> bytes | None:
-        """Remove the next message from the buffer and return it. Return None if it is incomplete.
+        """Remove and return the next message from the buffer, or return None if it is incomplete.
 
         Raises Forged if its MAC is wrong.
         """

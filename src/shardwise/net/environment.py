@@ -113,8 +113,8 @@ def passed_variables(
         overridable: Variables that the launcher sets itself, but that `requested` may override.
 
     Raises:
-        LaunchError: A requested NAME is not set in `environ`, given twice, or set by the launcher
-            itself.
+        LaunchError: A requested NAME is not set in `environ`, is requested twice, or is set by the
+            launcher itself.
     """
     found = {
         name: value
@@ -164,7 +164,7 @@ def draw_secret() -> str:
 def given_secret(environ: Mapping[str, str]) -> str | None:
     """Return the secret from our launcher or from the user, or None if neither supplied one.
 
-    No side effects. Raises LaunchError if the user's secret is too short.
+    Has no side effects. Raises LaunchError if the user's secret is too short.
     """
     if RUN_SECRET_VARIABLE in environ:
         return environ[RUN_SECRET_VARIABLE]

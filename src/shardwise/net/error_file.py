@@ -1,8 +1,8 @@
 """Writes the exception that terminates a rank to a file for its launcher.
 
-When several ranks fail, most of them only report that another rank is gone. Each rank that is
-terminated by an exception writes an error file with the time, so that the launcher can show the
-original cause.
+When several ranks fail, most of them only report that another rank has exited. Each rank that is
+terminated by an exception writes an error file that includes the time, so that the launcher can
+show the original cause.
 
 A *refusal* is an error about incorrect use of the library. Its message is sufficient: the traceback
 through our code adds nothing. If all ranks report the same refusal, the launcher shows it once.
@@ -64,7 +64,7 @@ class ErrorReport:
 
 
 def watch_exceptions() -> None:
-    """Install an exception hook that reports to the launcher, and shows refusals as one line."""
+    """Install an exception hook that reports to the launcher, and shows a refusal as one line."""
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)
 
@@ -72,8 +72,8 @@ def watch_exceptions() -> None:
 def watch_before_joining() -> None:
     """Install the exception hook when shardwise is imported, if this process may be a rank.
 
-    Only a rank's first process installs it, because a failed helper process that the script starts
-    does not mean that the rank failed.
+    Only the first process of a rank that imports shardwise installs the hook. If a helper process
+    that the script starts fails, this does not mean that the rank has failed.
     """
     if os.environ.setdefault(_REPORTER, str(os.getpid())) == str(os.getpid()):
         watch_exceptions()
@@ -85,7 +85,7 @@ _REPORTER = "SHARDWISE_LAUNCH_REPORTER"
 class _Hook:
     """Exception hook that reports to our launcher.
 
-    Without a launcher, it calls the hook `before`.
+    Without a launcher, it calls `before`, the previous hook.
     """
 
     def __init__(self, before: Callable[..., Any]) -> None:

@@ -26,7 +26,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Host:
-    """A host: its name or address for ssh, its slots (None if not given), and the user there."""
+    """A host: its name or address for ssh, its slots (None if not given), and the login name."""
 
     name: str
     slots: int | None = None
@@ -37,7 +37,7 @@ class Host:
 
     @property
     def login(self) -> str:
-        """The ssh destination: user@name, or only the name."""
+        """The ssh destination: user@name, or just the name if no user is given."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
 
@@ -70,7 +70,7 @@ _HOST = re.compile(
 
 
 def from_list(text: str) -> list[Host]:
-    """Parse `-H`'s comma-separated hosts. Raise LaunchError if one is malformed."""
+    """Parse the comma-separated hosts of `-H`. Raises LaunchError if one is malformed."""
     hosts = []
     for word in text.split(","):
         try:
@@ -81,7 +81,7 @@ def from_list(text: str) -> list[Host]:
 
 
 def read(path: Path) -> list[Host]:
-    """Read the hostfile at `path`. Raise LaunchError if it cannot be read or parsed."""
+    """Read the hostfile at `path`. Raises LaunchError if it cannot be read or parsed."""
     try:
         # Reading a FIFO or a terminal would block forever.
         if path.exists() and not path.is_file() and not path.is_dir():
@@ -165,7 +165,7 @@ def spread(
 
 
 def host_of(word: str) -> Host:
-    """Parse a host of the form `user@name:slots`. Raise ValueError with a message for the user."""
+    """Parse a host of the form `user@name:slots`. Raises ValueError with a message for the user."""
     if max(map(len, re.split(r"[.@:]", word))) > 64 or len(word) > 320:
         raise ValueError(f"{word[:40] + '...'!r} is too long for a host name.")
     found = _HOST.fullmatch(word)

@@ -21,10 +21,10 @@ class Identity:
         is_placed: False if the launcher does not reveal which ranks share a host. `local_rank` and
             `local_size` are then placeholders until the rendezvous.
         node: The index of this host, or None if the launcher does not provide it.
-        address: Rank 0's host, or None if unknown. This is only a guess if `port` is None.
+        address: Rank 0's host, or None if unknown. If `port` is None, this is only a guess.
         port: Rank 0's port, or None if the ranks must find each other through a rendezvous file.
-        listen_fd: Descriptor of a socket that rank 0 inherited and that already listens on `port`.
-            No other process can therefore take the port before rank 0 uses it.
+        listen_fd: Descriptor of a socket that rank 0 has inherited and that is already listening on
+            `port`, so that no other process can take the port before rank 0 uses it.
         job: A name that all ranks of this run share and no other run has, or None.
         own_gpus: True if each rank sees only its own GPUs.
         variables: Maps each field to the environment variable that provided it.

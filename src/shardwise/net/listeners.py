@@ -1,10 +1,9 @@
 """Blocks new connections to Gloo's listening sockets once all ranks are connected.
 
-As long as a process group exists, Gloo accepts any connection without authentication, and aborts
-the process when it runs out of file descriptors. But a complete group needs no new connections.
-Gloo does not expose its sockets, so we find them among the process's descriptors and attach a
-socket filter that drops every packet. Established connections have their own sockets and are not
-affected.
+While a process group exists, Gloo accepts any connection without authentication, and aborts the
+process when it runs out of file descriptors. Yet a complete group needs no new connections. Gloo
+does not expose its sockets, so we find them among the process's descriptors and attach a socket
+filter that drops every packet. Established connections have their own sockets and are not affected.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _noted: deque[bytes] = deque(maxlen=64)
 
 
 def note(value: bytes) -> None:
-    """Store a value that was set on the store, where Gloo publishes its listening addresses."""
+    """Store a value that was set on the store, on which Gloo publishes its listening addresses."""
     _noted.append(value)
 
 

@@ -2,7 +2,7 @@
 
 Other users of the host can guess names in the temporary folder, and create a link or a file there
 first. Ranks therefore use a subfolder that belongs to the user. It is trusted only if no other user
-may write to it, and links are never followed.
+may write to it. Links are never followed.
 """
 
 import os
@@ -57,7 +57,7 @@ def tidy() -> None:
 
 
 def create(place: Path) -> BinaryIO:
-    """Create a file that only this user can read. Raise OSError if it fails or `place` exists."""
+    """Create a file that only this user can read. Raises OSError if that fails or it exists."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(place, flags, 0o600), "wb")
 
@@ -77,7 +77,7 @@ def write(place: Path, text: str, aside: str = ".writing-") -> None:
 
 
 def _create_in_folder(place: Path) -> BinaryIO:
-    """Create the file `place`, and its folder too if another run has just removed the folder."""
+    """Create the file `place`, and its folder too if another run has just removed it."""
     while True:
         try:
             return create(place)

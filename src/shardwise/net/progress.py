@@ -3,7 +3,7 @@
     saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
 
 Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
-almost nothing. The launcher can read the record even after the rank was killed.
+almost nothing. The launcher can read the record even after the rank has been killed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBERS = _FIRST + 2 * ENGINES
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """A rank's recorded progress, for its engine with the most unsaved steps.
+    """A rank's recorded progress, for the engine that has the most unsaved steps.
 
     Args:
         step: The number of steps that the engine has completed.
@@ -132,7 +132,8 @@ def _path(folder: Path, rank: int) -> Path:
 def mark_ended_early(folder: Path, rank: int) -> None:
     """Tell the ranks on this host, through the report folder, that `rank` exited with code 0.
 
-    Call it only once the rank has left no processes: a background process could still join the run.
+    Call this only once none of the rank's processes is left: a background process could still join
+    the run.
     """
     with suppress(OSError):  # a full disk: the other ranks then wait until --timeout
         _ended_mark(folder, rank).touch()

@@ -60,8 +60,8 @@ TWICE = "twice"
 class Rendezvous(NamedTuple):
     """The result of the rendezvous: a store and the run's secret.
 
-    `is_open` is True if anybody who could reach the store received the secret. `close` closes the
-    store.
+    `is_open` is True if the secret was available to anybody who could reach the store. `close`
+    closes the store.
     """
 
     store: Store
@@ -76,7 +76,7 @@ class _Terms:
 
     Args:
         identity: This process's rank.
-        timeout: Limit for the whole rendezvous, in seconds.
+        timeout: Time limit for the whole rendezvous, in seconds.
         deadline: The monotonic time when the limit expires.
         address: Rank 0's host and port if the launcher or the user specified them, otherwise None.
         path: The rendezvous file, or None if the ranks need no file.
@@ -253,7 +253,7 @@ def _announce(terms: _Terms, port: int, secret: str) -> AbstractContextManager[N
 
 
 def _await_all(terms: _Terms, store: HostStore) -> None:
-    """Wait until all ranks have registered. Raise LaunchError if some never do."""
+    """Wait until all ranks have registered. Raises LaunchError if some of them fail to."""
     identity, warning = terms.identity, time.monotonic() + WARN
     neighbours = LocalRanks(identity)
     keys = {here(rank): rank for rank in range(1, identity.size)}
@@ -291,7 +291,7 @@ def _check_ended(terms: _Terms, missing: Sequence[int]) -> None:
 
 
 class LocalRanks:
-    """Watches the other ranks on this host, because mpiexec and srun may ignore an early exit."""
+    """Watches the other ranks on this host, because mpiexec and srun may ignore early exits."""
 
     def __init__(self, identity: Identity) -> None:
         self._size = identity.local_size
@@ -303,7 +303,7 @@ class LocalRanks:
         self._fewer_since: float | None = None
 
     def have_ended(self) -> bool:
-        """Return whether some of this host's ranks have been missing for `STARTING` seconds."""
+        """Return whether ranks of this host have been missing for more than `STARTING` seconds."""
         living = None if self._launcher is None else processes.living_children(self._launcher)
         if living is None or living >= self._size:
             self._fewer_since = None

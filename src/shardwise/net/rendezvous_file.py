@@ -1,7 +1,7 @@
 """Writes and reads the rendezvous file, which holds rank 0's address and the run's secret.
 
-mpirun and srun do not give processes an address for their rendezvous. Rank 0 then listens on a port
-chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
+mpirun and srun do not give processes an address for their rendezvous. Rank 0 therefore listens on a
+port chosen by the kernel, and writes a file whose name is unique to the run. If all ranks are on a
 single host, the file is in the user's own temporary folder. Otherwise it is in the working
 directory, which the hosts of a cluster usually share. Only the same user can read the file. Rank 0
 removes it once all ranks have registered.
@@ -100,7 +100,7 @@ def addresses(identity: Identity) -> tuple[str, ...]:
 
 
 def _own_number(name: str) -> str | None:
-    """Return this host's address on the default route, for hosts that cannot resolve its name."""
+    """Return this host's address on the default route, for hosts that cannot resolve `name`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
@@ -111,7 +111,7 @@ def _own_number(name: str) -> str | None:
 
 @contextmanager
 def publish(place: Path, file: RendezvousFile) -> Iterator[None]:
-    """Return a context manager that writes `file` to `place`, and removes it on exit or SIGTERM.
+    """Context manager that writes `file` to `place`, and removes it on exit or SIGTERM.
 
     Raises LaunchError if `place` holds the file of another running process on this host.
     """
@@ -191,7 +191,7 @@ def _is_alive(pid: int) -> bool:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """Return a context manager in which SIGTERM raises SystemExit, so that cleanup code runs."""
+    """Context manager in which SIGTERM raises SystemExit, so that cleanup code runs."""
     mine = threading.current_thread() is threading.main_thread()
     if not mine or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -208,7 +208,7 @@ def _sigterm_raises() -> Iterator[None]:
 
 
 def name_by_process() -> str:
-    """Return a run name made from the id and start time of the process that started this rank."""
+    """Return a run name based on the id and start time of the process that started this rank."""
     # There may be a wrapper script between launcher and rank, so search all ancestors. If none is a
     # known launcher, use the parent.
     pid = launcher_process() or os.getppid()

@@ -19,7 +19,7 @@ class Failure:
     """A failure that ends a run. A run that stops on request has not failed.
 
     Args:
-        what: Text that names the event and its rank or host.
+        what: Text that names the event and the rank or host that it affected.
         why: Text that names the cause.
         progress: The ranks' progress at the time of the failure, or None if not recorded.
         rank: The rank at fault, or None if a host failed.
@@ -70,7 +70,7 @@ class Restarts:
         return self.number > self.allowed
 
     def island_started(self) -> None:
-        """Count a single island's restart, during which the other islands kept running."""
+        """Count the restart of a single island, during which the other islands kept running."""
         self._islands += 1
 
     def after(self, failure: Failure) -> tuple[bool, str]:

@@ -14,10 +14,10 @@ A peer without the secret is disconnected before anything but its proof is read.
 not delay other peers.
 
 Four protocols do not use this module. An ssh agent sends its messages over ssh's standard streams,
-because ssh has already authenticated both ends. These streams also carry lines that the login
-prints (launch/ssh/protocol.py). The other three use Unix sockets, because they pass file
-descriptors or are on the hot path: comm/socket_mesh.py, the links between rank and launcher, and
-the fork server of tools/verify.
+because ssh has already authenticated both ends. These streams also carry lines that are printed
+during login (launch/ssh/protocol.py). The other three protocols use Unix sockets, because they pass
+file descriptors or are on the hot path: comm/socket_mesh.py, the links between rank and launcher,
+and the fork server of tools/verify.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Unproven(OSError):
 
 
 class Connection:
-    """An authenticated connection with blocking calls. As a context manager, it closes itself."""
+    """An authenticated connection with blocking calls. It can be used as a context manager."""
 
     def __init__(self, peer: socket.socket, seals: Seals) -> None:
         self.socket = peer
@@ -150,8 +150,8 @@ def connect(
         secret: The run's secret.
         role: The role that the server must have (see authentication.py).
         until: The deadline (monotonic clock, in seconds).
-        reach: Limit in seconds for the TCP connection, excluding authentication. None for no limit
-            other than `until`.
+        reach: Time limit in seconds for establishing the TCP connection, excluding authentication.
+            If None, only `until` applies.
 
     Raises:
         Unproven: The server has a different secret or role, or closes the connection.
@@ -287,7 +287,8 @@ class _Stranger:
 class Acceptor:
     """Accepts connections and authenticates several peers concurrently.
 
-    As a context manager, it closes unauthenticated peers, but neither `listener` nor `bell`.
+    Used as a context manager, it closes the connections to unauthenticated peers on exit, but
+    neither `listener` nor `bell`.
 
     Args:
         listener: The listening socket.
@@ -368,7 +369,7 @@ class Acceptor:
     def _read_proof(self, stranger: _Stranger) -> Connection | None:
         """Read more of a peer's proof.
 
-        Return the connection if the proof is complete and valid, otherwise None.
+        Returns the connection if the proof is complete and valid, otherwise None.
         """
         try:
             # Do not read past the proof: the messages that follow belong to the connection.
@@ -404,7 +405,7 @@ class Server:
 
     It owns `listener`. If `one_by_one` is true, connections are handled one after the other in the
     accepting thread, otherwise each in its own thread. If a handler raises OSError, or an error
-    caused by a malformed message, only its own connection is closed.
+    caused by a malformed message, only that connection is closed.
     """
 
     def __init__(
@@ -530,7 +531,7 @@ def _one_call(
 ) -> Generator[None, bytes, Any]:
     """Authenticate, send `message` and return the reply.
 
-    The caller sends the generator the bytes that arrive, and b"" at the end of the stream. Raises
+    The caller sends the received bytes to the generator, and b"" at the end of the stream. Raises
     OSError or ValueError if there is no authentic reply.
     """
     received = bytearray()

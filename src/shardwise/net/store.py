@@ -1,10 +1,10 @@
-"""Implements the rendezvous's key-value store, in rank 0's memory, for ranks with the secret.
+"""Implements the rendezvous's key-value store, in rank 0's memory, for ranks that know the secret.
 
     rank 0       KeyValueTable ◀─ HostStore
     other ranks  ClientStore ─▶ own connection (rpc.py) ─▶ own thread on rank 0 ─▶ KeyValueTable
 
 torch's TCPStore serves anybody who connects. This store requires the secret. Once all ranks have
-registered, it accepts no new connections, and each rank continues to use its first one.
+registered, it accepts no new connections, and each rank continues to use its existing one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class KeyValueTable:
             return total
 
     def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        """Set `value` if the current value equals `expected`. A missing value counts as empty.
+        """Set `value` if the current value equals `expected`. A missing value is treated as empty.
 
         Returns the value after the call, or `expected` if the key is still missing.
         """
@@ -163,8 +163,8 @@ class _TableStore(Store):
 class HostStore(_TableStore):
     """Rank 0's side of the store, which holds the table.
 
-    It owns `listener`. Until `accept_no_more`, it accepts connections from ranks that know
-    `secret`.
+    It owns `listener`. Until `accept_no_more` is called, it accepts connections from ranks that
+    know `secret`.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:

@@ -1,9 +1,9 @@
 """Implements the rendezvous of ranks started by torchrun, on the store of torchrun's agent.
 
-Anybody who reaches that store can read and write it, so it must not hold the run's secret. On a
+Anybody who can reach that store can read and write it, so it must not hold the run's secret. On a
 single host, rank 0 writes the secret to a file that only the same user can read. On several hosts,
-the user supplies the secret. If the user supplies none, anybody who reaches the store can join the
-run, and rank 0 prints a warning.
+the user supplies the secret. If the user supplies none, anybody who can reach the store can join
+the run, and rank 0 prints a warning.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def has_store() -> bool:
 
 
 def exposed() -> str:
-    """Return the warning that torchrun's agent accepts connections without authentication.
+    """Return a warning that torchrun's agent accepts connections without authentication.
 
     Returns "" if there is no such agent, or if `shardwise run` has already printed the warning.
     """

@@ -1,8 +1,8 @@
-"""Reports hanging runs: which ranks are waiting, for which ranks, and where those ranks are.
+"""Reports hangs: which ranks are waiting, for which ranks, and where those ranks are.
 
     waits.py          the open waits of this process, by thread
-    status_server.py  a thread on each rank that answers requests from other ranks, and the
-                      requests to them
+    status_server.py  a thread on each rank that answers other ranks' requests, and functions that
+                      send such requests
     watchdog.py       a thread on each rank that watches its long waits
     wait_graph.py     finds the ranks that block all others: the cause of a hang
     hang_report.py    builds the warning about a long wait

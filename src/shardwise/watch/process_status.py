@@ -65,7 +65,7 @@ def users_line(frame: FrameType | None) -> str:
 
 
 def library_call(frame: FrameType | None) -> str:
-    """Return the library function that user code called, such as "engine.backward", or ""."""
+    """Return the library function that user code has called, such as "engine.backward", or ""."""
     called = ""
     while frame is not None and not _is_users(frame.f_code.co_filename):
         # Overwrite on the way outward, because the user called the outermost library function.
@@ -95,9 +95,9 @@ def _stack_line(one: traceback.FrameSummary) -> str:
 
 
 def _as_called(qualified: str) -> str:
-    """Return a function's name as users write it: engine.backward for Engine.backward.
+    """Return a function's name as users write it, such as engine.backward for Engine.backward.
 
-    For internal functions, which are only called by hooks in a forward pass, return "forward".
+    For internal functions, which only hooks in a forward pass call, returns "forward".
     """
     owner, _, name = qualified.rpartition(".")
     if name == "__init__" and owner in OBJECTS:
@@ -151,7 +151,7 @@ def process_start(pid: int | str = "self") -> int | None:
 
 
 def process_state(pid: int, since: int | None) -> str | None:
-    """Describe the state of process `pid` that started at `since`. Return None if unknown."""
+    """Describe the state of process `pid`, which started at `since`. Return None if unknown."""
     if since is None:
         return None
     fields = _stat_fields(pid)

@@ -1,6 +1,6 @@
-"""A thread that tells other ranks where this rank is and why it aborted.
+"""A thread that tells other ranks where this rank is, and why it aborted.
 
-The same object also asks other ranks for their status, their clocks and the ranks that they wait
+The server object also asks other ranks for their status, their clocks and the ranks that they wait
 for.
 """
 
@@ -53,7 +53,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 
 @dataclass(frozen=True, kw_only=True)
 class RankAddress:
-    """The address of a rank's status server: `port` of `address`. Port 0 means it cannot be asked.
+    """The address of a rank's status server: `port` of `address`. Port 0 means no server.
 
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.
@@ -101,7 +101,7 @@ class StatusServer:
 
     waits          the open waits of this process
     step           number of the last completed step
-    abort          why the first rank aborted, or None if no rank has
+    abort          why the first rank aborted, or None if no rank has aborted
     is_aborting    True once this rank's own code knows of the abort
     report_is_due  True once this rank has been asked to report a long wait to the user
     channels       this process's groups, by a name that is the same on all their ranks
@@ -131,7 +131,7 @@ class StatusServer:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks that can be asked: all or, with elastic islands, those of this island."""
+        """The ranks that can be asked. With elastic islands, only the ranks of this island."""
         return sorted(self._places) or range(self.size)
 
     # -- from the start to the end --------------------------------------------------------
@@ -225,7 +225,7 @@ class StatusServer:
     # -- asking ---------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int], *, stack: bool = False) -> dict[int, RankStatus | str]:
-        """Return the status of each of the `ranks`, or text that explains why it is silent."""
+        """Return the status of each of the `ranks`, or text that says why it does not answer."""
         question = {"ask": "where", "stack": stack}
         # Don't ask a stopped or exited process on this host: it would only cost the timeout.
         states = {rank: self._known_state(rank) for rank in ranks}
@@ -259,7 +259,7 @@ class StatusServer:
         return rpc.call_all(places, self.secret, question, patience)
 
     def _explain_silence(self, ranks: Collection[int]) -> dict[int, str]:
-        """For each rank, return why it does not answer, if a rank on its host can tell."""
+        """Return why each rank does not answer, if a rank on its host can tell."""
         reasons = {}
         for rank in ranks:
             state = self._known_state(rank) or self._state_from_neighbour(rank)
@@ -281,7 +281,7 @@ class StatusServer:
         return process_status.process_state(place.pid, place.begun)
 
     def _state_from_neighbour(self, rank: int) -> str | None:
-        """Return the state of `rank`'s process according to a rank on its host, or None."""
+        """Return the state of `rank`'s process as seen by another rank on its host, or None."""
         host = self._places[rank].host if rank in self._places else ""
         neighbours = [
             one.rank for one in self._places.values() if one.host == host and one.rank != rank
@@ -295,7 +295,7 @@ class StatusServer:
         return None
 
     def ask_sent(self, rank: int, channel: str, call: int, to: int) -> list[Any] | None:
-        """Return the messages that `rank` sent in call `call` to the rank at index `to`.
+        """Return the messages that `rank` sent in call number `call` to the rank at index `to`.
 
         `channel` is the name of their group. Returns None if `rank` does not answer or has not
         reached the call yet.
@@ -337,7 +337,7 @@ class StatusServer:
         )
 
     def ask_clock(self, rank: int) -> dict[str, int] | None:
-        """Return the "monotonic" and "wall" clocks of `rank` in ns, or None without an answer."""
+        """Return `rank`'s "monotonic" and "wall" clocks in ns, or None if it does not answer."""
         return self._ask([rank], {"ask": "clock"}, ANSWER_SECONDS).get(rank)  # type: ignore[no-any-return]
 
     def clock_offset(self, rank: int, which: Clock) -> ClockOffset | None:
@@ -346,8 +346,8 @@ class StatusServer:
         Returns None if `rank` does not answer.
 
         `rank` reads its clock between the start and the end of a round trip, so half the round-trip
-        time bounds the error (Cristian, "Probabilistic clock synchronization", 1989). Of several
-        round trips, the fastest is the most accurate.
+        time bounds the error (Cristian, "Probabilistic clock synchronization", 1989). The fastest
+        of several round trips is therefore the most accurate.
         """
         if rank == self.rank:
             return ClockOffset(0, 0)
@@ -383,9 +383,9 @@ class StatusServer:
         return wait_graph.find_blocking_ranks(self.rank, missing, self._ask_twice)
 
     def _ask_twice(self, ranks: Collection[int]) -> dict[int, RankStatus | str]:
-        """Return the status of each rank. Ask ranks that wait for nobody a second time.
+        """Return the status of each rank. Ranks that are not waiting are asked a second time.
 
-        At the first request, they may have been between two waits.
+        They may have been between two waits when they were first asked.
         """
         statuses = self.ask(ranks)
         unsure = [r for r, w in statuses.items() if isinstance(w, RankStatus) and not w.missing]
@@ -395,7 +395,10 @@ class StatusServer:
         return statuses
 
     def call_difference(self) -> str:
-        """Return a sentence about ranks in different calls, followed by a space, or ""."""
+        """Return a sentence that describes which ranks are in different calls, or "" if none are.
+
+        The sentence is followed by a space.
+        """
         sentence = call_difference(self.ask(self.ranks[:KEEPERS]))
         return f"{sentence} " if sentence else ""
 
@@ -417,7 +420,7 @@ class StatusServer:
             self._ask({*self.ranks[:KEEPERS], *awaited}, question, ABORT_SECONDS)
 
     def abort_too(self, error: CollectiveError) -> None:
-        """Make all further waits of this rank raise `error`, until `continue_with`."""
+        """Make all further waits of this rank raise `error`, until `continue_with` is called."""
         self.abort = Abort(rank=self.rank, text=str(error), lost=isinstance(error, PeerLost))
 
     def continue_with(self, ranks: Collection[int], generation: int) -> None:
@@ -430,7 +433,7 @@ class StatusServer:
         self._places = {rank: place for rank, place in self._places.items() if rank in ranks}
 
     def refuse_after_failure(self) -> None:
-        """If this rank has aborted, raise its error again, so that it starts no new wait."""
+        """Raise this rank's error again if it has aborted, so that it starts no new wait."""
         if self.abort is not None and self.abort.rank == self.rank:
             raise (PeerLost if self.abort.lost else CollectiveError)(self.abort.text)
 
@@ -454,7 +457,7 @@ def _clock_now(which: Clock) -> int:
 def _in_forked_child() -> None:
     """Detach a forked child from the run, because it is not a rank.
 
-    It must not answer requests for its parent, nor send collectives to other ranks.
+    It must not answer requests addressed to its parent, or take part in collectives.
     """
     for server in list(_living):
         server._listener = server._server = None  # rpc.py has already closed the sockets

@@ -1,4 +1,4 @@
-"""Finds the ranks that cause a hang, by following waits to the ranks that wait for nobody.
+"""Finds the ranks that cause a hang, by following waits to the ranks that are not waiting.
 
 Ranks and their waits form a wait-for graph. A rank that has waited too long asks the ranks that it
 waits for, then the ranks that those wait for, and so on, until it finds the ranks that block all
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Abort:
-    """Why rank `rank` aborted. `lost` is True if the cause is that another rank exited."""
+    """The reason why rank `rank` aborted. If it lost another rank, `lost` is True."""
 
     rank: int
     text: str
@@ -52,7 +52,7 @@ class RankStatus:
 
     @property
     def activity(self) -> str:
-        """Text about the rank's activity, to follow "is"."""
+        """Description of the rank's activity that can follow "is"."""
         if not self.call:
             return f"in no collective, {self.place}"
         return f"{self.place}: {self.call}, for {named(self.missing)}"
@@ -68,8 +68,9 @@ AskStatuses = Callable[[Collection[int]], Statuses]
 class BlockingRanks:
     """The ranks that cause a hang.
 
-    Other ranks wait for `ranks`, and these wait for nobody. If the waits form a cycle, `is_circle`
-    is True and `ranks` is the entire cycle. `abort` is set if one of the ranks has aborted.
+    Other ranks wait for `ranks`, which themselves wait for no one. If the waits form a cycle,
+    `is_circle` is True and `ranks` is the entire cycle. `abort` is set if one of the ranks has
+    aborted.
     """
 
     ranks: tuple[int, ...]

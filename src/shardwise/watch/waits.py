@@ -1,4 +1,4 @@
-"""Tracks the waits of this process: the threads, and the collectives and ranks they wait for.
+"""Tracks the waits of this process: which thread waits, in which collective, and for which ranks.
 
 A thread records its wait before it sleeps. Other threads read the record only if the wait takes
 long.
@@ -86,14 +86,14 @@ class Waits:
         return list(self._open.values())
 
     def helping(self) -> AbstractContextManager[None]:
-        """Context manager that marks this thread as a helper, whose waits do not block the rank."""
+        """Context manager for a helper thread, whose waits do not block the rank."""
         return _among(self._helpers)
 
     def beside(self) -> AbstractContextManager[None]:
-        """Context manager that marks this thread as one that waits while another thread computes.
+        """Context manager for a thread that waits while another thread computes.
 
-        Its waits may block the rank, because the other thread will need the results. A timeline
-        does not show them in the other thread's row.
+        These waits count as blocking the rank, because the other thread will need their results.
+        A timeline does not show them in the other thread's row.
         """
         return _among(self._beside)
 

@@ -1,9 +1,10 @@
 """Watches this rank's long waits: compares calls, warns about hangs, exits abandoned processes.
 
 after 1 s   ask the missing ranks whether they are in the same collective
-warn_after  make one rank (rank 0 if possible) report who waits, who is missing, where each rank is
-after 20 s  exit if other ranks have aborted and this process has not noticed, because mpiexec and
-            srun would let it run on
+warn_after  make one rank (rank 0 if possible) report which ranks wait, which are missing, and
+            where each rank is
+after 20 s  exit if other ranks have aborted and this process has not noticed. mpiexec and srun
+            would not stop it
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Watchdog:
                 compare()
 
     def _warn(self, wait: Wait) -> None:
-        """Ask one rank, the first that answers, to report for all. Done once per wait."""
+        """Ask one rank, the first that answers, to report on behalf of all. Done once per wait."""
         if wait is self._warned:
             return
         self._warned = wait

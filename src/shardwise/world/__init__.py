@@ -5,7 +5,7 @@ world.py             World: rank, size, sums and broadcasts; mesh.py: ranks alon
 batch_rows.py        splits a global batch into each rank's rows; current_batch.py: its weight
 randomness.py        seeds and random streams; common_random_stream.py: the stream of all ranks
 common_calls.py      counts the calls that all ranks must make, to detect differences
-preemption.py        saves and stops a run when the scheduler asks for it
+preemption.py        saves and stops a run when the scheduler requests it
 step_log.py, tensor_log.py, timeline_control.py   records for `bench`, `verify` and `timeline`
 loop_checks.py       warns about training loops that never call the engine
 """

@@ -75,8 +75,8 @@ class BatchRows(ABC):
 
         The rows are contiguous, and row counts differ by at most one between ranks. The ranks of a
         replica get the same rows. Outside a loop over a Loader, the row count becomes the weight of
-        the next `engine.backward`, unless the call is under `torch.no_grad()`. If there are fewer
-        rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
+        the next `engine.backward`, unless `share` is called under `torch.no_grad()`. If there are
+        fewer rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
 
         With `--context`, the ranks of a context group get the same rows, and each rank gets its
         part of dimension 1, the sequence.
@@ -135,7 +135,7 @@ class BatchRows(ABC):
                 global generators, and returns a tensor with n rows along `dim`, or a nested
                 container of such tensors.
             rows: Number of rows to draw. Default: the number of rows in the current global batch,
-                the one whose rows the Loader or `world.share` returned last.
+                from which the Loader or `world.share` last returned rows.
             dim: Dimension along which rows are counted. Default: 0.
 
         Returns:
@@ -214,8 +214,8 @@ class BatchRows(ABC):
     def rows(self) -> int:
         """Number of this rank's rows in the batch that the Loader or `world.share` returned last.
 
-        It is 0 for a stand-in: a row that a rank without rows gets, so that it runs the same code
-        as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
+        It is 0 for a stand-in: a row that a rank gets if it has no rows, so that it runs the same
+        code as the other ranks. Your own sums and counts must use only the first `world.rows` rows:
         `scores[: world.rows]`.
 
         Raises:
@@ -291,7 +291,7 @@ class BatchRows(ABC):
         return torch.cat([rows.narrow(dim, 0, first), own, rows.narrow(dim, end, total - end)], dim)
 
     def _meet(self) -> None:
-        """Put all ranks at the same position of the random stream. Warn if positions differed."""
+        """Move all ranks to the same position in the random stream. Warn if positions differed."""
         if self.draws.meet(self.collectives.gather_objects) and self.collectives.rank == 0:
             print(_STREAMS_DIFFER, file=sys.stderr, flush=True)
 
@@ -339,7 +339,7 @@ class BatchRows(ABC):
 
 
 class Alike(Generic[T]):
-    """An iterable over batches, for which all ranks draw the same random numbers.
+    """An iterable over batches that makes all ranks draw the same random numbers for them.
 
     `world.alike(batches)` creates it. Each loop over it iterates over `batches` from the start.
     """

@@ -27,7 +27,7 @@ class CommonCalls:
 
     In the exchange of each step, ranks compare one number for the calls, and one for the first rows
     of shared batches. Calls of `share` under `torch.no_grad()` are not counted, because a rank may
-    evaluate alone.
+    evaluate without the others.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class CommonCalls:
 
 
 def nearly_alike(numbers: Sequence[float]) -> bool:
-    """Return whether `numbers` differ at most by rounding."""
+    """Return whether `numbers` differ by no more than rounding errors."""
     # A model may have computed the batches, on hosts with different processors.
     return max(numbers) - min(numbers) <= 1e-5 * max(map(abs, numbers))
 

@@ -1,7 +1,7 @@
 """Manages the random stream that all ranks share.
 
     init      every rank is seeded like a single process, and draws the same models and data
-    engines   creating an engine draws nothing
+    engines   creating an engine draws no random numbers
     training  from the first batch or forward pass with gradients, each rank has its own seed
 
 During training, a separate stream remembers the position that a single process would have.
@@ -70,8 +70,8 @@ class CommonRandomStream:
     def begin(self) -> None:
         """Call the methods registered with `wait`, because training starts.
 
-        Does nothing inside an `alike` block, where all ranks draw the same numbers. Training then
-        starts with the next batch.
+        Does nothing inside an `alike` block, where all ranks draw the same numbers. In this case,
+        training starts with the next batch.
         """
         if self._inside:
             return
@@ -93,7 +93,7 @@ class CommonRandomStream:
         """Use rank 0's stream on all ranks if their streams differ. Return whether they differed.
 
         `gather` returns every rank's value on all ranks. The call is collective until each rank has
-        its own seed, because until then a draw on one rank advances only that rank's stream.
+        its own seed: before that, a draw on one rank advances only that rank's stream.
         """
         # From then on only `draw` and `alike` advance the stream, and all ranks call these.
         if self.is_one:
@@ -147,7 +147,7 @@ class CommonRandomStream:
     def check_outside(self, call: str) -> None:
         """Raise UsageError if `call` is made inside an `alike` block.
 
-        A step reseeds each rank's generators, so the stream's position would be lost.
+        A step reseeds each rank's generators, so the shared stream's position would be lost.
         """
         if self._inside:
             raise UsageError(
@@ -206,7 +206,7 @@ class CommonRandomStream:
     # -- in a checkpoint --------------------------------------------------------------------
 
     def state(self) -> dict[str, Any] | None:
-        """Return the position as JSON values, or None if nothing was drawn before training."""
+        """Return the position as JSON values, or None if nothing has been drawn before training."""
         return self._now().plain() if self.used or self._end is not None else None
 
     def restore(self, end: GeneratorStates) -> None:

@@ -24,7 +24,7 @@ def seed_cpu(seed: int) -> None:
 
 
 class CpuGenerators(NamedTuple):
-    """The states of the three generators. Two of them are equal if nothing was drawn between them.
+    """The states of the three generators. Two instances are equal if nothing was drawn in between.
 
     Example:
         ```python
@@ -53,7 +53,7 @@ class CpuGenerators(NamedTuple):
         )
 
     def has_changed(self) -> bool:
-        """Return whether anything was drawn since these states were saved."""
+        """Return whether anything has been drawn since these states were saved."""
         return CpuGenerators.now() != self
 
     def restore(self) -> None:
@@ -89,7 +89,7 @@ class SavedGenerators:
 
     @contextmanager
     def resume(self) -> Iterator[None]:
-        """Context manager in which the global generators are those of this object."""
+        """Context manager in which the global generators continue from the saved states."""
         with preserved():
             if self._states is None:
                 seed_cpu(self._seed)

@@ -1,7 +1,7 @@
 """Records the last batch passed to the script. Its size is the weight of a loss without `weight=`.
 
 A Loader opens a stream for each iteration and describes each batch. The engine looks up the batch
-that a loss was computed from. Metrics looks up whether that batch counts.
+from which a loss was computed. Metrics looks up whether that batch counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SitOut = Callable[[], AbstractContextManager[None]]
 
 @dataclass
 class CurrentBatch:
-    """The open streams of this process. `batch` is the last batch that any of them returned."""
+    """The open streams of this process. `batch` is the last batch that any stream returned."""
 
     streams: list[LoaderStream] = field(default_factory=list)
     batch: Batch | None = None
@@ -226,9 +226,9 @@ class CurrentBatch:
 
         Raises:
             UsageError: The loss is not `weighted` and its weight is ambiguous, because two training
-                Loaders are open, or `world.share` returned batches of different sizes since the
-                last backward pass. Also raised if one open stream returned a stand-in and another
-                one samples, or if `anew` is true and it is unclear whether the loss was computed
+                Loaders are open, or because `world.share` has returned batches of different sizes
+                since the last backward pass. Also raised if one open stream returned a stand-in and
+                another returned samples, or if `anew` is true and the loss may have been computed
                 from a stand-in.
         """
         training = self.training_streams()

@@ -1,7 +1,7 @@
 """Registers functions that run when this process exits, but not when a forked child exits.
 
-A forked child inherits the handlers of `atexit`. In the child, a rank's handlers would wait for
-threads that do not exist there, or close the parent's connections.
+A forked child inherits the handlers of `atexit`. If a rank's handlers ran in the child, they would
+wait for threads that do not exist there, or close the parent's connections.
 """
 
 from __future__ import annotations

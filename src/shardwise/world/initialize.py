@@ -129,7 +129,7 @@ def _join(
     chosen: config.Settings,
     on_meeting: collectives.OnMeeting | None,
 ) -> collectives.Collectives:
-    """Join the other ranks with `collectives.connect` or the launcher's own function."""
+    """Join the other ranks with `collectives.connect`, or with the launcher's own function."""
     if (named := os.environ.get(environment.JOIN_VARIABLE)) is not None:
         # Elastic islands name their transport by a string, because it is in a higher package.
         module, _, name = named.partition(":")
@@ -148,12 +148,12 @@ def divide(world: World, axes: dict[str, int]) -> None:
     """Change the mesh of a running job to these `axes`: `tensor` and `pipeline`.
 
     For scripts that define the axes with the model, after joining the run. Flags override `axes`,
-    as they override the script's keywords. Does nothing if the mesh stays the same. After this,
-    generators are reseeded at each step, as after `shardwise.init`, and existing Loaders use the
-    new shares from their next loop. Collective.
+    just as they override the script's keywords. Does nothing if the mesh stays the same. From then
+    on, generators are reseeded at each step, as after `shardwise.init`, and existing Loaders use
+    the new shares from their next loop. Collective.
 
     Raises ConfigError if the mesh is impossible. Raises UsageError on all ranks if any rank is
-    inside a loop over a Loader, which is already using the shares of the previous mesh.
+    inside a loop over a Loader, because the loop already uses the shares of the previous mesh.
     """
     mesh = mesh_after(world, axes)
     if mesh == world.mesh:

@@ -1,4 +1,4 @@
-"""Warns about loops that train nothing: backward passes without a step, steps without an engine."""
+"""Warns about loops that do not train: backward passes without a step, steps without an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Backwards(Protocol):
 
 
 class UnsteppedBackwards:
-    """Warns at the end of a run if an engine ran backward passes that no step followed."""
+    """Warns at the end of a run if an engine ran backward passes with no step after them."""
 
     def __init__(self) -> None:
         self._engines: list[Backwards] = []
@@ -57,7 +57,7 @@ class UnsteppedBackwards:
 class StepsWithoutEngine:
     """Warns once if a script with several workers steps its optimizers without an engine.
 
-    It warns at an optimizer's second step, not at the first. `say` prints the warning.
+    It warns at an optimizer's second step rather than its first. `say` prints the warning.
     """
 
     def __init__(self, workers: int, say: Callable[[str], None]) -> None:

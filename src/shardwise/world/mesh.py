@@ -7,8 +7,9 @@ if its number of ranks is a multiple of T. The P pipeline stages are the next ax
 with the same `data` coordinate hold one copy of the model, a replica. Adjacent replicas form an
 island, the outermost axis: gradients are summed only within islands.
 
-With `--context C`, C adjacent replicas have the same samples, and each has a part of every
-sequence. Their gradients are summed and their states sharded like those of other replicas.
+With `--context C`, groups of C adjacent replicas have the same samples, and each replica has a part
+of every sequence. Gradients are summed and states sharded across these replicas as across any
+others.
 """
 
 from __future__ import annotations
@@ -165,18 +166,18 @@ class Mesh:
 
     @property
     def expert_groups(self) -> list[list[int]]:
-        """Consecutive ranks that together hold every expert once."""
+        """Groups of consecutive ranks that together hold every expert once."""
         each = self.expert
         return [list(range(first, first + each)) for first in range(0, self.size, each)]
 
     @property
     def expert_copy_groups(self) -> list[list[int]]:
-        """Ranks that hold the same experts, in ascending order."""
+        """Groups of ranks that hold the same experts, in ascending order."""
         return [list(range(part, self.size, self.expert)) for part in range(self.expert)]
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Ranks with the same part of the model and the same sequences, in the order of parts.
+        """Ranks with the same part of the model and the same samples, in the order of parts.
 
         One list for each context group of replicas and each part of the model.
         """
@@ -212,7 +213,7 @@ class Mesh:
 
 
 def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
-    """Return the mesh of a run with `size` ranks. Raise ConfigError if settings do not fit."""
+    """Return the mesh of a run with `size` ranks. Raises ConfigError if the settings do not fit."""
     if settings.exact is not None and islands > 1:
         raise ConfigError(
             f"--exact {settings.exact} cannot be combined with --islands {settings.islands}: with "

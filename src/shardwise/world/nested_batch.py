@@ -1,8 +1,8 @@
 """Finds the rows of a batch: nested containers of tensors, arrays and columns of plain values.
 
-A *column* is a list or tuple of plain values (strings, numbers), one per row. A list or tuple with
-a tensor or an array somewhere inside is a container, as are dicts and named tuples. Sparse tensors
-have rows like dense ones. The rows of a nested tensor are its components.
+A *column* is a list or tuple of plain values (strings, numbers), one per row. A list or tuple that
+contains a tensor or an array at any depth is a container, as are dicts and named tuples. Sparse
+tensors have rows just like dense ones. The rows of a nested tensor are its components.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rows:
 
     The constructor raises DataError, naming `call`, if parts of the batch have different numbers of
     rows, or if the rows of a part cannot be determined. It checks the whole batch, so every rank
-    raises the same error, whichever rows it takes later.
+    raises the same error, regardless of which rows it takes later.
     """
 
     def __init__(self, batch: Any, dim: int = 0, *, call: str) -> None:
@@ -70,7 +70,7 @@ class Rows:
         return number
 
     def _count(self) -> int:
-        """Return the number of rows in the tensors and arrays or, without any, in the columns."""
+        """Return the number of rows in the tensors and arrays, or in the columns if it has none."""
         sizes = {n: _size(x, self._dim) for n, x in enumerate(self._leaves) if _has_dims(x)}
         # Count plain lists only if there are no tensors, because they may mean something else.
         sizes = sizes or {n: len(x) for n, x in enumerate(self._leaves) if _is_column(x)}
@@ -136,7 +136,8 @@ class Rows:
 
         `[x1, x2, ...]` is split like `[inputs, targets]`: each tensor along its first dimension. If
         the tensors are samples of the same shape, this would take a part of each sample. The only
-        sign of this mistake is that a batch rarely has many columns of the same shape and dtype.
+        sign of this mistake is the shapes: a batch rarely has many columns of the same shape and
+        dtype.
         """
         known = sum(map(_has_dims, self._leaves))
         for each in _lists_of_one_form(batch):

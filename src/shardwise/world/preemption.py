@@ -6,8 +6,8 @@
 The ranks save when the script requests the next training batch. By then, learning-rate schedulers
 have been stepped too.
 
-With `--survive`, SIGTERM to a single rank only asks this rank to leave after its step. The launcher
-therefore forwards its own SIGTERM as SIGUSR1.
+With `--survive`, SIGTERM to a single rank only asks that rank to leave after its step. The launcher
+therefore sends SIGUSR1 to the ranks when it receives SIGTERM itself.
 """
 
 from __future__ import annotations

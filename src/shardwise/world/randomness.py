@@ -152,7 +152,8 @@ def _decode_words(text: str) -> list[int]:
 def fix_arithmetic(device: torch.device) -> None:
     """Make arithmetic in this process deterministic until it exits.
 
-    On a GPU it enables torch's deterministic algorithms; operations that have none raise an error.
+    On a GPU, this enables torch's deterministic algorithms. Operations that have none raise an
+    error.
     """
     # Use one thread: kernels split sums by the number of threads, which changes the rounding.
     torch.set_num_threads(1)

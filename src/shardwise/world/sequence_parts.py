@@ -44,7 +44,7 @@ def dim_of(shape: Sequence[int], length: int, keys: int) -> int | None:
 
 
 def lengths_of(total: int, size: int) -> list[int]:
-    """Return the length of each rank's part, for a sequence of length `total` on `size` ranks."""
+    """Return the lengths of the ranks' parts, for a sequence of length `total` on `size` ranks."""
     cuts = even_cuts(total, size)
     return [end - first for first, end in pairwise(cuts)]
 

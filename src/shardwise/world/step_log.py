@@ -6,14 +6,15 @@ Each rank writes DIR/rank-N.jsonl, with one line per event:
     {"epoch": 0, "training": false, "means": {"accuracy": 0.81}}
 
     seconds       from the request for a step's first batch to the end of engine.step. A loop with
-                  world.share requests no batch, so it is measured from the end of the previous step
+                  world.share requests no batch, so its steps are measured from the end of the
+                  previous step
     between       seconds between the previous step and that request: evaluation, checkpoints
     samples       number of samples on this rank
     loss, weight  across all ranks
     means         results of a Metrics object
 
 Only steps of the first engine are logged. If a script trains several engines one after another, the
-log contains no steps or means of the later ones.
+log does not contain steps or means of the later ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class StepOutcome(Protocol):
 
 
 class StepLog:
-    """The step log of one rank. Without a `folder`, it writes nothing.
+    """The step log of one rank. If `folder` is None, nothing is written.
 
     After `stop_after` steps, every rank exits with code 0. The ranks of a replica have the same
-    samples, so only the rank with `counts` set logs their number; the others log 0.
+    samples, so only the rank whose `counts` is true logs their number; the others log 0.
     """
 
     def __init__(
@@ -102,8 +103,8 @@ class StepLog:
     def closed(self, *, in_hand: bool = False) -> None:
         """Record the end of a pass.
 
-        If `in_hand` is true, the loop ended early, and its last samples may still be used. They
-        count if a step follows before the next pass.
+        If `in_hand` is true, the loop ended early, and its last samples may still be used. They are
+        counted if a step follows before the next pass.
         """
         if not self._samples:
             self._begin = None
@@ -167,7 +168,7 @@ class StepLog:
 
 
 def _open(folder: Path, rank: int) -> TextIO:
-    """Create or truncate a rank's file. Raise ConfigError if that fails."""
+    """Create or truncate a rank's file. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Use line buffering, so that a killed rank leaves only complete lines.

@@ -1,6 +1,6 @@
 """With `--survive`, repeats the current step on the remaining ranks after a rank is lost.
 
-The engine and the Loader communicate only through this object:
+The engine and the Loader communicate only through this module's `Survival` object:
 
     Loader   returns the rows of a step             ─▶ `begins`
     engine   loses a rank in a backward pass        ─▶ `noticing`: the rest of the step is skipped
@@ -146,8 +146,8 @@ class Survival:
     def replace_group(self, step: int, *, is_updated: bool = False) -> bool:
         """Connect to the remaining ranks. Return whether `step` is complete. Collective.
 
-        If it is not, it must be repeated. `is_updated` is True if this rank has already applied the
-        update of `step`.
+        If `step` is not complete, it must be repeated. `is_updated` is True if this rank has
+        already applied the update of `step`.
         """
         self.loss = None
         loss = self.group.replace()

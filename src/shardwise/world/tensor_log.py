@@ -2,8 +2,8 @@
 
 Each rank writes one file per step, FOLDER/rank-R/engine-E-step-S.pt. It contains the loss, gradient
 norm, weight, learning rates, this rank's samples and model inputs, and a fingerprint
-(layout/fingerprints.py) of this rank's part of every tensor. It also contains the values of these
-parts if they are requested. Step 0 is the state before training; step S is the state after S steps.
+(layout/fingerprints.py) of this rank's part of every tensor. If requested, it also contains the
+values of these parts. Step 0 is the state before training; step S is the state after S steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WANTED = "wanted.json"
 class Part:
     """Consecutive elements of a tensor, starting at `offset`.
 
-    If ranks hold several copies of the tensor, `copy` is the index of this one. `kind` is model,
+    If ranks hold several copies of the tensor, `copy` is the index of this copy. `kind` is model,
     buffer, optimizer, average or attribute.
     """
 
@@ -62,7 +62,7 @@ class FeedTotals:
     def add(self, nest: Any, recorded: Callable[[Tensor], bool] = lambda tensor: True) -> None:
         """Add the tensors of a nested batch. For sparse tensors, only their rows are counted.
 
-        Elements are counted only of the tensors for which `recorded` returns True.
+        Elements are counted only in tensors for which `recorded` returns True.
         """
         tensors = [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
         for value in filter(recorded, filter(fingerprints.can_be_taken, tensors)):

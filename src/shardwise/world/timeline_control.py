@@ -76,7 +76,7 @@ def where(path: Path, status_server: StatusServer) -> str:
 
 
 class _ToFile:
-    """Writes events and memory use to a file, with times in rank 0's clock.
+    """Writes events and memory use to a file, with times on rank 0's clock.
 
     `distant` requests the time of rank 0's clock. It is None if rank 0 is on this host, where the
     clock is the same. Until the clock offset is known, events are buffered, because their times
@@ -125,7 +125,7 @@ class _ToFile:
             raise _unanswered()
 
     def _measure(self) -> None:
-        """Read rank 0's clock: at each write until it is known, then every MEASURED_EVERY s."""
+        """Read rank 0's clock at each write until it is known, then every MEASURED_EVERY s."""
         now = time.monotonic()
         if self._distant is None:
             return

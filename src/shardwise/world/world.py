@@ -161,14 +161,14 @@ class World(BatchRows, HintsAtAttributes):
     def side_channel(self) -> Collectives:
         """The ranks of `data`, with channels for collectives inside forward and backward passes.
 
-        The order of these collectives relative to the engines' may differ between ranks, so they
-        must not share channels. Creating the group, at its first use, is collective.
+        Ranks may interleave these collectives with the engines' collectives in different orders, so
+        the two must not share channels. Creating the group, at its first use, is collective.
         """
         return self.data.second_group()
 
     @cached_property
     def gather_order(self) -> GatherOrder:
-        """Makes ranks run forward-pass collectives (gathers, BatchNorm) in the same order."""
+        """Makes all ranks run forward-pass collectives (gathers, BatchNorm) in the same order."""
         return GatherOrder(self.data.size, lambda: self.side_channel)
 
     @cached_property
@@ -176,8 +176,7 @@ class World(BatchRows, HintsAtAttributes):
         """The ranks that route a batch, with separate channels for mixture-of-experts token counts.
 
         These are the ranks of `data`. If experts are split, the ranks of a replica route different
-        tokens, so they are the ranks of `stage`. Creating the group, at its first use, is
-        collective.
+        tokens, so `stage` is used instead. Creating the group, at its first use, is collective.
         """
         group = self.data if self.mesh.expert == 1 else self.stage
         return group.second_group() if group.size > 1 else group
@@ -308,7 +307,7 @@ class World(BatchRows, HintsAtAttributes):
         return self.rank % (self.mesh.replica * self.mesh.context) == 0
 
     def _check_inside(self, call: str) -> None:
-        """Raise UsageError if a collective `call` is made in an island that must rejoin first."""
+        """Raise UsageError if a collective `call` is made in an island that must first rejoin."""
         if self.collectives.is_outside:
             raise UsageError(
                 f"{call} before engine.resume(folder), in an island that rejoins the run: the "
@@ -333,9 +332,9 @@ class World(BatchRows, HintsAtAttributes):
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Run the block on the main rank first, such as to fill a cache, then on the other ranks.
+        """Run the block on the main rank first, then on the other ranks. Collective.
 
-        Collective.
+        For example, the main rank can fill a cache that the other ranks then use.
 
         Example:
             with world.main_first():
@@ -457,7 +456,7 @@ class World(BatchRows, HintsAtAttributes):
     def _warn_of_stand_in(self, call: str) -> None:
         """Warn once if the user's script calls a sum or gather after this rank got a stand-in.
 
-        A script that has read `world.rows` since then handles stand-ins, and gets no warning.
+        A script that has read `world.rows` since then handles stand-ins, so it gets no warning.
         """
         # Don't warn about calls from Shardwise itself (bridges, Metrics), which handles stand-ins.
         caller = sys._getframe(2)
@@ -477,13 +476,13 @@ class World(BatchRows, HintsAtAttributes):
     def expect_no_engine(self) -> None:
         """Stop warning about steps without an engine.
 
-        Call it once an engine exists, or if the script trains without one.
+        Called once an engine exists, or if the script trains without one.
         """
         if self.without_engine is not None:
             self.without_engine.forget()
 
     def settle(self, **keywords: Any) -> config.Settings:
-        """Resolve the run's settings. Print once which keywords of the script are overridden."""
+        """Resolve the run's settings. Print once which of the script's keywords are overridden."""
         settings, overrides = config.load(self.keywords | keywords)
         for line in overrides:
             self.say_once(line)

@@ -3,8 +3,9 @@
     rank that lost another ── report ─▶ status server of the lowest rank that has not exited
                            ◀─ decision, or "wait": then it asks again
 
-The lowest rank decides once every rank whose process has not exited has reported. If the lowest
-rank exits before all ranks have met, the next one decides, and the others report to that one.
+The lowest rank decides once it has a report from every rank whose process has not exited. If the
+lowest rank exits before all ranks have met, the next one decides, and the others report to that
+one.
 """
 
 from __future__ import annotations

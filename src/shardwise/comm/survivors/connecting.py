@@ -72,8 +72,8 @@ def connect(
         timeout: Limit for every wait, in seconds.
 
     Raises:
-        CollectiveError: A member has exited. This can also cause other errors from torch and from
-            the network.
+        CollectiveError: A member has exited. In this case, torch and the network may also raise
+            other errors.
     """
     members = decision.members
     rank, size = members.index(number), len(members)
@@ -130,7 +130,7 @@ def connect(
 def _await(
     store: RunStore, keys: list[str], decision: Decision, server: StatusServer, timeout: float
 ) -> None:
-    """Wait for `keys`. Raise CollectiveError if a member exits first, or after the timeout."""
+    """Wait for `keys`. Raises CollectiveError if a member exits first, or after the timeout."""
     until = time.monotonic() + timeout
     while store.absent(keys, LOOK):
         ended = [rank for rank in decision.members if server.has_ended(rank)]

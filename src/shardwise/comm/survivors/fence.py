@@ -1,7 +1,8 @@
 """Kills ranks on this host that are stopped for too long, so that the others can continue.
 
-A rank that is stopped, for example by SIGSTOP, keeps its sockets open. The other ranks would wait
-for it until `--timeout`. If it woke up later, it would act on an outdated state.
+A rank that is stopped, for example by SIGSTOP, keeps its sockets open. Without this module, the
+other ranks would wait for it until `--timeout`, and a rank that resumed after that would act on an
+outdated state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Fence:
     Args:
         server: This rank's status server, which knows the processes.
         members: Returns the remaining ranks.
-        limit: Seconds for which a process may be stopped.
+        limit: Maximum time in seconds for which a process may be stopped.
     """
 
     def __init__(

@@ -24,10 +24,11 @@ T = TypeVar("T")
 
 
 class Loss(NamedTuple):
-    """The outcome after ranks were lost.
+    """The outcome of losing ranks.
 
     Args:
-        stands: True if the pending commit is prepared on all ranks, so that this rank finishes it.
+        stands: True if all ranks have prepared the pending commit, in which case this rank
+            completes it.
         lost: The lost ranks, by their numbers in the run.
         seconds: Time from the start of the agreement until all ranks had a new transport.
     """
@@ -43,11 +44,11 @@ class SurvivorGroup(ReplaceableGroup):
     Args:
         inner: The transport of all ranks, which must be CPU ranks on one host.
         timeout: Limit for every wait, in seconds.
-        most: Number of ranks that may be lost at once.
+        most: Maximum number of ranks that may be lost at once.
 
     Attributes:
-        prepared: Number of commits that this rank could finish alone. A step is a commit, and so
-            is a call of `steadily`.
+        prepared: Number of commits that this rank could finish alone. A commit is a step, or a call
+            of `steadily`.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
         between_steps: Called after a loss in `steadily`.
         tolerates: Called if a rank is lost in a collective of a forward or backward pass. Returns
@@ -103,7 +104,7 @@ class SurvivorGroup(ReplaceableGroup):
         return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag)
 
     def allows(self, leaving: Sequence[int]) -> bool:
-        """Return whether the run can continue if the ranks `leaving` leave at once."""
+        """Return whether the run can continue if the ranks in `leaving` leave at once."""
         return len(leaving) <= min(self._most, self.size - 1)
 
     def steadily(self, work: Callable[[], T]) -> T:
@@ -130,7 +131,7 @@ class SurvivorGroup(ReplaceableGroup):
         """Agree on which ranks are left, and connect to them over a new transport. Collective.
 
         Raises:
-            CollectiveError: More ranks are lost than the run may lose at once, or a rank that has
+            CollectiveError: More ranks are lost at once than the run tolerates, or a rank that has
                 not exited does not take part.
         """
         began, before = time.monotonic(), self.members

@@ -7,8 +7,8 @@ A commit is a step, or a call such as `engine.save`. Each rank counts:
 
 A rank updates only after it has confirmed the step. So if one rank has confirmed a step, all ranks
 are prepared for it, and every remaining rank finishes it. If no remaining rank has confirmed a
-step, none has changed its state, and the step is repeated. A lost rank may have confirmed and
-updated a step, but its state is lost with it.
+step, none has changed its state, and the step is repeated. A lost rank may have confirmed the step
+and updated its state, but that state is lost with it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Decision:
     """The remaining ranks, and the number of commits that they finish.
 
     Args:
-        generation: Number of this decision, higher than in every report.
+        generation: Number of this decision, which is higher than in every report.
         members: The remaining ranks of the run, in ascending order. The first one hosts the
             store that connects them.
         confirmed: Number of commits that all members finish before they continue.
-        address: Where the first member listens.
-        port: Its port.
+        address: Address at which the first member listens.
+        port: Port at which the first member listens.
     """
 
     generation: int
@@ -99,7 +99,7 @@ def stands(decision: Decision, mine: Report) -> bool:
 
 
 def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None:
-    """Raise CollectiveError if more than `most` of `members` are missing from `left`."""
+    """Raise CollectiveError if more than `most` ranks of `members` are missing from `left`."""
     lost = [rank for rank in members if rank not in left]
     if len(lost) > most:
         raise CollectiveError(
@@ -112,7 +112,8 @@ def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None
 def holders(members: Sequence[int], left: Sequence[int]) -> list[int]:
     """Return, for each of `members`, the index in `left` of the rank that holds its sharded state.
 
-    Each member's state has a second copy on the next member. The last one's copy is on the first.
+    A second copy of each member's state is on the next member. The last member's copy is on the
+    first.
 
     Raises:
         CollectiveError: A member and the holder of its copy are both lost.

@@ -94,9 +94,9 @@ class ReplaceableGroup(Collectives):
 class PassChannel(ReplaceableGroup):
     """The separate channel for gathers in forward and backward passes.
 
-    A forward pass runs in the user's script, which could not continue after an error. So if a rank
-    is lost in a step, the pass continues without the other ranks: gathers leave the content of
-    their buffers as it is. The results of these passes are discarded when the step is repeated.
+    A forward pass runs in the user's script, which cannot continue after an error. So if a rank is
+    lost in a step, the pass continues without the other ranks: gathers leave the contents of their
+    buffers unchanged. The results of these passes are discarded when the step is repeated.
 
     Args:
         inner: The channel's transport.
@@ -136,7 +136,7 @@ class PassChannel(ReplaceableGroup):
 
 
 class _TolerantHandle(Handle):
-    """The handle of a gather that may be cut off by a loss."""
+    """The handle of a gather that the loss of a rank may interrupt."""
 
     def __init__(self, inner: Handle, attempt: Callable[[Callable[[], None], None], None]) -> None:
         super().__init__(partial(attempt, inner.wait, None), partial(attempt, inner.advance, None))

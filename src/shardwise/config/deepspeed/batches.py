@@ -16,7 +16,7 @@ class Batches:
     """The three batch sizes of a DeepSpeed config.
 
     Args:
-        total: The number of samples per step, on all workers together.
+        total: The number of samples per step, across all workers.
         micro: The number of samples per backward pass on a worker.
         steps: The number of backward passes per optimizer step.
     """

@@ -43,7 +43,7 @@ def short_lines(job: DeepSpeedJob, *, of_loop: bool = True) -> list[str]:
     """Return the lines that every run with `--deepspeed` prints.
 
     They show the ignored keys, and the values that replaced "auto". If `of_loop` is true, they also
-    show the keys that have no effect because a script with sw.Engine does that work itself.
+    show the keys that have no effect because a script that uses sw.Engine does this work itself.
     """
     document = job.document
     found = []

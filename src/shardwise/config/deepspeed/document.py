@@ -96,7 +96,7 @@ class Document:
         return default if value is None else value
 
     def error(self, key: str, words: str) -> ConfigError:
-        """Return the error for an unsupported value of `key`. `words` says what is wrong."""
+        """Return the error for an unsupported value of `key`. `words` explains the problem."""
         return ConfigError(f"{self.name}: {key} {words}")
 
 
@@ -145,7 +145,7 @@ def _walk(tree: Mapping[str, Any], name: str, prefix: str = "") -> Iterator[tupl
 
 
 def _unknown(key: str, name: str) -> ConfigError:
-    """Return the error about an unknown `key`. It suggests the most similar known key."""
+    """Return the error for an unknown `key`. It suggests the most similar known key."""
     section = key.rpartition(".")[0]
     known = [*KEYS, *SECTIONS]
     same_section = [each for each in known if each.rpartition(".")[0] == section]
@@ -197,7 +197,7 @@ _EXAMPLES = {
 def _of_kind(value: Any, key: str, takes: str, document: Document) -> Any:
     """Convert `value` to the type that `takes` names (such as "whole").
 
-    Raises ConfigError if that is not possible.
+    Raises ConfigError if it cannot be converted.
     """
     if takes == "any":
         return value

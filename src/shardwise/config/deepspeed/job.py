@@ -94,7 +94,7 @@ def parse(
 
     Args:
         source: The config.
-        auto: Values for the keys that are "auto", by dotted name.
+        auto: Values to use for keys that are set to "auto", by dotted name.
 
     Raises:
         ConfigError: The JSON is invalid, a key is unknown to DeepSpeed or not supported by

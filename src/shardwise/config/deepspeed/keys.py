@@ -1,7 +1,7 @@
-"""Defines the table of DeepSpeed's config keys: mapped to a setting, ignored or rejected.
+"""Defines the table of DeepSpeed's config keys: each is mapped to a setting, ignored or rejected.
 
-The table covers DeepSpeed 0.19.8, and docs/reference/deepspeed_keys.md shows it. After a change,
-run `python scripts/deepspeed_keys.py` to update that page.
+The table covers DeepSpeed 0.19.8, and is published in docs/reference/deepspeed_keys.md. After a
+change, run `python scripts/deepspeed_keys.py` to update that page.
 """
 
 from __future__ import annotations

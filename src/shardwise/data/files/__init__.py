@@ -1,8 +1,8 @@
 """Map-style datasets whose samples are stored in files.
 
 An index with the position of each sample makes random access possible. The Loader therefore treats
-files like any map-style dataset, with seeded orders, exact shares and resumes, token budgets and
-mixtures.
+files like any map-style dataset: it supports seeded orders, exact shares, exact resumes, token
+budgets and mixtures.
 
 indexed_files.py   `IndexedFiles`: builds, stores and uses the index
 json_lines.py      `sw.JsonLines`: one JSON object per line

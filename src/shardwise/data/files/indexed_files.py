@@ -67,7 +67,7 @@ class FileDataset(Dataset[Any]):
 
     @property
     def contents(self) -> list[tuple[str, int, int]]:
-        """Name, size in bytes and number of samples of each file, which ranks compare."""
+        """Name, size in bytes and number of samples of each file, for comparison across ranks."""
         return [
             (path.name, size, count)
             for path, (size, _), count in zip(self.paths, self.stamps, self.counts, strict=True)
@@ -102,7 +102,7 @@ class FileDataset(Dataset[Any]):
             yield path, stamp
 
     def _name(self, path: Path, *options: str) -> str:
-        """Return the file name under which the results of reading `path` are stored."""
+        """Return the name of the file that stores the results of reading `path`."""
         key = " ".join([type(self).__name__, str(path.absolute()), *options])
         return f"{path.name}.{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
 
@@ -129,11 +129,11 @@ class IndexedFiles(FileDataset):
 
     @abstractmethod
     def scan(self, file: BinaryIO, path: Path) -> Spans:
-        """Return the byte ranges of the samples in `file`. Raise DataError if it is malformed."""
+        """Return the byte ranges of the samples in `file`. Raises DataError if it is malformed."""
 
     @abstractmethod
     def parse(self, content: bytes, place: str) -> Any:
-        """Decode the sample in `content`. Raise DataError, naming `place`, if it is malformed."""
+        """Decode the sample in `content`. Raises DataError, naming `place`, if it is malformed."""
 
     def read(self, number: int, row: int) -> Any:
         """Return sample `row` of file `number`."""
@@ -211,7 +211,7 @@ class _File:
 
 
 def find_files(files: str | Path | Iterable[str | Path]) -> list[Path]:
-    """Return the paths that `files` names. Raise DataError if no file matches."""
+    """Return the paths that `files` names. Raises DataError if no file matches."""
     named = [files] if isinstance(files, str | Path) else list(files)
     paths: list[Path] = []
     for name in map(str, named):
@@ -268,8 +268,8 @@ def _read_index(file: Path, stamp: tuple[int, int]) -> Spans | None:
 def locked(folder: Path, argument: str) -> Iterator[None]:
     """Create `folder`, and let one process at a time run the block.
 
-    The first rank on each file system reads a data file. The other ranks wait, and then use its
-    result. Raises DataError, naming the user's `argument`, if the block cannot write into the
+    The first rank on each file system reads a data file. The other ranks wait, and then use that
+    result. Raises DataError, naming the user's `argument`, if the block cannot write to the
     folder.
     """
     try:

@@ -40,7 +40,7 @@ class JsonLines(IndexedFiles):
     """
 
     def scan(self, file: BinaryIO, path: Path) -> Spans:
-        """Return the byte ranges of the samples in `file`. Raise DataError if it is malformed."""
+        """Return the byte ranges of the samples in `file`. Raises DataError if it is malformed."""
         pieces = []
         start, offset, has_text = 0, 0, False  # of the line that continues in the next block
         while block := file.read(BLOCK):
@@ -64,7 +64,7 @@ class JsonLines(IndexedFiles):
         return np.concatenate([np.empty((0, 2), np.int64), *pieces]).astype(np.int64)
 
     def parse(self, content: bytes, place: str) -> Any:
-        """Return the JSON value in `content`. Raise DataError, naming `place`, if malformed."""
+        """Return the JSON value in `content`. Raises DataError, naming `place`, if malformed."""
         try:
             return json.loads(content)
         except ValueError as error:

@@ -22,9 +22,9 @@ class ParquetRows(FileDataset):
     """A map-style dataset of the rows of Parquet files. A sample is a dict of Python values.
 
     A Parquet file is compressed in groups of thousands of rows, so reading rows in random order
-    would decode a whole group per row. The first run therefore decodes each file once into an Arrow
-    file in the folder `decoded`, and all ranks of a host map this file into memory. Requires the
-    package pyarrow.
+    would require decoding a whole group for each row. The first run therefore decodes each file
+    once into an Arrow file in the folder `decoded`, and all ranks of a host map this file into
+    memory. Requires the package pyarrow.
 
     Args:
         files: A path, a pattern such as `data/*.parquet`, or a list of these. The files that match

@@ -49,7 +49,7 @@ class TarSamples(IndexedFiles):
     """
 
     def scan(self, file: BinaryIO, path: Path) -> Spans:
-        """Return the byte ranges of the samples in `file`. Raise DataError if it is malformed."""
+        """Return the byte ranges of the samples in `file`. Raises DataError if it is malformed."""
         spans: list[list[int]] = []
         keys: set[str] = set()
         latest: str | None = None
@@ -81,7 +81,7 @@ class TarSamples(IndexedFiles):
         return np.array(spans, np.int64).reshape(-1, 2)
 
     def parse(self, content: bytes, place: str) -> dict[str, Any]:
-        """Return the fields of the sample in `content`. Raise DataError if a name repeats."""
+        """Return the fields of the sample in `content`. Raises DataError if a name repeats."""
         sample: dict[str, Any] = {}
         with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
             for member in tar:

@@ -22,20 +22,22 @@ class Packing:
 
     A batch is a dict of tensors:
 
-    - input_ids, int64 of shape (rows, row). Free positions at the end of a row are 0.
+    - input_ids, int64 of shape (rows, row). Unused positions at the end of a row are 0.
     - labels, int64 of shape (rows, row): the sample's labels, or its input_ids. They are -100 at
-      free positions and at the first token of each document, because no token of its document
-      predicts it. Models that shift labels themselves, as in Transformers, use them unchanged.
+      unused positions and at the first token of each document, because no earlier token of the
+      same document predicts it. Models that shift labels themselves, as in Transformers, use them
+      unchanged.
     - position_ids, int64 of shape (rows, row): they start at 0 in each document.
     - With attention="mask": attention_mask, bool of shape (rows, 1, row, row). Each token
       attends to itself and to the earlier tokens of its document.
     - With attention="flash": cu_seq_lens_q and cu_seq_lens_k, int32 of shape (documents + 1,): the
-      start of each document in the flattened rows, and the end of the last one. Free positions form
-      documents too. max_length_q and max_length_k, ints, are the length of the longest document.
+      start of each document in the flattened rows, and the end of the last one. The unused
+      positions of a row form a document too. max_length_q and max_length_k, ints, are the length of
+      the longest document.
     - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,): the start of each
-      document in the flattened rows, and the end of the last one. Free positions form documents
-      too. max_seqlen, an int, is the length of the longest document.
-    - Other fields of a sample with one value per token, 0 at free positions.
+      document in the flattened rows, and the end of the last one. The unused positions of a row
+      form a document too. max_seqlen, an int, is the length of the longest document.
+    - Other fields of a sample with one value per token, 0 at unused positions.
 
     Args:
         model: The model to train, or a smaller one of the same classes. False skips the test.
@@ -43,9 +45,9 @@ class Packing:
         attention: How the model learns where documents start, besides position_ids. "mask" is for
             models that pass a mask of four dims to attention. "positions" passes nothing else. It
             is for Transformers models with `config.use_cache=False`, which infer the documents from
-            position_ids. "flash" is for Transformers models on flash attention. In the test, plain
-            arithmetic replaces the kernel, which does not run on the CPU. "cu_seqlens" is for your
-            own variable-length attention kernels.
+            position_ids. "flash" is for Transformers models that use flash attention. In the test,
+            plain arithmetic replaces the kernel, which does not run on the CPU. "cu_seqlens" is for
+            your own variable-length attention kernels.
         call: Returns the scores of a batch, of shape (rows, row, ...), as `call(model, batch)`.
             Default: `model(**batch)` without labels.
 

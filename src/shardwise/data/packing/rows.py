@@ -83,7 +83,7 @@ def close_steps(
 
 
 def pack_rows(lengths: Sequence[int], row: int, count: int) -> list[list[int]]:
-    """Return the items in each row, for the lengths of a step from `close_steps`."""
+    """Return the items in each row. `lengths` are those of a step from `close_steps`."""
     packer = RowPacker(row, count)
     for item, length in enumerate(lengths):
         fits = packer.add(item, length)

@@ -74,7 +74,7 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
 
 
 def _check_kernel(model: nn.Module, attention: str) -> None:
-    """Raise DataError if the attention kernel of a Transformers model ignores what a batch has."""
+    """Raise DataError if a Transformers model's attention kernel ignores the batch's fields."""
     kind = type(model).__name__
     if uses_flash(model) and attention != "flash":
         # It would take several rows as one document each, whatever their positions.
@@ -159,7 +159,7 @@ def _compare(
     singles: Sequence[_Run],
     documents: Sequence[Sequence[Tensor]],
 ) -> None:
-    """Raise DataError if packed documents give other outputs or gradients than single documents."""
+    """Raise DataError if outputs or gradients differ between packed and single documents."""
     ours = list(_cut(together.scores, documents))
     theirs = [run.scores[0] for run in singles]
     hint = _HINTS[attention]
@@ -255,7 +255,7 @@ def _documents(model: nn.Module) -> list[list[Tensor]]:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return an fp64 copy on the CPU with fixed random parameters, short windows, no dropout."""
+    """Return an fp64 copy on the CPU: fixed random parameters, short windows and no dropout."""
     draw = torch.Generator().manual_seed(1)
     memo: dict[int, Any] = {}
     # Draw values instead of copying them, because an engine may have sharded the parameters, and

@@ -1,9 +1,10 @@
-"""A reference for flash attention in Transformers models, which runs on the CPU in fp64.
+"""A reference implementation of flash attention in Transformers models, for fp64 on the CPU.
 
-Flash attention needs a GPU and half precision, so the test of packing cannot run it. It replaces
-the kernel of the copied model by plain arithmetic that takes the same arguments: query, key and
-value of whole rows, and `cu_seq_lens_q`, the starts of the documents in the flattened rows. So the
-test shows whether a model passes these arguments from its forward to every attention layer.
+Flash attention needs a GPU and half precision, so the packing test cannot run it. Instead, the test
+replaces the copied model's kernel with plain arithmetic that takes the same arguments: query, key
+and value of whole rows, and `cu_seq_lens_q`, the starts of the documents in the flattened rows. The
+test therefore shows whether a model passes these arguments from its forward method to every
+attention layer.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def flash_arguments(sizes: list[int]) -> dict[str, Any]:
 
 @contextmanager
 def on_reference(model: nn.Module) -> Iterator[None]:
-    """Replace the attention functions of the Transformers `model` by the reference."""
+    """Replace the attention functions of the Transformers `model` with the reference."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     configs = {id(config): config for config in _configs(model)}

@@ -22,10 +22,10 @@ class _TorchAdamCheck(type):
 class FusedAdam(metaclass=_TorchAdamCheck):
     """torch's AdamW, or torch's Adam if `adam_w_mode` is False. Weight decay is off by default.
 
-    The engine uses torch's fused kernels if the device has them.
+    The engine uses torch's fused kernels if the device supports them.
 
     Raises:
-        ConfigError: If torch's optimizers lack an option.
+        ConfigError: If an option is not available in torch's optimizers.
 
     Example:
         ```python
@@ -56,7 +56,7 @@ class DeepSpeedCPUAdam(metaclass=_TorchAdamCheck):
     `--offload-optimizer` determines where its state is stored.
 
     Raises:
-        ConfigError: If torch's optimizers lack an option.
+        ConfigError: If an option is not available in torch's optimizers.
     """
 
     def __new__(  # type: ignore[misc]

@@ -25,8 +25,8 @@ class PipelineEngine(DeepSpeedEngine):
     """The engine of a PipelineModule. Created by `deepspeed.initialize`.
 
     `train_batch` reads `gradient_accumulation_steps` batches, which are pairs of inputs and labels,
-    and updates the parameters once. All ranks of a pipeline must read the same batches, even in
-    middle stages.
+    and updates the parameters once. All ranks of a pipeline must read the same batches, including
+    those in the middle stages.
 
     Example:
         ```python
@@ -258,7 +258,7 @@ def _check_same(world: sw.World, batches: Sequence[Any]) -> None:
 
 
 def _described(leaf: Any) -> tuple[Any, ...]:
-    """Return a value that ranks can compare instead of `leaf`. For tensors, it is a fingerprint."""
+    """Return a value that ranks can compare instead of `leaf`: for a tensor, a fingerprint."""
     if not isinstance(leaf, Tensor):
         return (type(leaf).__name__,)
     form = (str(leaf.dtype), tuple(leaf.shape))

@@ -1,4 +1,4 @@
-"""Implements layers that are built later (LayerSpec, TiedLayerSpec), and stages that run layers."""
+"""Implements layers that are built later (LayerSpec, TiedLayerSpec), and stages that run them."""
 
 from __future__ import annotations
 
@@ -99,7 +99,8 @@ class PlacedLayer:
 class Recomputing:
     """Options of activation checkpointing.
 
-    The backward pass recomputes `interval` consecutive layers at a time, or none if it is 0.
+    The backward pass recomputes `interval` consecutive layers at a time. If it is 0, no layers are
+    recomputed.
     """
 
     interval: int

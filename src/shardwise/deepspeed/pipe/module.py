@@ -37,8 +37,8 @@ class PipelineModule(nn.Module):
 
     Creating one is collective, because it joins the run.
 
-    Every rank builds all layers with the same random numbers. It keeps only the layers of its stage
-    once its engine is created. Names in the state_dict are DeepSpeed's: the layer's index, or
+    Every rank builds all layers with the same random numbers. Once its engine is created, it keeps
+    only the layers of its stage. Names in the state_dict are DeepSpeed's: the layer's index, or
     tied_modules.KEY. With `--schedule interleaved`, each rank has two stages, and stage s is on
     rank s % num_stages of its pipeline. The last stage holds the parameters of `loss_fn`.
 
@@ -54,7 +54,7 @@ class PipelineModule(nn.Module):
         partition_method: "parameters", "uniform" or "type:REGEX".
         activation_checkpoint_interval: Number of consecutive layers that the backward pass
             recomputes at a time, or 0 for none.
-        activation_checkpoint_func: The function that implements this.
+        activation_checkpoint_func: The function that implements activation checkpointing.
         checkpointable_layers: Names of the layer types that may be recomputed (default: all).
         dynamic_shape: Ignored, because shapes may change from batch to batch.
 
@@ -64,7 +64,7 @@ class PipelineModule(nn.Module):
         stage_id: The stage of this rank.
 
     Raises:
-        UsageError: If a layer has another type, or if the stages do not fit the run.
+        UsageError: If a layer has another type, or if the number of stages does not fit the run.
 
     Example:
         ```python
@@ -215,7 +215,7 @@ class PipelineModule(nn.Module):
 def _axes(num_stages: int | None, topology: ProcessTopology | None, workers: int) -> dict[str, int]:
     """Return the axis sizes that a script requests.
 
-    Raises UsageError if it requests none, or a size that does not fit `workers`.
+    Raises UsageError if it requests none, or requests a size that does not fit `workers`.
     """
     if topology is not None:
         if unknown := [axis for axis in topology.get_axis_names() if axis not in AXES]:

@@ -19,7 +19,7 @@ def starts_of(
             minimise the largest stage, measured in trained elements or in layers of matching types.
         names: The type name of each layer.
         sizes: Number of trained elements in each layer.
-        adds: For each layer, whether it trains a parameter that no earlier layer has.
+        adds: Whether each layer trains a parameter that no earlier layer has.
         stages: Number of stages.
 
     Raises:

@@ -1,8 +1,8 @@
 """Implements rank coordinates along the axes pipe, data and model, under DeepSpeed's names.
 
-For any order of these axes, ranks are numbered as in Shardwise: rank = (data x stages + stage) x
-model + part. DeepSpeed numbers them differently, with data varying faster than stages. Scripts that
-use these classes' methods do not notice the difference.
+Regardless of the order of these axes, ranks are numbered as in Shardwise: rank = (data x stages +
+stage) x model + part. DeepSpeed numbers them differently, with data varying faster than stages.
+Scripts that use these classes' methods do not notice the difference.
 """
 
 from __future__ import annotations

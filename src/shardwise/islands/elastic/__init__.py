@@ -1,4 +1,4 @@
-"""Makes islands elastic: a failed island is removed, restarted and admitted while others train.
+"""Makes islands elastic: a failed island is removed, restarted and readmitted while others train.
 
 In a rank:
 

@@ -87,7 +87,7 @@ class IslandAgent(Agent):
     def on_serve(self, secret: str, ranks: int, islands: int) -> None:
         """Start this host's broker, and its file server for other hosts.
 
-        `ranks` is the number of ranks on this host, `islands` the number of islands in the run.
+        `ranks` is the number of ranks on this host, and `islands` the number of islands in the run.
         """
         if self._listener is None:
             raise protocol.ProtocolError("serve before check")

@@ -5,7 +5,7 @@
     rank  ─▶ {"who": true}                                        the rank asks who is missing
     rank ◀─  {"islands": [...], "members": [...], ...} + files    the others' contributions
 
-The data is in anonymous in-memory files, and only descriptors are passed on. The other ranks
+The data is stored in anonymous in-memory files, and only descriptors are passed on. The other ranks
 therefore receive a rank's contribution even if the rank has exited. The sockets have no name, and
 only the ranks hold the other ends.
 """
@@ -49,7 +49,7 @@ class Contribution:
         size: The file's size in bytes.
         label: The name of the exchange.
         alone: True if only the rank's peers take part in the exchange, False if all ranks do.
-        resumes: True if the rank would resume from a checkpoint after a restart.
+        resumes: True if the rank would resume from a checkpoint if it were restarted.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class BrokerEvents(Protocol):
     """
 
     def contribute(self, what: Contribution) -> None:
-        """Record that a rank has contributed to an exchange and is waiting for the answer."""
+        """Record that a rank has contributed to an exchange, and is waiting for the answer."""
 
     def request_return(self, rank: int) -> None:
         """Record that `rank`, whose island was removed, asks to be admitted."""

@@ -4,7 +4,7 @@
     ElasticPeers   the ranks with the same index in all islands: IslandLink only
 
 Each call is one exchange (membership.py). If an island fails, either all other islands receive its
-contribution, or none of them does. `rank` and `size` count only the islands that currently take
+contribution, or none of them does. `rank` and `size` reflect only the islands that currently take
 part.
 """
 

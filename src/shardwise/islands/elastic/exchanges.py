@@ -44,7 +44,7 @@ class FileTransfers(Protocol):
 class _HeldFile:
     """A rank's file, the brokers that have it, and the brokers that still need it.
 
-    `is_counted` is True once the rank counts as present in its exchange.
+    `is_counted` is True once the rank is counted as present in its exchange.
     """
 
     what: Contribution
@@ -78,11 +78,11 @@ class Exchanges:
     # -- brokers and ranks ------------------------------------------------------------------
 
     def attach(self, broker: Broker, ranks: Iterable[int]) -> None:
-        """Deliver answers for `ranks` through `broker`."""
+        """Register `broker` to deliver answers to `ranks`."""
         self._brokers |= dict.fromkeys(ranks, broker)
 
     def detach(self, broker: Broker) -> None:
-        """Remove `broker`, whose host is lost and therefore needs no more files."""
+        """Remove `broker`, whose host has been lost and therefore needs no more files."""
         self._brokers = {rank: each for rank, each in self._brokers.items() if each is not broker}
         for held in list(self._held.values()):
             held.holders.discard(broker)
@@ -94,7 +94,7 @@ class Exchanges:
         self._linked.update(ranks)
 
     def lose(self, island: int) -> None:
-        """Remove `island`. No rank waits for it any more, and its messages are ignored."""
+        """Remove `island`. No rank waits for it any more, and messages from it are ignored."""
         ranks = self.membership.ranks(island)
         self._linked.difference_update(ranks)
         for rank in ranks:
@@ -151,7 +151,7 @@ class Exchanges:
     def report_missing(self, rank: int) -> None:
         """Tell `rank` which ranks its exchange is still waiting for.
 
-        There are none if its answer is already in transit.
+        No ranks are missing if the answer to `rank` is already in transit.
         """
         if rank in self._linked:
             missing = self._missing(rank)
@@ -179,7 +179,7 @@ class Exchanges:
         held.holders.add(broker)
 
     def _count(self, held: _HeldFile) -> None:
-        """Count the file's rank as present if all brokers that need the file have it."""
+        """Count the file's rank as present once all brokers that need the file have it."""
         if not held.missing and not held.is_counted:
             held.is_counted = True
             arrival = Arrival(label=held.what.label, alone=held.what.alone)

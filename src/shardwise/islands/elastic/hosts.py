@@ -1,4 +1,4 @@
-"""Runs elastic islands on several hosts. Each island starts and connects its ranks separately.
+"""Runs elastic islands on several hosts. The ranks of each island start and connect separately.
 
     all hosts ready ─▶ each serves the others ─▶ all can reach each other ─▶ islands start
     a host is lost  ─▶ its islands are removed ─▶ it is polled until it responds ─▶ they return
@@ -99,8 +99,8 @@ class IslandHosts:
     def open(self) -> None:
         """Start all hosts' agents, and wait until the hosts can fetch files from each other.
 
-        Returns early if the run is asked to stop. Raises LaunchError, which lists all problems, if
-        a host cannot be used.
+        Returns early if the run is asked to stop. If a host cannot be used, raises a LaunchError
+        that lists all problems.
         """
         job, supervisor = self._job, self._supervisor
         remotes = self._agents.start(job.shares)
@@ -146,7 +146,7 @@ class IslandHosts:
     def _reaching(self, pairs: Pairs, until: float) -> Iterator[None]:
         """Wait until the first host in each pair can fetch from the second.
 
-        Raises LaunchError if a host cannot fetch.
+        Raises LaunchError if a first host cannot fetch.
         """
         # Do not raise at the first failure: a host that serves many others at once rejects some,
         # which then try again.
@@ -177,7 +177,7 @@ class IslandHosts:
     def start(self, island: int, returns: bool) -> RemoteIsland:
         """Start an island as soon as all of its hosts are up.
 
-        `returns` is True if other islands train already.
+        `returns` is True if other islands are already training.
         """
         ranks = self._exchanges.membership.ranks(island)
         hosts = [host for host in self._hosts if ranks_on_host(ranks, host)]
@@ -208,7 +208,7 @@ class IslandHosts:
     def _meeting(self, island: RemoteIsland) -> Generator[None, None, str]:
         """Open the listening socket for an island's rendezvous, once all of its hosts are up.
 
-        The first rank's host listens. Returns its address.
+        The host of the island's first rank listens. Returns its address.
         """
         while not island.can_start:
             yield
@@ -307,8 +307,8 @@ class IslandHosts:
     def _stalled(self, broker: RemoteBroker, key: Key, why: str) -> None:
         """Record that `broker` could not fetch the file `key`.
 
-        After a while the broker's host counts as lost. If other hosts cannot fetch from the file's
-        host either, the file's host counts as lost instead.
+        After a while the broker's host is declared lost. If other hosts cannot fetch from the
+        file's host either, the file's host is declared lost instead.
         """
         if time.monotonic() - broker.stalls[key] < STALLED * self._job.patience:
             return
@@ -328,7 +328,7 @@ class IslandHosts:
 def _until(host: IslandHost, word: str, until: float) -> Iterator[None]:
     """Wait until the agent has sent the message `word`.
 
-    Raises LaunchError if the message has not arrived at the monotonic time `until`.
+    Raises LaunchError if the message has not arrived by the monotonic time `until`.
     """
     while getattr(host.remote, word) is None:
         _see_no_fault(host, until)
@@ -344,7 +344,7 @@ def _see_no_fault(host: IslandHost, until: float) -> None:
 
 
 def _reason(client: IslandHost, server: IslandHost) -> str:
-    """Return why `client`'s last fetch from `server` failed, or "" if it did not fail."""
+    """Return why `client`'s last fetch from `server` failed, or "" if it succeeded."""
     return client.broker.unreached.get(server.share.first, "")
 
 

@@ -56,7 +56,7 @@ class IslandLink:
 
     Attributes:
         outside: True while the other islands train without this one.
-        members: The participating islands. Only this island while `outside` is True.
+        members: The participating islands. While `outside` is True, contains only this island.
         waiting: The islands that are waiting for admission.
         changed: Called when `members` has changed.
     """
@@ -91,10 +91,10 @@ class IslandLink:
     ) -> tuple[tuple[int, ...], list[Bytes]]:
         """Send `mine` to the other islands, and receive their data.
 
-        All ranks of all islands must call it. If `alone` is true, only the peers (the ranks with
-        the same index) call it. Returns the islands that took part, and their peers' data in the
-        order of the islands. Raises CollectiveError if a rank does not call it in time, and
-        UsageError if a rank calls it with a different `label`.
+        All ranks of all islands must call this method. If `alone` is true, only the peers (the
+        ranks with the same index) call it. Returns the islands that took part, and their peers'
+        data in the order of the islands. Raises CollectiveError if a rank does not make this call
+        in time, and UsageError if a rank calls it with a different `label`.
         """
         if self.outside:
             # Until the other islands admit this one, it exchanges only with itself.
@@ -239,7 +239,7 @@ class IslandLink:
     def admit(self, islands: Sequence[int], step: int, about: bytes) -> None:
         """Admit the waiting islands `islands` after step `step`, and send them `about`.
 
-        They take part from the next exchange on.
+        They take part in exchanges from the next one on.
         """
         self.exchange(admission(islands, step), about)
 
@@ -256,7 +256,10 @@ class IslandLink:
                 return received[0], bytes(received[1][0])
 
     def enter(self, answer: dict[str, Any]) -> None:
-        """Start to take part in exchanges, after loading what `wait_for_admission` returned."""
+        """Start to take part in exchanges.
+
+        Call this after loading what `wait_for_admission` returned. `answer` is part of that.
+        """
         self.outside = False
         self._update_members(answer)
 

@@ -3,8 +3,9 @@
     member ── a rank exits ─▶ gone ── its ranks ask ─▶ waiting ── members admit it ─▶ member
 
 An exchange is complete once all ranks of all members have contributed to it. All ranks receive the
-same list of the islands that took part, so all compute the same sum. An island that fails before
-that is excluded on all ranks, and an island that fails afterwards has taken part on all ranks.
+same list of participating islands, so all compute the same sum. An island that fails before the
+exchange is complete is excluded on all ranks. An island that fails afterwards is included on all
+ranks.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Membership:
         size: The number of ranks per island.
         has_begun: True once all islands have started training, with identical weights.
         members: The participating islands.
-        fresh: The islands that were admitted again, but have not taken part in an exchange since.
+        fresh: The islands that were readmitted and have not taken part in an exchange since.
         admitted: For each island, the step after which it was last admitted.
     """
 
@@ -94,12 +95,12 @@ class Membership:
 
     @property
     def waiting(self) -> list[int]:
-        """The removed islands whose ranks have all asked to be admitted."""
+        """Islands that were removed, and whose ranks have all asked to be admitted."""
         gone = [island for island in range(self.count) if island not in self.members]
         return [island for island in gone if self._asking.issuperset(self.ranks(island))]
 
     def arrive(self, rank: int, arrival: Arrival) -> list[Answer]:
-        """Record that `rank` waits in an exchange. Return the answers of completed exchanges."""
+        """Record that `rank` waits in an exchange. Return the answers if this completes it."""
         self._arrived[rank] = arrival
         return list(self._completed())
 
@@ -187,7 +188,7 @@ class Membership:
         return admitted
 
     def _refused(self, everybody: list[int]) -> Iterator[Answer]:
-        """Yield error answers if all ranks wait, but in different exchanges."""
+        """Yield error answers if all ranks are waiting, but in different exchanges."""
         # If there is a fresh island, it is at fault, because the other islands agreed before.
         # Otherwise the rank at fault is unknown.
         at_fault = [r for r in everybody if r // self.size in self.fresh] or everybody

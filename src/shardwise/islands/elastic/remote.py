@@ -33,10 +33,10 @@ class RemoteBroker:
 
     Attributes:
         serving: True once the agent's broker is running.
-        meetings: For each island with a rendezvous on the host, its ports.
+        meetings: The ports of each island whose rendezvous is on the host.
         reached: The other hosts that the host could fetch from, by their first ranks.
         unreached: The reasons why the host could not fetch from others, by their first ranks.
-        unstarted: For each island that could not start on the host, the reason.
+        unstarted: The reason why an island could not start on the host, by island.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class IslandRemoteHost(RemoteHost):
 
 
 class IslandHost:
-    """A host and its agent, which is replaced after the host was lost.
+    """A host and its agent, which is replaced if the host is lost.
 
     `share` names the host and its ranks. `is_up` is True if islands can start there.
     """

@@ -3,8 +3,8 @@
     other islands   a boundary ─▶ before the next batch: a checkpoint ─▶ "admit island k, with this"
     island k        engine.resume ─▶ "admit me" ─▶ loads it ─▶ takes part
 
-Islands are admitted between a boundary and the next batch, which is also where a run saves when it
-is asked to stop. At this point schedulers have stepped, and all islands' weights equal the anchor.
+Islands are admitted between a boundary and the next batch. This is also the point at which a run
+saves when it is asked to stop: schedulers have stepped, and all islands' weights equal the anchor.
 """
 
 from __future__ import annotations

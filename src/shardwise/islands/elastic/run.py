@@ -1,4 +1,4 @@
-"""Runs elastic islands on this host. Each island starts and connects its ranks separately."""
+"""Runs elastic islands on this host. The ranks of each island start and connect separately."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def checked(counts: Sequence[int], settings: Mapping[str, str]) -> tuple[int, di
     """Return the number of elastic islands, and `settings` updated with this number.
 
     `counts` holds the number of ranks on each host. Raises LaunchError if elastic islands are not
-    possible with these values.
+    possible with these arguments.
     """
     if not sys.platform.startswith("linux"):
         raise LaunchError("--elastic-islands works only on Linux. Remove this flag.")

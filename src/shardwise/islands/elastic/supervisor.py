@@ -3,8 +3,8 @@
     a rank of island k fails ─▶ no rank waits for k any more ─▶ its other ranks are killed
                              ─▶ k is restarted ─▶ the other islands admit it
 
-As without elastic islands, a failure ends the run if not all islands have started training yet, if
-no other island is left, or if the run was asked to stop.
+A failure ends the run if not all islands have started training yet, if no other island is left, or
+if the run was asked to stop.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class IslandSupervisor(Supervisor):
         return True, f"Restarting it ({self._restarts.number} of {self._restarts.allowed})."
 
     def _start_again(self, island: int) -> None:
-        """Restart `island`. If the start itself fails, retry while restarts are left."""
+        """Restart `island`. If it cannot be started, retry while restarts are left."""
         comes = True
         while comes:
             self._restarts.island_started()
@@ -301,7 +301,7 @@ class IslandSupervisor(Supervisor):
     def _exchanged(self, islands: Sequence[int]) -> None:
         """Record that `islands` took part in an exchange.
 
-        Print which islands have finished or returned since the last exchange.
+        Prints which islands have finished or returned since the last exchange.
         """
         for island in self._finished - self._said:
             self.say(f"shardwise: island {island} has finished. The others continue without it.\n")

@@ -154,7 +154,7 @@ class Fetches:
 class _Fetch(Thread):
     """Fetches a single file in its own thread.
 
-    `tell` is called with a reason after each failure, and with the file's descriptor at the end.
+    `tell` is called with the reason after each failure, and finally with the file's descriptor.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ def _role(place: Address) -> bytes:
 
 
 def _message(peer: rpc.Connection) -> bytes:
-    """Return the next message from `peer`. Raise OSError if none arrives or its MAC is wrong."""
+    """Return the next message from `peer`. Raises OSError if none arrives or its MAC is wrong."""
     try:
         message = peer.receive()
     except authentication.Forged as error:
@@ -243,7 +243,7 @@ def _message(peer: rpc.Connection) -> bytes:
 
 
 def _send_file(peer: rpc.Connection, fd: int) -> None:
-    """Send a file's size, content and MAC. Raise OSError if the connection fails."""
+    """Send a file's size, content and MAC. Raises OSError if the connection fails."""
     size, place = os.fstat(fd).st_size, 0
     peer.send(_SIZE.pack(size))
     sum_of_all, buffer = peer.seals.sends_bulk(), memoryview(bytearray(min(size, CHUNK)))

@@ -72,7 +72,7 @@ class IslandWorkers(LocalWorkers):
             super()._start(worker, environ | place.variables(), [*fds, link.fileno()], outlet)
 
     def _identity(self, local_rank: int, listen_fd: int | None) -> Identity:
-        """Return a rank's identity. Its local rank counts all islands' ranks on this host."""
+        """Return a rank's identity. Local ranks are numbered across all islands on this host."""
         identity, host = super()._identity(local_rank, listen_fd), self._host
         return replace(identity, local_rank=identity.rank - host.first, local_size=host.count)
 

@@ -139,8 +139,8 @@ class Agent:
             spec: Fields of the RunSpec, with this host's share.
             listens: True if ranks connect to this host, so that it must listen.
             address: Address to listen on if the run has no interface. "" if unknown.
-            towards: Another host. If `address` is unknown, this host listens on the address that it
-                uses on the route there.
+            towards: Another host. If `address` is unknown, this host listens on the local address
+                of the route to that host.
         """
         # Store the spec for `start`, so that it is sent only once.
         self._spec = found = protocol.build(RunSpec, spec)
@@ -173,7 +173,7 @@ class Agent:
         make: Callable[..., LocalWorkers],
         listener: socket.socket | None,
     ) -> None:
-        """Start the ranks of part `part`, as the workers that `make` creates."""
+        """Start the ranks of `part`, as the workers that `make` creates."""
         if self._spec is None:
             raise protocol.ProtocolError("a start before a check")
         place = protocol.build(Meeting, meeting)
@@ -264,7 +264,7 @@ class Agent:
         self._write()
 
     def _write(self) -> None:
-        """Write as much as the connection accepts now. The selector calls this for the rest."""
+        """Write as much as the connection accepts now. The selector calls this again later."""
         waiting = OUT in self._selector.get_map()
         try:
             self._out = self._out[os.write(OUT, self._out) :]

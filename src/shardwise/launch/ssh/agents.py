@@ -79,15 +79,15 @@ class Agents(Generic[H]):
         return remote
 
     def _give_up_silent_hosts(self) -> float | None:
-        """Declare hosts lost whose agents have been silent for too long.
+        """Declare hosts lost if their agents have been silent for too long.
 
-        Returns the seconds until the next check, or None if no host needs one.
+        Returns the seconds until the next check, or None if no host needs to be checked again.
         """
         waits = [wait for remote in self._remotes if (wait := remote.look()) is not None]
         return min(waits, default=None)
 
     def forget(self, remote: H, since: float) -> None:
-        """Remove an agent that was asked to exit at time `since`, and wait until it has exited."""
+        """Remove an agent that was asked to exit at time `since`, and wait until it exits."""
         if remote in self._remotes:
             self._remotes.remove(remote)
             remote.disconnect()
@@ -185,7 +185,7 @@ def wait_for(
     supervisor: Supervisor,
     word: Callable[[H], Message | bool | None],
 ) -> None:
-    """Wait until every host has sent a message, or until the user stops the run.
+    """Wait until every host has sent a particular message, or until the user stops the run.
 
     Raises LaunchError if a host fails or does not answer in time.
 
@@ -230,7 +230,7 @@ def _refuse_duplicates(remotes: Sequence[RemoteHost]) -> None:
 
 
 def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> None:
-    """Warn about hosts whose version of torch or Python differs from that of the first host."""
+    """Warn about hosts whose version of torch or Python differs from the first host's."""
     first, *others = remotes
     for remote in others:
         for what in ("torch", "python"):

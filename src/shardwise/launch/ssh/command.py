@@ -35,7 +35,7 @@ CONNECT = 10
 def ssh_command(spec: RunSpec, host: Host) -> list[str]:
     """Return the command that starts an agent on `host`. It never prompts for a password.
 
-    Raises LaunchError if --ssh-port is given and the ssh program has no flag for a port.
+    Raises LaunchError if --ssh-port is given but the ssh program has no flag for a port.
     """
     program = PurePath(spec.ssh[0]).name
     if program in WITHOUT_FLAGS:
@@ -125,7 +125,7 @@ def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: 
         share: The host's ranks.
         code: Exit code of ssh or the agent, or None if it is still running.
         said: What ssh and the agent have written to standard error.
-        silent: Seconds between the agent's last data and the end of the connection.
+        silent: Seconds between the last data from the agent and the end of the connection.
     """
     who = f"{share.host.name} ({share.ranks}) is lost"
     if code != SSH_FAILED:

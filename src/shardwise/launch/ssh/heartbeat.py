@@ -1,8 +1,9 @@
 """Sends a heartbeat to the agents on other hosts every second while the launcher exists.
 
-The heartbeat is a separate process. A launcher that is stopped (by Ctrl-Z, or by a pager that does
-not read) is therefore not mistaken for a lost one. The process writes a NUL byte to each descriptor
-in its arguments. It exits when its standard input, a pipe from the launcher, is closed.
+The heartbeat is a separate process. Therefore a launcher that is stopped (by Ctrl-Z, or because a
+pager has stopped reading its output) is not mistaken for a lost one. The process writes a NUL byte
+to each descriptor in its arguments. It exits when its standard input, a pipe from the launcher, is
+closed.
 
 It runs as a script, so this file must not import anything from the package.
 """

@@ -2,10 +2,10 @@ r"""Encodes and checks the messages between a launcher and its agents, one JSON 
 
     b'@shardwise {"kind": "output", "rank": 3, "stream": 1, "data": "loss 0.31\n"}\n'
 
-Logging in to a host may print other lines, which are forwarded unchanged. Both sides send a NUL
+Other lines, which a host may print during login, are forwarded unchanged. Both sides send a NUL
 byte every second as a heartbeat. The launcher's heartbeats come from a separate process, so they
-can appear anywhere in a message. They are harmless, because JSON never contains NUL bytes. This
-module does no I/O.
+can appear in the middle of a message. They are harmless, because JSON never contains NUL bytes.
+This module does no I/O.
 """
 
 import json
@@ -157,7 +157,7 @@ def build(kind: type[T], fields: Mapping[str, Any]) -> T:
 
 
 def _json_type(hint: Any) -> Any:
-    """Return the type, as `_fits` takes it, that values of type `hint` have in JSON."""
+    """Return the JSON type, in the form that `_fits` expects, for values of type `hint`."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if kind in (Union, UnionType):
         return tuple(_json_type(part) for part in parts)
@@ -181,7 +181,7 @@ def _restore(value: Any, hint: Any) -> Any:
 
 
 def signal_of(number: int) -> signal.Signals:
-    """Return the signal with this number. Raises ProtocolError if it does not exist."""
+    """Return the signal with this number. Raises ProtocolError if there is no such signal."""
     try:
         return signal.Signals(number)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Implements the launcher's connection to the agent on one host (over ssh, unless it is local)."""
+"""Implements the launcher's connection to one host's agent, over ssh unless it is this host."""
 
 import os
 import select
@@ -42,8 +42,8 @@ class RemoteHost:
     Args:
         spec: The run.
         share: The host's ranks.
-        say: Prints lines that logging in to the host has printed.
-        is_here: True if the host is this one. None to find out, which may be slow.
+        say: Called with lines that the host prints during login.
+        is_here: Whether the host is this one. None to detect this, which may be slow.
 
     Attributes:
         hello: The agent's message about its host, or None until it arrives.
@@ -203,7 +203,7 @@ class RemoteHost:
             self._write()
 
     def _write(self) -> None:
-        """Write as much as the connection accepts now. The selector calls this for the rest."""
+        """Write as much as the connection accepts now. The selector calls this again later."""
         waiting = self.input_fd in self._selector.get_map()
         try:
             self._unsent = self._unsent[os.write(self.input_fd, self._unsent) :]

@@ -7,6 +7,6 @@ pmix.py        asks a PMIx server: PRRTE, PALS with --pmi=pmix
 slurm.py       Slurm; starts ranks through srun
 schedulers.py  Flux, LSF, PALS, HTCondor
 platforms.py   services that start one process per host: SageMaker, SkyPilot, Kubernetes
-signs.py       detects processes of launchers that we cannot read
+signs.py       detects processes of launchers that are not supported
 processes.py   lists the ancestors and children of a process
 """

@@ -206,7 +206,7 @@ def identify(environ: Environ = os.environ) -> Identity:
 def around_command() -> Identity:
     """Return the identity of this `shardwise run` command, which a launcher may start on each host.
 
-    Inside a rank of an outer `shardwise run`, the command counts as a single process.
+    Inside a rank of an outer `shardwise run`, the command is treated as a single process.
     """
     environ = dict(os.environ)
     if OWN_NAMES["rank"] in environ:
@@ -233,8 +233,9 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
         parents: The names of those ancestors of this process that start ranks.
 
     Raises:
-        LaunchError: Variables are missing or impossible, two launchers at the same level contradict
-            each other, or the process looks like one of several but cannot find out its rank.
+        LaunchError: Variables are missing or have impossible values, two launchers at the same
+            level contradict each other, or the process seems to be one of several but its rank
+            cannot be determined.
     """
     if _is_alone(environ):
         ours = _shardwise_run(environ)
@@ -265,7 +266,7 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
 
 
 def _is_alone(environ: Environ) -> bool:
-    """Return whether the user requests a single process with SHARDWISE_ALONE.
+    """Return whether the user has requested a single process with SHARDWISE_ALONE.
 
     Raises LaunchError if the variable has an invalid value.
     """
@@ -301,6 +302,6 @@ def _agreed(found: list[Identity]) -> Identity:
 
 
 def claim(identity: Identity) -> str:
-    """Return a phrase with the rank and size that a launcher has set, and with their variables."""
+    """Return a phrase that states the rank and size that a launcher has set, and the variables."""
     rank, size = identity.variables["rank"], identity.variables["size"]
     return f"{identity.launcher} says {rank}={identity.rank}, {size}={identity.size}"

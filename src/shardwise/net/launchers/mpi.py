@@ -85,9 +85,9 @@ def mvapich(environ: Environ) -> Identity | None:
 def hydra(environ: Environ) -> Identity | None:
     """Read the variables of Hydra, the mpiexec of MPICH and Intel MPI.
 
-    Only Hydra sets MPI_LOCALRANKID. Intel MPI provides a run name, MPICH does not. MPICH's ranks
-    derive a name from the process that started them (see rendezvous_file.py) or, on several hosts
-    in a Slurm allocation, from the job step in which Hydra's proxies run.
+    Only Hydra sets MPI_LOCALRANKID. Intel MPI provides a run name, but MPICH does not. MPICH's
+    ranks derive a name from the process that started them (see rendezvous_file.py) or, on several
+    hosts in a Slurm allocation, from the job step in which Hydra's proxies run.
     """
     if "MPI_LOCALRANKID" not in environ:
         return None
@@ -105,7 +105,7 @@ def hydra(environ: Environ) -> Identity | None:
 def pmi(environ: Environ) -> Identity | None:
     """Read PMI_RANK and PMI_SIZE, unless other variables show which launcher set them.
 
-    srun --mpi=pmi2, Flux and PALS set both too, but their own variables hold more information.
+    srun --mpi=pmi2, Flux and PALS also set both, but their own variables hold more information.
     """
     identity = None if "MPI_LOCALRANKID" in environ else _PMI.read(environ)
     if identity is None:

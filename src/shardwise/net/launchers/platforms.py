@@ -84,7 +84,7 @@ def sagemaker(environ: Environ) -> Identity | None:
 def kubeflow(environ: Environ) -> Identity | None:
     """Read a Kubeflow Trainer pod's variables, which are also torchrun's options.
 
-    Raises LaunchError if each pod should run several processes, because Kubeflow starts only one.
+    Raises LaunchError if several processes per pod are requested, because Kubeflow starts only one.
     """
     if KUBEFLOW.rank not in environ and environ.get(KUBEFLOW.size, "1") == "1":
         return None

@@ -1,9 +1,9 @@
 """Asks a PMIx server for the number of ranks.
 
-PRRTE's prterun, and PALS with --pmi=pmix, set only a rank's own number, PMIX_RANK. The process that
-started the rank is a PMIx server, which knows everything else. We load the same library file that
-the server has loaded, so that client and server have the same version. The request runs in a child
-process, so that the script can still initialise MPI later.
+PRRTE's prterun, and PALS with --pmi=pmix, set only PMIX_RANK, the rank's own number. The process
+that started the rank is a PMIx server, which knows everything else. We load the same library file
+that the server has loaded, so that client and server have the same version. The request runs in a
+child process, so that the script can still initialise MPI later.
 
 PMIx standard 4.1: PMIx_Init, PMIx_Get and PMIx_Finalize (section 5), pmix_proc_t and pmix_value_t
 (section 3.2).
@@ -57,7 +57,7 @@ _UINT16 = 13
 
 
 def read(environ: Environ) -> Identity | None:
-    """Read PMIX_RANK and the server's replies. Return None without replies, or under PALS.
+    """Read PMIX_RANK and the server's replies. Return None if there are no replies, or under PALS.
 
     Raises LaunchError for a rank of PRRTE whose server did not reply.
     """

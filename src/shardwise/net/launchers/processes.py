@@ -1,4 +1,4 @@
-"""Finds ancestors and children of a process in /proc. Finds none on systems other than Linux."""
+"""Finds a process's ancestors and children in /proc. Finds none on systems other than Linux."""
 
 import os
 from collections.abc import Iterator

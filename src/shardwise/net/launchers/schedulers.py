@@ -7,7 +7,7 @@ PALS        PALS_RANKID, PMI_SIZE                 mpiexec of HPE Cray (pals.h): 
 HTCondor    _CONDOR_PROCNO, _CONDOR_NPROCS        parallel universe (parallel_proc.cpp)
 
 slurm.py reads Slurm's variables. Grid Engine, OAR and Cobalt do not start ranks. PBS starts ranks
-with pbsdsh, but does not tell them how many there are (see signs.py).
+with pbsdsh, but does not tell them how many ranks there are (see signs.py).
 """
 
 from dataclasses import replace

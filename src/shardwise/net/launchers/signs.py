@@ -1,4 +1,4 @@
-"""Detects that a process is one of several, started by an unsupported launcher.
+"""Detects whether a process is one of several that an unsupported launcher has started.
 
 Such a process must not train alone: all processes would train the same model, and silently
 overwrite each other's checkpoints.
@@ -50,7 +50,8 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
         environ: The environment variables.
         parents: The names of those ancestors of this process that start ranks.
         alone: True if no launcher was detected. False if the detected launcher claims to have
-            started a single process. In that case only pairs of a rank and a size count as signs.
+            started a single process. In that case, the only signs are pairs of variables that
+            contain a rank and a size.
     """
     signs = [f"{name}={environ[name]}" for rank, size in _pairs(environ) for name in (rank, size)]
     if not alone:
@@ -88,7 +89,7 @@ def find(environ: Mapping[str, str], parents: Sequence[str], *, alone: bool = Tr
 
 
 def in_job(environ: Mapping[str, str]) -> str | None:
-    """Return a variable, as "NAME=VALUE", which shows that this batch job has several slots.
+    """Return a variable, as "NAME=VALUE", that shows that this batch job has several slots.
 
     Returns None if there is no such variable.
     """
@@ -145,7 +146,7 @@ def _stem(text: str) -> str:
 
 
 def _number(text: str | None) -> int:
-    """Parse `text` as a number. Return 1 if it is None or empty, -1 if it is not a number."""
+    """Parse `text` as a number. Return 1 if it is None or empty, and -1 if it is not a number."""
     if not text:
         return 1
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else -1

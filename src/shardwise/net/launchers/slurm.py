@@ -8,7 +8,7 @@ Inside an allocation, `shardwise run` starts the ranks through srun:
     sbatch -N 2 --gpus-per-node 4 job.sh      job.sh: shardwise run --zero 3 train.py
 
 srun starts the ranks on all hosts in the allocation, prefixes each output line with the rank, and
-kills all ranks when one fails. If the allocation consists of this host only, our own launcher
+kills all ranks when one fails. If the allocation consists only of this host, our own launcher
 starts the ranks, because its failure reports contain more information.
 """
 
@@ -69,7 +69,7 @@ def detect(environ: Mapping[str, str]) -> Identity | None:
 
 
 def in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is one of srun's tasks and not an interactive shell."""
+    """Return whether this process is one of srun's tasks rather than an interactive shell."""
     # Tasks started from a shell of `srun --pty` inherit SLURM_PTY_PORT, but have a higher step id.
     # The job name does not help, because salloc names all its jobs `interactive`.
     number = environ.get("SLURM_STEP_ID", "")
@@ -85,7 +85,7 @@ _OF_A_STEP = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_PROCID")
 
 
 def _is_broken_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is one of srun's tasks, but some of its variables are missing.
+    """Return whether this process is one of srun's tasks but lacks some of its variables.
 
     Returns False for the shell of a step, and for a batch script (a step in newer Slurm versions).
     """
@@ -174,9 +174,9 @@ def needs_srun(environ: Mapping[str, str]) -> bool:
 
 
 def tasks_here(environ: Mapping[str, str]) -> int | None:
-    """Return a single-host allocation's number of tasks.
+    """Return the number of tasks in an allocation of a single host.
 
-    Returns None if the number is not set or there are several hosts.
+    Returns None if the number is not set, or if there are several hosts.
     """
     if not ("SLURM_JOB_ID" in environ and environ.get("SLURM_NTASKS") and _is_this_host(environ)):
         return None
@@ -195,8 +195,8 @@ def srun_command(
     Args:
         environ: The allocation's variables.
         command: The command line of a rank.
-        size: The number of ranks. Defaults to the allocation's number of tasks if set, otherwise
-            one rank per GPU, otherwise one per host.
+        size: The number of ranks. Defaults to the allocation's number of tasks if it is set.
+            Otherwise, defaults to one rank per GPU or, without GPUs, one rank per host.
         per_host: The number of ranks per host, or None to let srun distribute them.
 
     Raises:
