@@ -346,11 +346,11 @@ class Loader(HintsAtAttributes):
 
             - "samples": number of samples consumed since training started.
             - "epoch": the epoch of the next step, or the current epoch if its steps are complete
-              but its loop body is not.
+                but its loop body is not.
             - "offset" and "steps", if epochs may differ in length (a sampler, a stream): number of
-              samples and steps consumed in this epoch.
+                samples and steps consumed in this epoch.
             - "parts", for a stream: the number of parts that ranks read in this epoch, or 0 if
-              every rank reads the full stream.
+                every rank reads the full stream.
             - "part_batch", for a stream: number of samples in a total batch of these parts.
             - "joined", for a stream: 1 if each rank now reads all parts, else 0.
             - "stream": the result of the dataset's `state_dict`, if the Loader can use it.
