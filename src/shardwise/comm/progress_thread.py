@@ -68,7 +68,7 @@ class ProgressThread:
         self._lock = threading.Lock()
 
     def follow(self, wait: Callable[[], None]) -> PendingWork:
-        """Queue the function `wait`. The returned work is over once `wait` returns or raises.
+        """Queue the function `wait`. The returned work is complete once `wait` returns or raises.
 
         Raises CollectiveError if the thread has stopped or is stopping, because the work would
         never run.

@@ -96,7 +96,7 @@ class ShareCut(BatchCut):
 
 @dataclass(frozen=True)
 class MicroShardCut(BatchCut):
-    """Splits a global batch into the micro-shards of exact mode. Each rank has one per turn."""
+    """Splits a global batch into micro-shards for exact mode. A rank computes one per turn."""
 
     shards: MicroShards
 

@@ -88,7 +88,7 @@ def when_imported(name: str, call: Callable[[str], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """Import finder that uses the other finders, and runs registered calls after an import."""
+    """Import finder that delegates to the other finders, and runs calls after an import."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[Callable[[str], None]]] = {}

@@ -24,7 +24,7 @@ from shardwise.states.parameters.parameters_at_rest import unguarded
 
 @dataclass(frozen=True)
 class _Shown:
-    """A gradient that was shown to user code, with the version and bits that it had at the time."""
+    """A gradient that user code could read, with its version and bits at that time."""
 
     grad: Tensor
     version: int

@@ -103,7 +103,7 @@ class Spool:
     def read(self, record: SpoolRecord) -> Tensor:
         """Start reading a record that has no pending request.
 
-        Returns memory (1-D, uint8) that holds the record's bytes after `record.wait`. Raises
+        Returns a 1-D uint8 tensor, which holds the record's bytes after `record.wait`. Raises
         TierError in a forked process.
         """
         # Direct transfers need page-aligned memory.

@@ -81,7 +81,7 @@ class ClockOffset(NamedTuple):
 
 
 class Channel(Protocol):
-    """A process group whose transport does not detect that ranks are in different calls."""
+    """A process group whose transport does not check that all ranks are in the same call."""
 
     def sent(self, call: int, to: int) -> list[Any] | None:
         """Return this rank's messages in call number `call` to the rank at index `to`, as JSON.

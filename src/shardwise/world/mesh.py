@@ -177,9 +177,10 @@ class Mesh:
 
     @property
     def context_groups(self) -> list[list[int]]:
-        """Ranks with the same part of the model and the same samples, in the order of parts.
+        """Groups of ranks that hold the same part of the model and process the same samples.
 
-        One list for each context group of replicas and each part of the model.
+        There is one list for each context group and part of the model. Ranks are in the order of
+        their parts of the sequences.
         """
         each = self.replica
         return [

@@ -89,7 +89,7 @@ def on_meta() -> Iterator[None]:
 
 
 class _PlainAnswers(TorchFunctionMode):
-    """Makes deferred tensors behave as in a plain build."""
+    """Makes deferred tensors behave as if the model had been built on a real device."""
 
     def __init__(self, recorder: ConstructionRecorder, parameters: list[weakref.ref[Any]]) -> None:
         super().__init__()

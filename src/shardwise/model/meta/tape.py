@@ -28,7 +28,7 @@ from shardwise.world.randomness import generator_of
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a storage after an operation: number `slot` of the operation's results."""
+    """The content of a storage after an operation: the operation's result number `slot`."""
 
     operation: TapedOperation
     slot: int

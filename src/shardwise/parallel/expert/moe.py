@@ -300,7 +300,7 @@ class MoE(nn.Module):
         valid: Tensor | None,
         own: list[int],
     ) -> Tensor:
-        """Return `result`. Its backward pass adds the router losses and counts `own` tokens."""
+        """Return `result`. Backward through it also adds router losses and counts `own` tokens."""
         done = self.step_counts.counter(own, training=self.training)
         if self._is_counting:
             counts = torch.tensor(everyone[:-1])

@@ -1,4 +1,4 @@
-"""Matches the patterns in the user's tensor_plan with modules, and describes their splits."""
+"""Matches the patterns of the user's tensor_plan to modules, and describes how they are split."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class TreeSum(GradientSum):
     def add(self, part: Tensor) -> tuple[None, Handle]:
         """Add the next part to the lowest level.
 
-        Returns None for the sum of squares, because only the complete sum can be squared.
+        Returns None instead of a sum of squares, because only the complete sum can be squared.
         """
         _, read = self.first.add(part, fresh=self._counts[0] == 0)
         self.count_part()

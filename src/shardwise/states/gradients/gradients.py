@@ -217,7 +217,10 @@ class Gradients:
                 self.arrived(index, param)
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Launch the buckets `numbers`, the same on every rank. Used if `paced` is true."""
+        """Launch the reductions of the buckets in `numbers`, which must be the same on every rank.
+
+        Used only if `paced` is true.
+        """
         if self._in_backward and self._overlap:
             for number in numbers:
                 # Not every bucket takes part in this backward pass.

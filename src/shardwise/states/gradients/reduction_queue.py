@@ -93,7 +93,7 @@ class ReductionQueue:
         self._out = self._most_out = 0
 
     def push(self, launch: Launch) -> None:
-        """Append a launch, and advance an earlier one."""
+        """Append a launch, and continue the work of an earlier launch."""
         self._launches.append(launch)
         # Advance the previous bucket only now. Right after its launch, this rank would have waited
         # for the others.

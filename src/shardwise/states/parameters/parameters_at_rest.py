@@ -123,7 +123,7 @@ class _Keyed(Tensor):
 
 
 def _unusable(like: Tensor) -> Tensor:
-    """Return a tensor in the memory of `like` that has the raising dispatch key."""
+    """Return a tensor that shares the memory of `like`, and raises an error in every operation."""
     _register_fallback()
     keyed: Tensor = Tensor._make_wrapper_subclass(
         _Keyed,

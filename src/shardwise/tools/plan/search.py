@@ -136,7 +136,7 @@ class Question:
         return self._records[way, samples]
 
     def sizes(self, mesh: AxisSizes) -> list[tuple[int, int]]:
-        """Return pairs (samples per micro-batch, micro-batches per step), largest samples first.
+        """Return pairs (samples per micro-batch, micro-batches per step), largest first.
 
         The first pair splits a replica's share of the batch as little as possible. If the training
         loop can split a step into micro-batches, each further pair halves their size.

@@ -219,7 +219,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._place().unit
 
     def _place(self) -> _Place:
-        """Return the running operator's place. A backward operator has its forward's place."""
+        """Return the running operator's place. A backward operator has its forward operator's."""
         if not self.backward:
             # Autograd numbers its nodes as the forward pass creates them. Store the place under
             # that number, because the backward pass reports it again.

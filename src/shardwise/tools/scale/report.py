@@ -237,7 +237,7 @@ _FLAT = (
 
 
 def as_json(report: ScalingReport) -> dict[str, Any]:
-    """Return all results as values that JSON can represent. Unknown values are None."""
+    """Return all results as JSON-serialisable values. Unknown values are None."""
     return {
         "command": report.command,
         "flags": list(report.plan.flags),

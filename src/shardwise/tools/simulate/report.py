@@ -188,7 +188,10 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:
-    """Return the results as values that JSON can represent. Times are in seconds or fractions."""
+    """Return the results as JSON-serialisable values.
+
+    Times are in seconds, or fractions of the run.
+    """
     goodput, model = report.goodput, report.model
     return {
         "on": str(report.cluster),

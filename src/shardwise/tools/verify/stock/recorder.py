@@ -447,7 +447,7 @@ class Rounds:
 
 
 def _described(loss: Tensor) -> dict[str, Any]:
-    """Describe a loss: its value, the items over which it is a mean, and the mean's factor.
+    """Describe a loss: its value, the items that it averages over, and the factor of this mean.
 
     The script may multiply the mean by a factor, such as 1/4 for four micro-batches. The value and
     factor do not include a GradScaler's scale.
