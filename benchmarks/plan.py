@@ -148,7 +148,7 @@ def models_table(names: Sequence[str]) -> Iterator[str]:
 
 def _summary(errors: Sequence[float], count: int) -> Iterator[str]:
     good = sum(LOW <= error <= GOAL for error in errors)
-    yield f"\n{good} of {count} are at most {GOAL:.0%} too high or {-LOW:.0%} too low."
+    yield f"\nOf the {count} predictions, {good} are within {LOW:.0%} to +{GOAL:.0%}."
 
 
 def compare(name: str, folder: Path) -> tuple[MemoryPlan, int] | str:
