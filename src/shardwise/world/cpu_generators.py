@@ -20,7 +20,7 @@ def seed_cpu(seed: int) -> None:
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed(seed)
+        numpy.random.seed(seed % 2**32)  # numpy rejects larger seeds
 
 
 class CpuGenerators(NamedTuple):
@@ -97,5 +97,5 @@ class SavedGenerators:
                 self._states.restore()
             before = self._states or CpuGenerators.now()
             yield
-            self.advanced = self.advanced or before.has_changed()
             self._states = CpuGenerators.now()
+            self.advanced = self.advanced or self._states != before

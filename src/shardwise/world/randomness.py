@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.world.cpu_generators import seed_cpu
+
 
 def seed_from(*coordinates: int | str) -> int:
     """Return a 32-bit seed: the BLAKE2b hash of `coordinates`."""
@@ -29,14 +31,11 @@ def seed_from(*coordinates: int | str) -> int:
 
 def seed_everything(seed: int) -> None:
     """Seed torch (all devices), random and, if it is imported, numpy."""
+    # Without an accelerator, torch.manual_seed would record a stack trace for each device type that
+    # might appear.
     if torch.accelerator.is_available():
         torch.manual_seed(seed)
-    else:  # torch.manual_seed would record a stack trace for each device type that might appear
-        torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)  # numpy rejects larger seeds
+    seed_cpu(seed)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
