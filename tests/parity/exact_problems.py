@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +45,98 @@ class LSTM(nn.Module):
         return self.head(self.lstm(self.tokens(x))[0]).transpose(1, 2)
 
 
+class MoEBlock(nn.Module):
+    """A mixture of four experts with dropout, every router loss and a shared expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(problems.WIDTH)
+        self.moe = sw.MoE(
+            nn.Linear(problems.WIDTH, 4, bias=False),
+            nn.ModuleList([_expert(11, dropout=0.1) for _ in range(4)]),
+            shared=_expert(5),
+            balance=0.3,
+            z_loss=0.05,
+            bias_rate=0.02,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, WIDTH) to the same."""
+        return x + self.moe(self.norm(x))
+
+
+class PlannedBlock(nn.Module):
+    """A mixture of four experts written by hand, for `expert_plan`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(problems.WIDTH, 4, bias=False)
+        self.experts = nn.ModuleList([_expert(11) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, WIDTH) to the same."""
+        gates, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        gates = gates / gates.sum(-1, keepdim=True)
+        total = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            gate = (gates * (chosen == index)).sum(-1, keepdim=True)
+            total = total + gate * expert(x)
+        return total
+
+
+def _expert(hidden: int, dropout: float = 0.0) -> nn.Module:
+    width = problems.WIDTH
+    return nn.Sequential(
+        nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width)
+    )
+
+
+class MoEGPT(DroppingGPT):
+    """The GPT with two mixtures of experts in place of its blocks."""
+
+    def __init__(self, block: type[nn.Module] = MoEBlock) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([block() for _ in range(2)])
+
+
+class Mixtral(nn.Module):
+    """A Mixtral of Transformers, whose experts share tensors."""
+
+    def __init__(self, hidden: int, kernel: str) -> None:
+        import transformers
+
+        super().__init__()
+        config = transformers.MixtralConfig(
+            vocab_size=TOKENS,
+            hidden_size=12,
+            intermediate_size=hidden,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        self.model = transformers.MixtralForCausalLM(config)
+        self.model.set_experts_implementation(kernel)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(std=0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T) tokens to (N, TOKENS, T)."""
+        return self.model(input_ids=x).logits.transpose(1, 2)
+
+
 MODELS = {"gpt": DroppingGPT, "convnet": problems.ConvNet, "lstm": LSTM}
-KINDS = {"gpt": "gpt", "convnet": "convnet", "lstm": "gpt"}
+EXPERTS = {
+    "moe": MoEGPT,
+    "planned": partial(MoEGPT, PlannedBlock),
+    "mixtral": partial(Mixtral, 11, "eager"),  # a group of 64 elements crosses experts
+    "mixtral-grouped": partial(Mixtral, 12, "grouped_mm"),
+}
+KINDS = {"gpt": "gpt", "convnet": "convnet", "lstm": "gpt"} | dict.fromkeys(EXPERTS, "gpt")
 
 
 def train(
@@ -91,7 +182,7 @@ def _made(
 ) -> tuple[nn.Module, sw.Engine, sw.Loader]:
     world.engines = 0  # each training is the first of its run, and draws the same numbers
     torch.manual_seed(7)
-    net = MODELS[model]()
+    net = {**MODELS, **EXPERTS}[model]()
     engine = sw.Engine(net, OPTIMIZERS[optimizer](net), **settings)
     return net, engine, sw.Loader(data_of(model), BATCH, shuffle=True)
 

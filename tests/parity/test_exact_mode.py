@@ -61,7 +61,7 @@ def alone(group):
     known: dict[Any, str] = {}
 
     def ask(model, exact=4, settings=(), **further):
-        key = model, exact, tuple(settings), tuple(further.items())
+        key = model, exact, str(settings), tuple(further.items())
         if key not in known:
             (known[key],) = group(1)(_alone, exact, model, dict(settings), further)
         return known[key]

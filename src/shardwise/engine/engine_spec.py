@@ -207,7 +207,12 @@ class EngineSpec:
     @cached_property
     def summation(self) -> Summation:
         """The order in which gradients are added across passes and ranks: any order, or a tree."""
-        return Summation() if self.micro_shards is None else in_tree(self.micro_shards)
+        if self.micro_shards is None:
+            return Summation()
+        found = self.experts or (self.routing and self.routing.unsplit)
+        # Workers with other numbers of experts must square the same elements together.
+        tensors = [p for _, each in found.fused for p in each.module.parameters()] if found else []
+        return in_tree(self.micro_shards, [p.shape[1:].numel() for p in tensors])
 
     @cached_property
     def optimizer_kinds(self) -> OptimizerKinds:

@@ -12,6 +12,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import units
+from shardwise.model.precision import NARROW, PRESETS
 from shardwise.parallel.expert.fused_experts import FusedExperts
 from shardwise.parallel.expert.moe import MoE
 from shardwise.parallel.expert.planned_blocks import ExpertPlan, PlannedBlock, blocks_of
@@ -23,6 +24,7 @@ from shardwise.parallel.expert.split_experts import (
     named_modules,
     unsplit_reasons,
 )
+from shardwise.parallel.expert.token_share import ALONE
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
@@ -39,7 +41,8 @@ def begin(
 
     Returns the RoutingRun that connects the layers, and an ExpertParallelModels that has not split
     anything yet. Both are None if there are no layers. The second is also None if every rank holds
-    all experts. The call is collective if there are layers.
+    all experts. In exact mode the RoutingRun then has it, because the layers must run the same code
+    as if they were split. The call is collective if there are layers.
 
     Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
     with mixture-of-experts layers.
@@ -48,23 +51,31 @@ def begin(
     size = world.expert_size
     # On any number of ranks, so that a typo does not first show up in the large run.
     planned = blocks_of(named_modules(models), plan or {})
-    split = None
+    is_exact = settings.exact is not None
+    found = None
     try:
-        if size > 1:
-            split = _find_experts(world, models, layers, planned)
+        if size > 1 or is_exact:
+            found = _find_experts(world, models, layers, planned, is_exact=is_exact)
             layers += [(block.name, block.layer) for block in planned]
-        _check(settings, layers, models, size)
+        _check(world, settings, layers, models)
     except (ConfigError, ModelError):  # on all ranks
         _restore_blocks(planned)
         raise
-    if not layers and split is None:
+    if not layers and (found is None or not found.fused):
         return None, None
+    split = found if size > 1 else None
     if any(layer.has_losses or layer.bias_rate for _, layer in layers):
         _check_islands(world)
     # Only create channels that are used, because that is collective.
     counts = split is not None or any(layer.has_losses for _, layer in layers)
-    everyone = world.routing_channel if counts else world.data
-    run = RoutingRun(world.expert, everyone, world.current_batch)
+    everyone = world.routing_channel if counts and not is_exact else world.data
+    run = RoutingRun(
+        world.expert,
+        ALONE if is_exact else everyone,
+        world.current_batch,
+        is_exact=is_exact,
+        unsplit=None if split is not None else found,
+    )
     if split is None:
         # All ranks of a replica route the same tokens.
         run.reports = world.tensor_rank == 0
@@ -72,7 +83,7 @@ def begin(
         run.lanes = tensor.group
         # Ranks run different rows, so dropout in experts must not advance common generators.
         run.own_randomness = tensor.replica.randomness.region
-    run.layers = dict(layers) | dict(() if split is None else split.fused)
+    run.layers = dict(layers) | dict(() if found is None else found.fused)
     return run, split
 
 
@@ -96,10 +107,13 @@ def _find_experts(
     models: Sequence[nn.Module],
     layers: Sequence[tuple[str, MoE]],
     planned: list[PlannedBlock],
+    *,
+    is_exact: bool,
 ) -> ExpertParallelModels:
     """Find the modules to split in addition to `layers`. Collective.
 
-    Raises ModelError on all ranks if there is nothing to split.
+    Raises ModelError on all ranks if a planned block cannot be split, or if `--expert` finds
+    nothing to split.
     """
     split = ExpertParallelModels(world.expert, world.expert_copies)
     for block in planned:
@@ -124,7 +138,7 @@ def _find_experts(
         split.modules |= {layer, *layer.router.modules(), *layer.experts.modules()}
     split.modules |= {m for block in planned for m in block.module.modules()}
     split.modules |= {fused.module for _, fused in split.fused}
-    if not layers and not split.fused and not planned:
+    if world.expert_size > 1 and not layers and not split.fused and not planned:
         left = "".join(f" Not split: {n}: {why}." for n, why in split.reasons_unsplit.items())
         raise ModelError(
             f"--expert {world.expert_size} found no mixture-of-experts layer to split in "
@@ -133,7 +147,8 @@ def _find_experts(
         )
     for model in models:
         config = getattr(model, "config", None)
-        if getattr(config, "output_router_logits", False):
+        # In exact mode the loss is that of one micro-shard on any number of workers.
+        if getattr(config, "output_router_logits", False) and not is_exact:
             raise ModelError(
                 f"--expert {world.expert_size}: {type(model).__name__} computes its router loss "
                 "from one worker's tokens (config.output_router_logits=True), so training would "
@@ -144,7 +159,10 @@ def _find_experts(
 
 
 def _check(
-    settings: Settings, layers: Sequence[tuple[str, MoE]], models: Sequence[nn.Module], size: int
+    world: World,
+    settings: Settings,
+    layers: Sequence[tuple[str, MoE]],
+    models: Sequence[nn.Module],
 ) -> None:
     """Raise ConfigError if `settings` cannot be combined with `layers`."""
     for name, layer in layers:
@@ -157,18 +175,17 @@ def _check(
             }.items()
             if value
         ]
-        given = {"exact": settings.exact}
-        if settings.pipeline > 1:
-            given["pipeline"] = settings.pipeline
-        for flag, value in given.items():
-            if statistics and value is not None:
-                raise ConfigError(
-                    f"--{flag} {value} cannot be combined with {' and '.join(statistics)} of "
-                    f"{name or 'sw.MoE'}: they need the counts of the whole batch, which --{flag} "
-                    "cuts. Set them to 0, or remove the flag."
-                )
+        if statistics and settings.pipeline > 1:
+            raise ConfigError(
+                f"--pipeline {settings.pipeline} cannot be combined with "
+                f"{' and '.join(statistics)} of {name or 'sw.MoE'}: they need the counts of the "
+                "whole batch, which --pipeline cuts. Set them to 0, or remove the flag."
+            )
+    size = world.expert_size
     if size == 1:
         return
+    if settings.exact is not None:
+        _check_exact(world, settings, models)
     if settings.shard_within == "host":
         raise ConfigError(
             f"--expert {size} cannot be combined with --shard-within host yet. Remove one of the "
@@ -184,17 +201,45 @@ def _check(
                 )
 
 
+def _check_exact(world: World, settings: Settings, models: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if `--exact` cannot be combined with `--expert`."""
+    exact = settings.exact
+    if not world.expert_copies.knows_tree:
+        raise ConfigError(
+            f"--exact {exact} with --expert {world.expert_size} sums the gradients of experts in a "
+            "binary tree over hosts: start a power of two of ranks on each host, numbered host by "
+            "host, or write --transport gloo."
+        )
+    dtypes = {p.dtype for model in models for p in model.parameters()}
+    for dtype in (*dtypes, PRESETS[settings.precision].cast):
+        if dtype not in NARROW:
+            continue
+        raise ConfigError(
+            f"--exact {exact} cannot be combined with --expert {world.expert_size} and parameters "
+            f"in {dtype}: a worker would round the sum of several micro-shards' gradients to 16 "
+            "bits. Keep parameters in fp32 (--precision bf16-mixed), or remove one of the two."
+        )
+
+
+def _connected(spec: EngineSpec) -> ExpertParallelModels | None:
+    """Return the modules whose `forward` is replaced. In exact mode they may not be split."""
+    if spec.experts is not None or spec.routing is None:
+        return spec.experts
+    return spec.routing.unsplit
+
+
 def split(spec: EngineSpec) -> None:
     """Connect the layers with `spec.routing`, and free other ranks' experts."""
     layers = _layers_of(spec)
     for _, layer in layers:
         layer.join_run(spec.routing)
-    if spec.experts is not None:
+    if (connected := _connected(spec)) is not None:
         assert spec.routing is not None
-        for block in spec.experts.planned:
+        for block in connected.planned:
             block.connect()
-        for _, fused in spec.experts.fused:
+        for _, fused in connected.fused:
             fused.connect(spec.routing)
+    if spec.experts is not None:
         try:
             spec.experts.cut([*layers, *spec.experts.fused], spec.models, spec.optimizers)
         except ModelError:  # on all ranks, before anything has been cut
@@ -210,16 +255,17 @@ def restore(spec: EngineSpec) -> None:
 
 
 def _layers_of(spec: EngineSpec) -> list[tuple[str, MoE]]:
-    planned = () if spec.experts is None else spec.experts.planned
+    connected = _connected(spec)
+    planned = () if connected is None else connected.planned
     return [*find_layers(spec.models), *((block.name, block.layer) for block in planned)]
 
 
 def _disconnect(spec: EngineSpec) -> None:
     for _, layer in _layers_of(spec):
         layer.join_run(None)
-    if spec.experts is not None:
-        _restore_blocks(spec.experts.planned)
-        for _, fused in spec.experts.fused:
+    if (connected := _connected(spec)) is not None:
+        _restore_blocks(connected.planned)
+        for _, fused in connected.fused:
             fused.disconnect()
 
 
@@ -238,6 +284,7 @@ def begin_backward(
     1.0 if `weight` is 0 but the router losses still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
+    run.summed.clear()
     run.drops = weight == 0
     if run.is_split and loss.grad_fn is None:
         raise UsageError(

@@ -19,6 +19,7 @@ from math import prod
 
 from shardwise.config import Settings
 from shardwise.errors import ConfigError
+from shardwise.layout import sum_tree
 
 
 @dataclass(frozen=True)
@@ -277,9 +278,11 @@ def _check_expert(settings: Settings, islands: int) -> None:
             "workers of a replica share its tokens out, so they hold different experts. Write "
             f"--expert {settings.tensor}, or a multiple of it."
         )
-    if settings.exact is not None:
+    if settings.exact is not None and settings.expert not in (
+        sizes := sum_tree.node_sizes(settings.exact)
+    ):
         raise ConfigError(
-            f"--exact {settings.exact} cannot be combined with --expert {settings.expert}: an "
-            "expert multiplies the rows of several workers at once, so rounding depends on their "
-            "number. Remove one of the two."
+            f"--expert {settings.expert} does not fit --exact {settings.exact}: the workers that "
+            "exchange tokens must add up a node of its tree of sums. Write --expert with one of "
+            f"{', '.join(map(str, sizes))}, or remove one of the two."
         )

@@ -3,6 +3,7 @@
 moe.py              the module `sw.MoE`: router, experts, shared expert; also runs on one process
 routing.py          selects each token's experts and their gates
 dispatch.py         sorts tokens by expert, and exchanges them between ranks
+exact_experts.py    runs experts with the same bits on any number of ranks
 token_share.py      divides tokens among the ranks of a tensor-parallel replica
 router_losses.py    load-balancing loss and z-loss over the whole batch
 expert_counts.py    counts the tokens that each expert processes in a step

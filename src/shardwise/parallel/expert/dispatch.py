@@ -156,6 +156,11 @@ class Exchange:
         """Number of rows of each of this rank's experts."""
         self._orders: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def sizes_by_source(self) -> list[list[int]]:
+        """For each source rank, the number of rows of each of this rank's experts."""
+        return self._mine
+
     def to_experts(self, rows: Tensor, pending: list[Handle] | None) -> Tensor:
         """Send `rows` (n, D), sorted by expert. Return the rows that this rank receives.
 
@@ -174,8 +179,12 @@ class Exchange:
         Returns the outputs for this rank's rows, in the order of the rows.
         """
         order, inverse = self._order_on(outputs.device)
+        return self.back_by_source(permuted(outputs, inverse, order))
+
+    def back_by_source(self, outputs: Tensor) -> Tensor:
+        """Send `outputs` (m, D) back. They are sorted by source rank, as they were received."""
         transposed = [list(column) for column in zip(*self._rows, strict=True)]
-        return all_to_all(permuted(outputs, inverse, order), transposed, self._group)
+        return all_to_all(outputs, transposed, self._group)
 
     def _order_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the permutation from [source, expert] to [expert, source], and its inverse."""

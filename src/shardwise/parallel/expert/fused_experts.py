@@ -26,10 +26,11 @@ from shardwise.model import module_hooks
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.exact_experts import fresh, run_each, without_draws
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
 from shardwise.parallel.expert.routing_run import RoutingRun
-from shardwise.parallel.expert.token_share import TokenShare
+from shardwise.parallel.expert.token_share import ALONE, TokenShare
 from shardwise.tiers.copy_stream import to_device
 
 ARGUMENTS = (
@@ -183,10 +184,12 @@ class FusedExperts:
         """
         index, gates = (*args, *(kwargs[name] for name in self._names[len(args) :]))
         run = self._run
-        if run is None or self._holds_all:
+        if run is None or (self._holds_all and not run.is_exact):
             outputs: Tensor = self._plain(hidden_states, index, gates)
             return outputs
-        run.feed.check_even("A forward pass of experts with --expert")
+        group = ALONE if self._holds_all else run.group
+        if group.size > 1:
+            run.feed.check_even("A forward pass of experts with --expert")
         chosen = index.reshape(len(hidden_states), -1)
         if once(run.is_stand_in):
             # An index above the last expert's sends a row nowhere.
@@ -197,15 +200,27 @@ class FusedExperts:
         order = torch.argsort(flat, stable=True)
         inverse = inverse_of(order)
         counts = count_rows(flat, self.number)
-        table = once(partial(run.gather_counts, counts, of_all=False)).tolist()
-        own = table[run.group.rank]
+        table = once(partial(run.gather_counts, counts, group)).tolist()
+        own = table[group.rank]
         ours = sum(own)
         copies = share.of(hidden_states).unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
-        exchange = Exchange(table, self._spans, run.group)
+        spans = [(0, self.number)] if self._holds_all else self._spans
+        exchange = Exchange(table, spans, group)
         received = exchange.to_experts(permuted(copies, order, inverse)[:ours], None)
-        with run.own_randomness():
-            outputs = self._local(exchange.by_expert(received), exchange.sizes)
-        rows = exchange.back(outputs)
+        if run.is_exact:
+            sizes = exchange.sizes_by_source
+            with without_draws(received.device):
+                outputs = run_each(
+                    [self.module],
+                    torch.split(received, [sum(each) for each in sizes]),
+                    lambda shard, part: fresh(self._local(fresh(part), sizes[shard])),
+                    run.summed,
+                )
+            rows = exchange.back_by_source(outputs)
+        else:
+            with run.own_randomness():
+                outputs = self._local(exchange.by_expert(received), exchange.sizes)
+            rows = exchange.back(outputs)
         if ours < flat.numel():
             rows = torch.cat([rows, rows.new_zeros(flat.numel() - ours, rows.shape[1])])
         by_token = permuted(rows, inverse, order).view(-1, top_k, rows.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from shardwise.layout.bucket_layout import Span
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.exact_experts import fresh, own_stream, run_each
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach, router_loss
 from shardwise.parallel.expert.routing import SCORES, Routing, route, router_logits
@@ -173,12 +175,12 @@ class MoE(nn.Module):
             if valid is None
             else share.view_of(valid.unsqueeze(-1)).sum().reshape(1)
         )
-        table, everyone = self._tally(flat, counted)
+        table, everyone, seeds = self._tally(flat, counted)
         copies = share.of(tokens).unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (t k, D)
         own = table[0 if self._ranks is None else self._ranks.group.rank]
         ours = sum(own)
         rows = permuted(copies, order, inverse)[:ours]  # by expert, without padding
-        outputs, shared = self._through_experts(rows, table, tokens)
+        outputs, shared = self._through_experts(rows, table, tokens, seeds)
         if ours < flat.numel():
             outputs = torch.cat([outputs, outputs.new_zeros(flat.numel() - ours, outputs.shape[1])])
         by_token = permuted(outputs, inverse, order).view(-1, self.top_k, outputs.shape[1])
@@ -230,11 +232,14 @@ class MoE(nn.Module):
         """True if this forward pass needs the counts of all ranks. The same on every rank."""
         return self.training and torch.is_grad_enabled() and self.has_losses
 
-    def _tally(self, flat: Tensor, valid: Tensor) -> tuple[list[list[int]], list[int]]:
+    def _tally(
+        self, flat: Tensor, valid: Tensor
+    ) -> tuple[list[list[int]], list[int], list[int] | None]:
         """Count the rows per expert. Collective if there are other ranks.
 
-        Returns the counts of each rank in the group, and the totals followed by the number of
-        tokens. Only here does the host wait for the device.
+        Returns the counts of each rank in the group, the totals followed by the number of tokens,
+        and in exact mode a random number of each rank in the group. Only here does the host wait
+        for the device.
         """
         number = len(self.experts)
         if isinstance(flat, FakeTensor):
@@ -242,28 +247,45 @@ class MoE(nn.Module):
             each = [
                 flat.numel() * (i + 1) // number - flat.numel() * i // number for i in range(number)
             ]
-            return [each], [*each, flat.numel() // self.top_k]
+            return [each], [*each, flat.numel() // self.top_k], None
         counts = count_rows(flat, number)
         row = torch.cat([counts, valid])
         run = self._ranks
+        draws = self._is_exact and self.training
+        if draws:
+            # A recomputation repeats this draw, because its generators start from the same state.
+            drawn = torch.randint(2**31, (1,), generator=torch.default_generator)
+            row = torch.cat([row, to_device(drawn, row.device)])
         if run is None:
             rows = group_rows = once(row.cpu).view(1, -1)
         else:
             if run.is_split:
                 run.feed.check_even("A forward pass of sw.MoE with --expert")
             # A recomputation must not communicate: its counts are the same.
-            rows = once(partial(run.gather_counts, row, of_all=self._is_counting))
+            group = run.everyone if self._is_counting and not run.is_exact else run.group
+            rows = once(partial(run.gather_counts, row, group))
             group_rows = run.of_group(rows)
-        self.counts = rows[:, :-1].sum(0)
-        return group_rows[:, :-1].tolist(), rows.sum(0).tolist()
+            if run.is_exact:
+                # The losses of a micro-shard must not depend on those that run at the same time.
+                rows = group_rows[run.group.rank].view(1, -1)
+        self.counts = rows[:, :number].sum(0)
+        seeds = group_rows[:, -1].tolist() if draws else None
+        return group_rows[:, :number].tolist(), rows[:, : number + 1].sum(0).tolist(), seeds
+
+    @property
+    def _is_exact(self) -> bool:
+        """True if results must not depend on the number of ranks (`--exact`)."""
+        return self._run is not None and self._run.is_exact
 
     def _through_experts(
-        self, rows: Tensor, table: list[list[int]], tokens: Tensor
+        self, rows: Tensor, table: list[list[int]], tokens: Tensor, seeds: list[int] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the experts' outputs for `rows`, and the shared expert's output for `tokens`."""
         run = self._ranks
         if run is None or not run.is_split:
             shared = None if self.shared is None else self.shared(tokens)
+            if self._is_exact:
+                return self._run_exactly(rows, 0, table, seeds), shared
             return self._run_experts(rows, 0, table[0]), shared
         exchange = Exchange(table, self._spans, run.group)
         pending: list[Handle] = []
@@ -273,6 +295,9 @@ class MoE(nn.Module):
         for handle in pending:
             handle.wait()
         first, _ = self._spans[run.group.rank]
+        if run.is_exact:
+            outputs = self._run_exactly(received, first, exchange.sizes_by_source, seeds)
+            return exchange.back_by_source(outputs), shared
         with run.own_randomness():
             outputs = self._run_experts(exchange.by_expert(received), first, exchange.sizes)
         return exchange.back(outputs), shared
@@ -282,6 +307,29 @@ class MoE(nn.Module):
         parts = torch.split(rows, sizes)
         # Also without rows: every rank then has the same graph, whose backward pass is collective.
         return torch.cat([self.experts[first + i](part) for i, part in enumerate(parts)])
+
+    def _run_exactly(
+        self, rows: Tensor, first: int, sizes: list[list[int]], seeds: list[int] | None
+    ) -> Tensor:
+        """Run experts on `rows` (n, D), sorted by micro-shard, and then by expert.
+
+        `sizes[s][i]` rows of micro-shard s are those of expert `first + i`.
+        """
+        assert self._run is not None
+
+        def compute(shard: int, part: Tensor) -> Tensor:
+            outputs = []
+            for index, block in enumerate(torch.split(part, sizes[shard]), start=first):
+                seeded = (
+                    nullcontext() if seeds is None else own_stream(rows.device, seeds[shard], index)
+                )
+                with seeded:
+                    outputs.append(fresh(self.experts[index](fresh(block))))
+            return torch.cat(outputs)
+
+        own = [self.experts[first + i] for i in range(len(sizes[0]))]
+        parts = torch.split(rows, [sum(each) for each in sizes])
+        return run_each(own, parts, compute, self._run.summed)
 
     def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
         """Return the sum of `outputs` (T, k, D_out), weighted by `gates`, as (T, D_out)."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from shardwise.comm import Collectives
 from shardwise.parallel.expert.expert_counts import ExpertCounts, StepCounts
 from shardwise.parallel.expert.token_share import ALONE
 from shardwise.world.current_batch import CurrentBatch
+
+if TYPE_CHECKING:
+    from shardwise.parallel.expert.split_experts import ExpertParallelModels
 
 
 class RoutedLayer(Protocol):
@@ -54,6 +57,9 @@ class RoutingRun:
         own_randomness: Returns a context manager that gives this rank a random stream different
             from those of the rest of its replica.
         reports: False if another rank of the replica has counted the same tokens.
+        is_exact: True if results must not depend on the number of ranks (`--exact`). `everyone` is
+            then only this rank, because each micro-shard has router losses of its own.
+        unsplit: Modules whose `forward` exact mode replaces although every rank holds all experts.
     """
 
     group: Collectives
@@ -62,6 +68,8 @@ class RoutingRun:
     lanes: Collectives = ALONE
     own_randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     reports: bool = True
+    is_exact: bool = False
+    unsplit: ExpertParallelModels | None = None
     loss_seed: float | Tensor = 0.0
     drops: bool | Tensor = False
     has_tokens: bool = False
@@ -70,6 +78,8 @@ class RoutingRun:
     """Divisor of the summed losses of the current backward pass; 0 if losses are means."""
     layers: dict[str, RoutedLayer] = field(default_factory=dict)
     """The layers of the engine's models, by name, in the same order on all ranks."""
+    summed: set[int] = field(default_factory=set)
+    """Ids of the parameters whose gradients this backward pass has added up in exact mode."""
 
     @property
     def has_losses(self) -> bool:
@@ -80,9 +90,10 @@ class RoutingRun:
         """True if the initial gradients of losses must include the full loss weights.
 
         They must if gradients of different ranks meet inside the graph, or if there are router
-        losses, whose weight differs from that of the rank's loss.
+        losses, whose weight differs from that of the rank's loss. In exact mode they always do, so
+        that rounding does not depend on whether experts are split.
         """
-        return self.is_split or self.has_losses
+        return self.is_split or self.has_losses or self.is_exact
 
     @property
     def step_counts(self) -> list[int]:
@@ -131,14 +142,14 @@ class RoutingRun:
         """Record that a forward pass has routed tokens that may count in the router losses."""
         self.has_tokens = True
 
-    def gather_counts(self, row: Tensor, *, of_all: bool) -> Tensor:
+    @staticmethod
+    def gather_counts(row: Tensor, group: Collectives) -> Tensor:
         """Gather each rank's counts, as (ranks, n) int64 on the CPU. Collective and blocking.
 
         Args:
             row: (n,) int64, the counts of this rank.
-            of_all: True to gather from every rank of the batch, False from the ranks of `group`.
+            group: The ranks to gather from.
         """
-        group = self.everyone if of_all else self.group
         # Send counts as fp64, which holds integers up to 2**53 exactly.
         sent = row.to(device=group.small_device, dtype=torch.float64)
         return group.read(group.gather_rows(sent)).to(torch.int64)
@@ -150,6 +161,6 @@ class RoutingRun:
         """
         if rows.shape[0] == self.group.size:
             return rows
-        # The ranks of a group have consecutive places among all ranks of the batch.
+        # The ranks of `group` have consecutive places among all ranks of the batch.
         first = self.everyone.rank - self.group.rank
         return rows[first : first + self.group.size]

@@ -10,8 +10,10 @@ level by level, so that the order of additions does not depend on the number of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Protocol
 
@@ -53,9 +55,17 @@ class Summation:
     """Grain of the bucket layout: no interval splits a group of this many elements."""
 
 
-def in_tree(shards: MicroShards) -> Summation:
-    """Return the exact mode's summation, which is bit-identical for any number of workers."""
-    return Summation(True, shards.fan_ins, squared_sums.exact_row, squared_sums.GRAIN)
+def in_tree(shards: MicroShards, pieces: Sequence[int] = ()) -> Summation:
+    """Return the exact mode's summation, which is bit-identical for any number of workers.
+
+    Args:
+        shards: This worker's micro-shards.
+        pieces: Numbers of elements at whose multiples parameters are divided among workers.
+    """
+    # Usually 64: only tensors of odd shapes need smaller groups of squares.
+    grain = math.gcd(squared_sums.GRAIN, *pieces)
+    square = partial(squared_sums.exact_row, grain=grain)
+    return Summation(True, shards.fan_ins, square, squared_sums.GRAIN)
 
 
 class GradientSum:

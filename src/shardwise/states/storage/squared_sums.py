@@ -101,13 +101,14 @@ def as_real(values: Tensor) -> Tensor:
     return values.float() if values.dtype in NARROW else values
 
 
-def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
+def exact_row(storage: Squared, own: Span, *, wide: bool = False, grain: int = GRAIN) -> Tensor:
     """Sum the squares of the elements `own` of `storage` exactly.
 
     Returns int64 bins of shape (2 x bins + 1,): two bins per exponent, and a last one that counts
     the grains (groups of 64 elements) that are not finite. Such rows can be added across buckets
     and ranks. If `wide` is true, squares are computed in fp64, for fp32 numbers whose squares
-    overflow.
+    overflow. A `grain` of fewer elements, a power of two, is for tensors that may be divided inside
+    a group of 64.
 
         s = x * x    (64)  ─▶  s[:32] + s[32:]  ─▶  ...  ─▶  one number per grain
 
@@ -123,13 +124,13 @@ def exact_row(storage: Squared, own: Span, *, wide: bool = False) -> Tensor:
         low, high = max(first, own[0]), min(first + value.numel(), own[1])
         for chunk in torch.split(value[low - first : max(high - first, 0)], EXACT_CHUNK):
             if chunk.numel():
-                _count(chunk, row, wide=wide)
+                _count(chunk, row, grain, wide=wide)
     return row
 
 
-def _count(values: Tensor, row: Tensor, *, wide: bool) -> None:
+def _count(values: Tensor, row: Tensor, grain: int, *, wide: bool) -> None:
     values = as_real(values).double() if wide else as_real(values)
-    squares = values.view(-1, GRAIN)
+    squares = values.view(-1, grain)
     squares = squares * squares
     # Add halves in a fixed order. `sum` could choose a different order on a different CPU.
     while squares.shape[1] > 1:
