@@ -61,6 +61,75 @@ def test_commands_of_meshes_run_as_printed(tmp_path):
         assert "trained" in done.stdout
 
 
+EXPERTS = """\
+import torch
+import transformers
+from torch import nn
+import shardwise as sw
+
+world = sw.init(seed=0)
+WIDTH = 16
+
+
+def expert():
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.ReLU(), nn.Linear(24, WIDTH))
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        experts = nn.ModuleList([expert() for _ in range(4)])
+        self.moe = sw.MoE(nn.Linear(WIDTH, 4, bias=False), experts, shared=expert(), balance=0.1)
+        self.words, self.head = nn.Embedding(19, WIDTH), nn.Linear(WIDTH, 19)
+
+    def forward(self, ids):
+        return self.head(self.moe(self.words(ids)))
+
+
+def Mixtral():
+    config = transformers.MixtralConfig(
+        vocab_size=19, hidden_size=WIDTH, intermediate_size=24, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, use_cache=False,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+model = MODEL()
+engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+data = torch.utils.data.TensorDataset(torch.randint(19, (32, 8)))
+for (ids,) in sw.Loader(data, batch_size=8):
+    logits = model(ids)
+    logits = getattr(logits, "logits", logits)
+    engine.backward(nn.functional.cross_entropy(logits.transpose(1, 2), ids))
+    engine.step()
+world.print("trained")
+"""
+
+
+@pytest.mark.parametrize("model", ["Own", pytest.param("Mixtral", marks=pytest.mark.full)])
+def test_plans_experts_together_with_tensor(tmp_path, model):
+    script, file = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(EXPERTS.replace("MODEL", model))
+    flags = ["--on", "4xH100", "--json", str(file)]
+    command = [sys.executable, "-m", "shardwise", "plan", *flags, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {each["command"]: each for each in json.loads(file.read_text())["placements"]}
+
+    def states(flags):
+        command = next(c for c in found if f"--zero 0 {flags} {script}" in c)
+        return found[command]["states_bytes"]["parameters"]
+
+    # A rank of one replica of two holds as many experts as without --tensor, and less of the rest.
+    assert states("--expert 4 --tensor 2") < states("--expert 4") < states("--expert 2")
+    assert states("--expert 2 --tensor 2") < states("--expert 2")
+    command = next(c for c in found if f"--zero 2 --expert 4 --tensor 2 {script}" in c)
+    words = [sys.executable, "-m", *shlex.split(command)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+
+
 ATTENTION = """\
 import torch
 import torch.nn.functional as F

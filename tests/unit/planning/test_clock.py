@@ -27,6 +27,7 @@ from shardwise.tools.plan.collectives import (
     reduce_scatter_seconds,
     send_seconds,
 )
+from shardwise.tools.plan.layout import lay_out
 from shardwise.tools.plan.meshes import meshes
 from shardwise.tools.plan.operations import Work, busy
 from shardwise.tools.plan.overlap import UnitTimes, backward_pass, forward_pass
@@ -328,3 +329,36 @@ def test_names_a_disk_missing_from_the_catalogue() -> None:
     row = Placement.zero(1).resting(optimizer=Tier("nvme", "/scratch"))
     with pytest.raises(Exception, match="no disk_gb_per_s for Box"):
         _seconds(1, 2, row=row)
+
+
+@pytest.mark.parametrize(
+    ("devices", "beside", "found"),
+    [(8, [1, 2], [(8, 1, 2), (8, 1, 4), (4, 2, 2), (4, 2, 4)]), (4, [1], [(4, 1, 2), (4, 1, 4)])],
+)
+def test_expert_sizes_are_multiples_of_tensor_sizes(
+    devices: int, beside: list[int], found: list[tuple[int, int, int]]
+) -> None:
+    cluster = Cluster(1, devices, DEVICE, NEAR, FAR)
+    several = meshes(cluster, [1, 2], 0, 0, 4, (), beside)
+    assert [(m.data, m.tensor, m.expert) for m in several if m.expert > 1] == found
+
+
+@pytest.mark.parametrize(
+    ("expert", "tensor", "held", "shares"),
+    [(4, 2, 1, [1.0, 1.0]), (2, 2, 2, [0.5, 0.5]), (2, 1, 2, [1.0, 1.0]), (1, 2, 4, [0.5, 0.5])],
+)
+def test_ranks_of_two_replicas_hold_and_shard_experts(
+    expert: int, tensor: int, held: int, shares: list[float]
+) -> None:
+    """`held` is the number of a rank's experts. `shares` are the parts that replicas own."""
+    size = 64 * held
+    record = replace(
+        _with_experts(),
+        parameters=tuple(
+            replace(each, shape=(64,)) for each in _with_experts().parameters if each.experts
+        ),
+    )
+    layout = lay_out(record, Placement.zero(1), 2, expert=expert, tensor=tensor)
+    assert sum(bucket.layout.numel for bucket in layout.buckets) == size
+    for rank, share in enumerate(shares):
+        assert sum(bucket.share(rank) for bucket in layout.buckets) == share * size

@@ -20,7 +20,14 @@ from shardwise.comm.base import Counts
 from shardwise.engine import tensor_parallel, unit_assignment
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.model import precision
-from shardwise.parallel.expert.split_experts import find_fused, find_layers, unsplit_reasons
+from shardwise.parallel.expert.moe import MoE
+from shardwise.parallel.expert.split_experts import (
+    ExpertParallelModels,
+    find_fused,
+    find_layers,
+    unsplit_reasons,
+)
+from shardwise.parallel.expert.token_share import TokenShare
 from shardwise.parallel.pipeline import partition
 from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.states.optimizer.optimizer_kind import may_fuse
@@ -248,14 +255,43 @@ class AbsentParts(AbsentRanks):
         return Handle()
 
 
-def split_first_part(spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int) -> EngineSpec:
+def split_first_part(
+    spec: EngineSpec, plan: Mapping[str, Any] | None, parts: int, *, spreads: bool = False
+) -> EngineSpec:
     """Return `spec` with its models reduced to the first of `parts` tensor-parallel parts.
 
-    Raises ModelError if no layer can be split, and ConfigError if the settings are incompatible
-    with tensor parallelism.
+    If `spreads` is true, routers and experts stay whole, as with `--expert`. Raises ModelError if
+    no layer can be split, and ConfigError if the settings are incompatible with tensor parallelism.
     """
     split = TensorParallelModels(
         AbsentRanks(parts), spec.device, sequence_parallel=spec.settings.sequence_parallel
     )
-    tensor_parallel.find_and_split(spec, split, plan)
+    among = spec
+    if spreads:
+        experts = ExpertParallelModels(AbsentRanks(parts), Solo())
+        for _, layer in find_layers(spec.models):
+            experts.modules |= {layer, *layer.router.modules(), *layer.experts.modules()}
+        experts.modules |= set(find_fused(spec.models).values())
+        among = replace(spec, experts=experts)
+    tensor_parallel.find_and_split(among, split, plan)
     return replace(spec, tensor=split)
+
+
+def route_shares(spec: EngineSpec, modules: Sequence[nn.Module], parts: int) -> None:
+    """Make modules with experts process a share of the tokens, as one of `parts` ranks would."""
+    lanes = AbsentRanks(parts)
+    for module in modules:
+        if isinstance(module, MoE):
+            assert spec.routing is not None
+            module.join_run(replace(spec.routing, group=Solo(), everyone=Solo(), lanes=lanes))
+            continue
+        plain = module.forward
+
+        def forward(
+            tokens: Tensor, *routing: Tensor, plain: Callable[..., Tensor] = plain, **named: Tensor
+        ) -> Tensor:
+            share = TokenShare(lanes, len(tokens))
+            own = [share.of(each) for each in (*routing, *named.values())]
+            return share.joined(plain(share.of(tokens), *own))
+
+        module.forward = forward

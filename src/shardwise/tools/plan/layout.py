@@ -34,7 +34,7 @@ class LaidBucket:
     unit: int
     group: GroupRecord | None
     holders: int = 1
-    """Number of adjacent ranks over which the experts are spread. The bucket has one rank's
+    """Number of adjacent replicas over which the experts are spread. The bucket has one rank's
     experts."""
 
     @property
@@ -70,8 +70,8 @@ class StateLayout:
 
     `frozen` are buckets of frozen parameters, which exist only if parameters are sharded or stored
     in 4 bits. `apart` is True if devices have their own memory, so that the tier `cpu` is separate
-    from it. Experts are spread over groups of `expert` ranks. The layout applies to the last rank
-    of a group, which has the most experts.
+    from it. Experts are spread over groups of `expert` ranks, `tensor` of which are in each
+    replica. The layout applies to the last rank of a group, which has the most experts.
     """
 
     record: StepRecord
@@ -177,10 +177,11 @@ def lay_out(
     bucket_mb: float = 25.0,
     apart: bool = False,
     expert: int = 1,
+    tensor: int = 1,
 ) -> StateLayout:
     """Return the buckets of `record` with placement `row` on `ranks` ranks.
 
-    `bucket_mb` is the maximum size of a bucket in MiB. `apart` and `expert` are as in
+    `bucket_mb` is the maximum size of a bucket in MiB. The other arguments are as in
     `StateLayout`.
     """
     # Units are gathered one by one, so a bucket must not contain parameters of two units.
@@ -201,13 +202,21 @@ def lay_out(
         record,
         row,
         ranks,
-        _laid(record, trained, ranks, capacity, expert, by_unit=by_unit, as_given=cuts_nothing),
+        _laid(
+            record,
+            trained,
+            ranks,
+            capacity,
+            (expert, tensor),
+            by_unit=by_unit,
+            as_given=cuts_nothing,
+        ),
         _laid(
             record,
             frozen,
             ranks if by_unit else 1,
             capacity,
-            expert,
+            (expert, tensor),
             by_unit=True,
             as_given=False,
         ),
@@ -221,15 +230,18 @@ def _laid(
     parameters: Sequence[ParameterRecord],
     ranks: int,
     capacity: int,
-    expert: int,
+    spread: tuple[int, int],
     *,
     by_unit: bool,
     as_given: bool,
 ) -> tuple[LaidBucket, ...]:
     """Return the buckets of `parameters`.
 
-    If `as_given` is true, optimizers that are not torch's receive full tensors.
+    `spread` are the ranks over which experts are spread, and those of them in each replica. If
+    `as_given` is true, optimizers that are not torch's receive full tensors.
     """
+    # `ranks` are replicas, so count the replicas over which experts are spread.
+    expert, replicas = spread[0], max(spread[0] // spread[1], 1)
     specs = []
     for each in parameters:
         group = record.groups[each.group] if each.group >= 0 else None
@@ -258,11 +270,11 @@ def _laid(
         nf4_storage.BLOCK if any(each.quantised for each in record.parameters) else 1,
     )
     for layout in bucket_layout.lay_out(
-        specs, ranks=ranks, capacity=capacity, expert_copies=ranks // expert, grain=grain
+        specs, ranks=ranks, capacity=capacity, expert_copies=ranks // replicas, grain=grain
     ):
         first = parameters[layout.slots[0].parameter]
         group = record.groups[first.group] if first.group >= 0 else None
-        holders = expert if layout.axis == bucket_layout.EXPERT_COPIES else 1
+        holders = replicas if layout.axis == bucket_layout.EXPERT_COPIES else 1
         buckets.append(
             LaidBucket(
                 layout, first.itemsize, first.dtype, first.unit, group, holders, first.quantised

@@ -148,6 +148,7 @@ def predict(
         bucket_mb=choice.bucket_mb,
         apart=hardware.apart,
         expert=choice.expert,
+        tensor=choice.tensor,
     )
     count = len(record.operations)
     parts = {kind: np.zeros(count + 1, dtype=np.int64) for kind in KINDS}

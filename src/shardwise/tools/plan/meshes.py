@@ -55,6 +55,7 @@ def meshes(
     total: int,
     experts: int = 0,
     contexts: Sequence[int] = (),
+    beside_experts: Sequence[int] = (1,),
 ) -> Iterator[AxisSizes]:
     """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
 
@@ -63,7 +64,8 @@ def meshes(
     `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
     `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
     `total` replicas. `experts` is the smallest number of experts in any layer, or 0 if experts
-    cannot be spread over replicas.
+    cannot be spread over ranks. Tensor-parallel sizes are only combined with experts if they are in
+    `beside_experts`.
     """
     for parts in tensor:
         devices = cluster.devices // parts
@@ -72,10 +74,12 @@ def meshes(
             data = min(devices // stages, total) if total else devices // stages
             for schedule in schedules(stages, layers):
                 yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
-            # Not searched together with --tensor, which the engine also supports.
-            for expert in _powers(min(data, experts))[1:] if parts == stages == 1 else ():
-                if data % expert == 0:
-                    yield AxisSizes(data=data, expert=expert)
+            if stages > 1 or parts not in beside_experts:
+                continue
+            for expert in _powers(min(data * parts, experts))[1:]:
+                # The ranks of a replica share its tokens out, so they hold different experts.
+                if data * parts % expert == 0 and expert % parts == 0:
+                    yield AxisSizes(data=data, tensor=parts, expert=expert)
     for context in contexts:
         # The ranks of a context group have the same samples.
         groups = cluster.devices // context

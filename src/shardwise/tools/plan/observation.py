@@ -65,6 +65,8 @@ class Observation:
     """Number of context-parallel ranks. The first one is observed."""
     method: str = ""
     """The `--context-method`."""
+    spread: bool = False
+    """Whether tensor parallelism leaves experts whole, and each rank routes a share of tokens."""
     exchanged: list[SequenceExchange] = field(default_factory=list)
     layers: list[LayerRecord] = field(default_factory=list)
     routed: list[RoutedTokens] = field(default_factory=list)
@@ -76,12 +78,20 @@ class Observation:
     current: ClassVar[Observation | None] = None
 
     @classmethod
-    def begin(cls, path: Path, tensor: int, context: int = 1, method: str = "") -> Observation:
+    def begin(
+        cls, path: Path, tensor: int, context: int = 1, method: str = "", *, spread: bool = False
+    ) -> Observation:
         """Start recording, and make the new observation `current`."""
         # Operators receive both real tensors (the batch) and fake ones (parameters).
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         cls.current = cls(
-            path, fake, StepRecorder(fake), tensor=tensor, context=context, method=method
+            path,
+            fake,
+            StepRecorder(fake),
+            tensor=tensor,
+            context=context,
+            method=method,
+            spread=spread,
         )
         cls.current.recorder.__enter__()  # type: ignore[no-untyped-call]
         return cls.current

@@ -124,9 +124,12 @@ class Way(NamedTuple):
     context: int = 1
     method: str = ""
     """The `--context-method`, or "" without context parallelism."""
+    spread: bool = False
+    """True if tensor parallelism leaves experts whole, so that `--expert` can spread them."""
 
     def __str__(self) -> str:
         axes = f", --tensor {self.tensor}" if self.tensor > 1 else ""
+        axes += ", --expert" if self.spread else ""
         axes += f", --context {self.context} ({self.method})" if self.context > 1 else ""
         return f"activations {self.activations}{axes}"
 
@@ -166,6 +169,7 @@ def observe(
         # output.
         path = Path(folder) / "record.json"
         sizes = [str(samples or 0), str(way.tensor), str(way.context), way.method]
+        sizes.append(str(int(way.spread)))
         arguments = [str(path), *sizes, *script.run_words]
         cold = ["-m", OBSERVER, *arguments]
         # Always observe on the CPU: the shapes of fake tensors do not depend on the device.

@@ -34,6 +34,7 @@ from shardwise.tools.plan.engine_parts import (
     note_layers,
     note_spec,
     replace_in,
+    route_shares,
     split_first_part,
 )
 from shardwise.tools.plan.observation import Observation, finish
@@ -76,7 +77,9 @@ class ObservedEngine(Engine):
             world.settings = replace(world.settings, context_method=observation.method)
         spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
         if observation.tensor > 1:
-            spec = split_first_part(spec, tensor_plan or {}, observation.tensor)
+            spec = split_first_part(
+                spec, tensor_plan or {}, observation.tensor, spreads=observation.spread
+            )
         if spec.context is not None:
             spec.context.skip_trial()
         self._spec = spec
@@ -97,6 +100,8 @@ class ObservedEngine(Engine):
         self._hook_modules(noted.modules, inside)
         if spec.context is not None:
             spec.context.install()
+        if observation.spread:
+            route_shares(spec, [module for module, *_ in experts], observation.tensor)
         for module, number, divisible in experts:
             hook = self._routing(number, divisible)
             attach(module.register_forward_pre_hook, hook, with_kwargs=True)
@@ -211,8 +216,10 @@ class ObservedEngine(Engine):
                 return
             # Transformers' experts also receive the chosen experts, (T, k).
             top_k = module.top_k if isinstance(module, MoE) else values[1].shape[-1]
+            # The ranks of a replica have the same tokens, and each sends a share of them.
+            senders = self._observation.tensor if self._observation.spread else 1
             tokens = RoutedTokens(
-                values[0].numel() * values[0].element_size() * int(top_k),
+                -(-values[0].numel() * values[0].element_size() * int(top_k) // senders),
                 recorder.unit,
                 experts,
                 divisible,

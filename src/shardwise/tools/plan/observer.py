@@ -1,12 +1,12 @@
 """Runs a script with an engine that observes its first step, for `shardwise plan`.
 
-    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SCRIPT ...
+    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SPREAD SCRIPT ...
 
 SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR and
 CONTEXT are the numbers of tensor-parallel and context-parallel ranks, and METHOD is the
---context-method. The script's data, loaders and model code run unchanged. `sw.Engine` frees the
-parameters' storage. At the end of the first step, the record is written to FILE and the script
-exits.
+--context-method. SPREAD is 1 if experts are spread over tensor-parallel ranks, and otherwise 0. The
+script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' storage. At
+the end of the first step, the record is written to FILE and the script exits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from shardwise.world.world import World
 
 def main(arguments: list[str]) -> None:
     """Observe a script. `arguments` is the command line described in the module docstring."""
-    path, samples, tensor, context, method, *words = arguments
-    observation = Observation.begin(Path(path), int(tensor), int(context), method)
+    path, samples, tensor, context, method, spread, *words = arguments
+    observation = Observation.begin(
+        Path(path), int(tensor), int(context), method, spread=spread == "1"
+    )
     # Replace Engine before the script runs, so that the script imports the replacement. The
     # integrations with other libraries import it from these three modules.
     for name in ("shardwise.engine", "shardwise.engine.engine", "shardwise.engine.engines"):

@@ -58,7 +58,7 @@ class Parallelism:
 
     def copies_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that hold the same experts."""
-        return group_of(cluster, self.data // self.expert, self.expert)
+        return group_of(cluster, self.data * self.tensor // self.expert, self.expert)
 
     def expert_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that together hold every expert once."""

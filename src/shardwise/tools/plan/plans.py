@@ -236,7 +236,13 @@ class Plan:
         """Return the bytes that a rank sends for attention in a step."""
         choice, question = line.choice, self.question
         activations = "recomputed" if choice.recomputed else "kept"
-        way = Way(activations, choice.tensor, choice.context, choice.context_method)
+        way = Way(
+            activations,
+            choice.tensor,
+            choice.context,
+            choice.context_method,
+            choice.tensor > 1 and choice.expert > 1,
+        )
         return question.record(way, choice.micro_batch).sent_bytes * choice.micro_batches
 
 
@@ -335,10 +341,15 @@ def _observe_parts(
     # Size 1 is already observed. Stop at the first failure, because a model that cannot be split
     # into 2 parts cannot be split into 4 either.
     for parts in tensor_sizes(cluster)[1:]:
+        way = Way(tensor=parts)
         try:
-            steps[Way(tensor=parts)] = observe(Way(tensor=parts))
+            steps[way] = observe(way)
+            if Question(steps, cluster).experts >= parts:
+                way = way._replace(spread=True)
+                steps[way] = observe(way)
         except LaunchError as error:
-            yield f"--tensor {parts} was not tried: {error}"
+            beside = " together with --expert" if way.spread else ""
+            yield f"--tensor {parts} was not tried{beside}: {error}"
             break
     if cluster.devices > 1 and (why := steps[PLAIN].large.no_pipeline):
         stages = "a PipelineModule defines its number of stages" if script.adopt else why
@@ -366,7 +377,8 @@ def saved_bytes(line: Line, record: StepRecord) -> int:
     """
     row, states = line.choice.row, line.memory.states
     # Only the ranks with the same experts divide them, which makes this an upper bound for others.
-    data = line.choice.data // line.choice.expert
+    choice = line.choice
+    data = min(choice.data, choice.data * choice.tensor // choice.expert)
     replicated = [line.memory.at_peak()["frozen"]]
     total = record.buffer_bytes
     for name in ("parameters", "optimizer"):

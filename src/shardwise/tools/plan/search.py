@@ -106,7 +106,8 @@ class Question:
         if self.has_narrow_weights:  # the engine rejects them with split layers and experts
             return list(meshes(self.cluster, [1], 0, total, 0, contexts))
         parts = sorted({way.tensor for way in self.steps})
-        return list(meshes(self.cluster, parts, layers, total, self._experts, contexts))
+        beside = sorted({way.tensor for way in self.steps if way.tensor == 1 or way.spread})
+        return list(meshes(self.cluster, parts, layers, total, self.experts, contexts, beside))
 
     @property
     def has_narrow_weights(self) -> bool:
@@ -114,7 +115,7 @@ class Question:
         return any(each.quantised for each in self.step.large.parameters)
 
     @property
-    def _experts(self) -> int:
+    def experts(self) -> int:
         """The smallest number of experts in any layer, or 0 if the engine would not spread them."""
         record = self.step.large
         fused = any(each.experts and each.expert < 0 for each in record.parameters)
@@ -124,8 +125,8 @@ class Question:
 
     def ways(self, mesh: AxisSizes) -> list[Way]:
         """Return the observations made with the mesh's tensor- and context-parallel sizes."""
-        sizes = mesh.tensor, mesh.context
-        return [way for way in self.steps if (way.tensor, way.context) == sizes]
+        sizes = mesh.tensor, mesh.context, mesh.tensor > 1 and mesh.expert > 1
+        return [way for way in self.steps if (way.tensor, way.context, way.spread) == sizes]
 
     def record(self, way: Way, samples: int) -> StepRecord:
         """Return the record of a micro-batch of `samples` samples, observed with `way`."""

@@ -231,7 +231,7 @@ def _update(
     # With a sharded optimizer, each rank updates only its own shard.
     own = trained + experts
     if row.is_sharded("optimizer"):
-        own = trained / run.data + experts * run.expert / run.data
+        own = trained / run.data + experts * run.expert / (run.data * run.tensor)
     seconds = {UPDATE: memory_seconds(own * size.update, device), PUBLISH: 0.0, OFFLOAD: 0.0}
     # After an update, parameters are published only if they are not sharded: sharded parameters
     # are gathered before their next use instead.
