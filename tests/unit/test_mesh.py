@@ -48,7 +48,7 @@ def test_expert_ranks_are_consecutive():
 
 
 @pytest.mark.parametrize(
-    "others", [{"tensor": 4}, {"pipeline": 2}, {"islands": 2}, {"exact": 4}], ids=str
+    "others", [{"tensor": 4}, {"pipeline": 2}, {"islands": 2}, {"exact": 9}], ids=str
 )
 def test_expert_refuses_what_it_cannot_be_combined_with(others):
     settings = Settings(expert=2, **others)

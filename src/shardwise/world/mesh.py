@@ -266,12 +266,19 @@ def _check_context(settings: Settings) -> None:
 
 def _check_expert(settings: Settings, islands: int) -> None:
     """Raise ConfigError if other axes of `settings` cannot be combined with `--expert`."""
-    for name, number in {"pipeline": settings.pipeline, "islands": islands}.items():
-        if number > 1:
-            raise ConfigError(
-                f"--expert {settings.expert} cannot be combined with --{name} {number} yet. Remove "
-                "one of the two."
-            )
+    if settings.pipeline > 1:
+        raise ConfigError(
+            f"--expert {settings.expert} cannot be combined with --pipeline {settings.pipeline} "
+            "yet: an exchange of tokens needs all workers at the same layer, but the stages run "
+            "different micro-batches at the same time. Remove one of the two; --tensor and --zero 3 "
+            "also reduce the memory for layers, and work with --expert."
+        )
+    if islands > 1:
+        raise ConfigError(
+            f"--expert {settings.expert} cannot be combined with --islands {islands} yet: the "
+            "workers that hold the experts may be in different islands, which do not exchange "
+            "tokens in each layer. Remove one of the two."
+        )
     if settings.expert % settings.tensor:
         raise ConfigError(
             f"--expert {settings.expert} is not a multiple of --tensor {settings.tensor}: the "
