@@ -270,8 +270,8 @@ def _check_expert(settings: Settings, islands: int) -> None:
         raise ConfigError(
             f"--expert {settings.expert} cannot be combined with --pipeline {settings.pipeline} "
             "yet: an exchange of tokens needs all workers at the same layer, but the stages run "
-            "different micro-batches at the same time. Remove one of the two; --tensor and --zero 3 "
-            "also reduce the memory for layers, and work with --expert."
+            "different micro-batches at the same time. Remove one of the two: --tensor and --zero 3"
+            " also reduce the memory for layers, and work with --expert."
         )
     if islands > 1:
         raise ConfigError(
