@@ -760,7 +760,7 @@ def generates(world: sw.World) -> tuple[Tensor, Tensor]:
     with engine.uneven():
         # Ranks run different numbers of forward passes.
         last = [logits(length) for length in [7, 3, 7][: 1 + 2 * world.rank]][-1]
-        with pytest.raises(ModelError, match="on whole sequences"):
+        with pytest.raises(UsageError, match="takes whole sequences"):
             logits(batch[0].size(1))
     with engine.full_parameters():
         copied = problem.model()

@@ -59,7 +59,7 @@ class ContextParallel:
         sent = {name: f"{cost * (1 - kept) / 1024:,.0f} KiB" for name, cost in costs.items()}
         others = [f"{name} would send {kib}" for name, kib in sent.items() if name != method]
         why = (others or [f"{self.size} does not divide the heads of a worker"])[0]
-        return f"{_METHODS[method]}, {sent[method]} per worker, layer and step ({why})"
+        return f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch ({why})"
 
     @property
     def size(self) -> int:
@@ -101,10 +101,10 @@ class ContextParallel:
 
     @untraced
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs | None:
-        if self._is_whole:
-            # Attention raises an error for a part of the current batch.
-            return None
         lengths = self.run.lengths_now(training=torch.is_grad_enabled())
+        if self._is_whole:
+            self._check_whole((args, kwargs), lengths)
+            return None
         if not lengths:
             raise UsageError(
                 f"--context {self.size}: a forward pass without a batch whose sequences are cut. "
@@ -134,6 +134,20 @@ class ContextParallel:
             self.run.leave()
             raise
         return completed
+
+    def _check_whole(self, inputs: Inputs, lengths: list[int]) -> None:
+        """Raise UsageError if `inputs` seem to be this rank's part of the current batch."""
+        if not lengths:
+            return
+        own = lengths[self.run.group.rank]
+        tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim > 1]
+        if any(x.size(1) == own for x in tensors):
+            raise UsageError(
+                f"--context {self.size}: inside engine.uneven() or engine.full_parameters() the "
+                f"model takes whole sequences, but its input has {own} tokens, as this worker's "
+                f"part of the current batch of {sum(lengths)}. Evaluate batches outside of the "
+                "block. To generate text, leave the loop over the Loader first."
+            )
 
     @untraced
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
@@ -170,8 +184,7 @@ class ContextParallel:
 
         `is_weighted` is True if the user passed a weight.
         """
-        if reduction == "ddp":
-            raise UsageError(self._mean_of_means())
+        self._refuse_mean_of_means(reduction)
         if is_weighted or reduction == "sum" or terms.is_sum or terms.is_zero:
             return
         advice = (
@@ -208,21 +221,21 @@ class ContextParallel:
 
     def check_weighted(self, reduction: str, *, is_weighted: bool) -> None:
         """Raise UsageError if `engine.forward_backward` would weight its losses by rows."""
-        if reduction == "ddp":
-            raise UsageError(self._mean_of_means())
+        self._refuse_mean_of_means(reduction)
         if not is_weighted and reduction != "sum":
             raise UsageError(
                 f"engine.forward_backward with --context {self.size} and without weight=: parts of "
-                "a sequence have different numbers of labels. Pass a function that counts those of "
-                "a micro-batch: engine.forward_backward(loss_of, *batch, weight=lambda x, labels: "
-                "int((labels != -100).sum()))."
+                "a sequence have different numbers of labels. Pass a function that counts the "
+                "labels of a micro-batch: engine.forward_backward(loss_of, *batch, weight=lambda "
+                "x, labels: int((labels != -100).sum()))."
             )
 
-    def _mean_of_means(self) -> str:
-        return (
-            f'reduction="ddp" with --context {self.size}: a mean of means is wrong if parts have '
-            "different numbers of tokens. Leave it out, or pass weight=."
-        )
+    def _refuse_mean_of_means(self, reduction: str) -> None:
+        if reduction == "ddp":
+            raise UsageError(
+                f'reduction="ddp" with --context {self.size}: a mean of means is wrong if parts '
+                "have different numbers of tokens. Leave it out, or pass weight=."
+            )
 
     def describe(self) -> str:
         """Describe how attention exchanges data, for the startup summary."""
@@ -230,7 +243,7 @@ class ContextParallel:
 
 
 _METHODS = {
-    "auto": "attention exchanges heads (Ulysses) or gathers keys, whichever sends less",
+    "auto": "attention exchanges heads (Ulysses) or gathers keys, by the bytes that they send",
     "ulysses": "attention exchanges heads (Ulysses)",
     "gathered": "attention gathers keys and values",
 }

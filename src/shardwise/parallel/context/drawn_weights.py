@@ -42,9 +42,9 @@ class _Weight:
 
 
 class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context manager in which operations see values in the parameters that this object made.
+    """Gives values to the parameters that this object created, for each operation that uses one.
 
-    Enter it for the forward and the backward pass.
+    A context manager. Enter it for the forward pass and for the backward pass.
 
     Args:
         device: The device of the parameters.

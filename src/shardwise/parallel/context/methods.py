@@ -93,8 +93,8 @@ def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, meth
 def bytes_sent(call: AttentionCall, lengths: Sequence[int], method: str) -> float:
     """Return the number of bytes that a rank sends for a forward and a backward pass of `call`.
 
-    The number is a mean over the ranks, includes what a rank sends to itself, and is the same on
-    all ranks. Masks are sent in the forward pass only.
+    The number is a mean over the ranks, and the same on all of them. It includes the bytes that a
+    rank sends to itself. Masks are sent in the forward pass only.
 
     Args:
         call: The call on this rank, with a wide mask.

@@ -1,7 +1,7 @@
 """Runs modules that compute attention themselves, named in `context_plan`, on full sequences.
 
 Their `forward` takes queries, keys and values, and computes attention in any way, for example with
-flex_attention or with a softmax of its own. As in the method "ulysses", each rank runs the module
+matrix products and a softmax. As in the method "ulysses", each rank runs the module
 on full sequences for some heads:
 
     (rows, heads, own length, features)  ──▶  to_heads  ──▶  forward  ──▶  to_parts
@@ -30,7 +30,7 @@ ContextPlan = Sequence[str]
 
 
 def names_of(model: nn.Module, plan: ContextPlan) -> list[str]:
-    """Return the names of the modules that `plan` names. Raises ModelError if there are none."""
+    """Return the names of the modules in `plan`. Raises ModelError if a pattern matches no name."""
     named = [name for name, _ in model.named_modules()]
     names: list[str] = []
     for pattern in [plan] if isinstance(plan, str) else plan:
@@ -52,7 +52,7 @@ class PlannedAttention:
     def __init__(self, name: str, run: ContextRun) -> None:
         self._name, self._run = name, run
         self._stack: list[ExitStack | None] = []
-        """What the running calls of the module undo. None for calls on full sequences."""
+        """One entry for each running call of the module, or None if it runs on full sequences."""
 
     def attach(self, module: nn.Module) -> Iterator[Hooked]:
         """Yield the hooks on `module`, which copies of it don't have."""
@@ -77,7 +77,7 @@ class PlannedAttention:
         for n in places[3:]:
             if leaves[n].ndim == 4 and own in leaves[n].shape[2:]:
                 leaves[n] = mask_of_heads(leaves[n], run.lengths, run.group)
-        # Attention inside the module is that of full sequences.
+        # The module already has full sequences, so its calls of attention exchange nothing.
         stack.enter_context(run.inside_heads())
         return pytree.tree_unflatten(leaves, nest)
 

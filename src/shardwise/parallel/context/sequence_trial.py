@@ -245,7 +245,7 @@ class SequenceTrial:
         if terms or results.losses:
             total = torch.stack([*terms, *results.losses]).sum()
             if total.requires_grad:
-                with weights:
+                with weights, fixed:  # fixed, because recomputation draws again
                     torch.autograd.backward(total, inputs=list(named.values()))
             results.grads = {name: weights.sketch_of(p) for name, p in named.items()}
         # Free the graph, which the other run does not need.
