@@ -14,13 +14,33 @@ from tests.unit.experts.naive import Loops, moe
 WIDTH, WORDS, LONGEST = 8, 11, 16
 
 
+class Core(nn.Module):
+    """Attention with a softmax of its own, causal by default."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return (rows, heads, tokens, features)."""
+        tokens = q.size(2)
+        copies = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() if mask is None else mask
+        scores = q @ k.mT / q.size(3) ** 0.5
+        return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
+
+
 class Block(nn.Module):
     """Grouped-query attention, and a two-layer network or a mixture of them."""
 
     def __init__(
-        self, heads: int, groups: int, experts: dict[str, Any] | None, dropout: float
+        self,
+        heads: int,
+        groups: int,
+        experts: dict[str, Any] | None,
+        dropout: float,
+        *,
+        own_core: bool,
     ) -> None:
         super().__init__()
+        self.core = Core() if own_core else None
         self.heads, self.groups, features = heads, groups, WIDTH // heads
         self.dropout = dropout
         self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
@@ -40,15 +60,19 @@ class Block(nn.Module):
         q = self.q(h).view(rows, tokens, self.heads, -1).transpose(1, 2)
         k = self.k(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
         v = self.v(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
-        attended = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=self.heads != self.groups,
-        )
+        mask = mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask
+        if self.core is not None:
+            attended = self.core(q, k, v, mask)
+        else:
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                dropout_p=self.dropout if self.training else 0.0,
+                is_causal=mask is None,
+                enable_gqa=self.heads != self.groups,
+            )
         x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, -1))
         h = self.norm2(x)
         return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
@@ -67,10 +91,14 @@ class Model(nn.Module):
         groups: int = 4,
         experts: dict[str, Any] | None = None,
         dropout: float = 0.0,
+        *,
+        own_core: bool = False,
     ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks = nn.ModuleList([Block(heads, groups, experts, dropout) for _ in range(2)])
+        self.blocks = nn.ModuleList(
+            [Block(heads, groups, experts, dropout, own_core=own_core) for _ in range(2)]
+        )
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -102,6 +130,10 @@ class Problem:
     """Options of `sw.MoE` in each block, or None for dense blocks."""
     dropout: float = 0.0
     """Probability with which attention drops a score."""
+    own_core: bool = False
+    """True to compute attention in a module with a softmax of its own."""
+    scheduled: bool = False
+    """True to call `engine.forward_backward`, which cuts batches into micro-batches."""
     seed: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     method: str = "auto"
@@ -109,7 +141,9 @@ class Problem:
     def model(self) -> Model:
         """Return the model in fp64, the same in every process."""
         torch.manual_seed(7 + self.seed)
-        return Model(self.heads, self.groups, self.experts, self.dropout).double()
+        return Model(
+            self.heads, self.groups, self.experts, self.dropout, own_core=self.own_core
+        ).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer of all parameters."""
@@ -203,13 +237,25 @@ def trained(
     """Train with an engine on this rank. Return what to compare. `wrap` may compile the model."""
     model = wrap(problem.model())
     optimizer = problem.optimizer_of(model)
-    engine = sw.Engine(model, optimizer, tensor_plan=PLAN, quiet=True, **problem.settings)
+    planned = ["blocks.*.core"] if problem.own_core else None
+    engine = sw.Engine(
+        model, optimizer, tensor_plan=PLAN, context_plan=planned, quiet=True, **problem.settings
+    )
     losses, norms = [], []
     for step in range(problem.steps):
         batches = problem.batches(step)
         for number, batch in enumerate(batches):
             mine = world.share(batch)
-            weight = int((mine[-1] != -100).sum()) if problem.own_mean else None
+            if problem.scheduled:
+                engine.forward_backward(
+                    lambda *part: problem.loss_of(model, part),
+                    *mine,
+                    weight=lambda *part: int((part[-1] != -100).sum()),
+                )
+                continue
+            # The stages of a pipeline without the loss cannot count its labels.
+            is_counted = problem.own_mean or world.pipeline_size > 1
+            weight = int((mine[-1] != -100).sum()) if is_counted else None
             last = number == len(batches) - 1
             engine.backward(problem.loss_of(model, mine), weight=weight, last=last)
         stats = engine.step(max_norm=0.5)

@@ -25,6 +25,8 @@ from tests.distributed.group import Groups
 ROUTED = {"balance": 0.3, "z_loss": 0.05, "bias_rate": 0.02}
 """Router losses and a selection bias."""
 
+RECOMPUTED = {"activations": "recomputed"}
+
 CASES = {
     # ranks, parts per sequence, training, and other axes of the mesh
     "zero 0": (2, 2, Problem(settings={"zero": 0})),
@@ -84,6 +86,148 @@ TENSOR = {
 )
 def test_equals_one_process_with_split_layers(group, name):
     check(group, 4, 2, TENSOR[name], tensor=2)
+
+
+PLANNED = {
+    # modules that compute attention themselves
+    "causal": (2, 2, Problem(own_core=True, settings={"zero": 1})),
+    "recomputed": (
+        4,
+        4,
+        Problem("adamw", own_core=True, groups=2, settings={"zero": 3} | RECOMPUTED),
+    ),
+    "documents": (2, 2, Problem(own_core=True, mask="documents", rows=(3,))),
+    "padding": (2, 2, Problem(own_core=True, mask="padding", rows=(3,))),
+    "in stages": (
+        4,
+        2,
+        Problem(own_core=True, rows=(4,), scheduled=True, settings={"zero": 2}),
+        {"pipeline": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("recomputed", "documents") else pytest.mark.full)
+        for n in PLANNED
+    ],
+)
+def test_planned_attention_equals_one_process(group, name):
+    size, context, problem, *axes = PLANNED[name]
+    check(group, size, context, problem, **(axes[0] if axes else {}))
+
+
+def plan_errors(world: sw.World) -> list[str]:
+    """Return the errors of plans that do not fit the model."""
+    said = []
+    for plan, heads in ((["blocks.*.core"], 3), (["blocks.*.norm"], 4), (["cores"], 4)):
+        model = Problem(heads=heads, groups=heads, own_core=True).model()
+        optimizer = torch.optim.SGD(model.parameters())
+        engine = None
+        try:
+            engine = sw.Engine(model, optimizer, context_plan=plan, quiet=True)
+            ids, positions, _, _ = world.share(Problem().batches(0)[0])
+            model(ids, positions)
+        except ModelError as error:
+            said.append(str(error))
+        finally:
+            if engine is not None:
+                engine.close()
+    return said
+
+
+def test_refuses_plans_that_do_not_fit(group):
+    for heads, norm, missing in group(2, context=2)(plan_errors):
+        assert "blocks.0.core has 3 heads of queries" in heads
+        assert "blocks.0.norm takes tensors of shapes" in norm
+        assert "no module is called cores" in missing
+
+
+STAGES = {
+    # training with --pipeline 2 --context 2, and other axes of the mesh
+    "plain loop": (4, Problem(settings={"zero": 1})),
+    "1f1b": (4, Problem("adamw", rows=(4,), scheduled=True, settings={"zero": 2})),
+    "gpipe, recomputed": (
+        4,
+        Problem(
+            rows=(3, 2),
+            scheduled=True,
+            settings={"schedule": "gpipe", "zero": 3, "activations": "recomputed"},
+        ),
+    ),
+    "interleaved": (
+        4,
+        Problem("adamw", rows=(5,), scheduled=True, settings={"schedule": "interleaved"}),
+    ),
+    "zero-bubble": (4, Problem(rows=(4,), scheduled=True, settings={"schedule": "zero-bubble"})),
+    "a part without labels, divided by 0": (
+        4,
+        Problem(rows=(4,), unlabelled=6, own_mean=True, scheduled=True, settings={"zero": 2}),
+    ),
+    "documents, gathered": (
+        4,
+        Problem(mask="documents", method="gathered", rows=(3,), scheduled=True),
+    ),
+    "one row": (4, Problem(rows=(1,), scheduled=True, settings={"zero": 3})),
+    "two replicas": (8, Problem("adamw", rows=(5,), scheduled=True, settings={"zero": 3})),
+    "split layers": (8, Problem(rows=(4,), scheduled=True, settings={"zero": 2}), {"tensor": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("1f1b", "interleaved") else pytest.mark.full)
+        for n in STAGES
+    ],
+)
+def test_equals_one_process_in_stages(group, name):
+    size, problem, *axes = STAGES[name]
+    check(group, size, 2, problem, pipeline=2, **(axes[0] if axes else {}))
+
+
+class RootAttention(Model):
+    """Also calls attention outside of all layers, on the stage that has the embeddings."""
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        heads = x.unflatten(2, (4, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = x + attended.transpose(1, 2).flatten(2)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x) @ self.words.weight.T
+
+
+def root_model() -> RootAttention:
+    """Return the same model in every process."""
+    torch.manual_seed(3)
+    return RootAttention().double()
+
+
+def steps_with_root_attention(world: sw.World) -> tuple[float, float]:
+    """Return the loss and the gradient norm of one step."""
+    model, problem = root_model(), Problem(rows=(4,))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), zero=1, quiet=True)
+    engine.forward_backward(
+        lambda *part: problem.loss_of(model, part),
+        *world.share(problem.batches(0)[0]),
+        weight=lambda *part: int((part[-1] != -100).sum()),
+    )
+    stats = engine.step(max_norm=1e9)
+    engine.close()
+    return float(stats.loss), float(stats.grad_norm)
+
+
+def test_attention_between_layers_runs_on_one_stage(group):
+    model, problem = root_model(), Problem(rows=(4,))
+    loss = problem.loss_of(model, problem.batches(0)[0])
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    for ours in group(4, context=2, pipeline=2)(steps_with_root_attention):
+        assert ours == pytest.approx((loss.item(), norm.item()), rel=1e-8)
 
 
 @pytest.mark.full
@@ -148,12 +292,61 @@ def test_random_program_equals_one_process(group, seed):
     check(group, *random_case(seed))
 
 
+def random_split_case(seed: int) -> tuple[int, Problem, dict[str, int]]:
+    """Return the ranks, the training and the axes of a seed: layers are split, or in stages."""
+    draw = Random(1000 + seed)
+    axes = draw.choice(
+        [{"tensor": 2}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}]
+    )
+    each = axes.get("tensor", 1)
+    heads = draw.choice([2, 4, 8] if each > 1 else [1, 2, 3, 4, 8])
+    groups = draw.choice([n for n in range(each, heads + 1, each) if heads % n == 0])
+    length = draw.randint(4, 16)
+    settings: dict[str, object] = {"zero": draw.randrange(4)}
+    if draw.random() < 0.4:
+        settings["activations"] = "recomputed"
+    if each > 1 and draw.random() < 0.5:
+        settings["sequence_parallel"] = True
+    scheduled = "pipeline" in axes and draw.random() < 0.8
+    if scheduled:
+        settings["schedule"] = draw.choice(["1f1b", "gpipe", "interleaved", "zero-bubble"])
+        if settings["schedule"] == "zero-bubble":
+            settings |= {"zero": draw.randrange(3), "activations": "kept"}
+    return (
+        2 * each * axes.get("pipeline", 1),
+        Problem(
+            draw.choice(["sgd", "adamw"]),
+            rows=tuple(draw.randint(1, 5) for _ in range(draw.randint(1, 2))),
+            length=length,
+            heads=heads,
+            groups=groups,
+            # A bias is a mask of all heads, but with --tensor a worker has only some of them.
+            mask=draw.choice(["", "", "padding", "documents", "window"] + ["bias"] * (each == 1)),
+            unlabelled=draw.randrange(length - 1) if draw.random() < 0.5 else 0,
+            own_mean=draw.random() < 0.3,
+            scheduled=scheduled,
+            seed=seed,
+            settings=settings,
+            method=draw.choice(["auto", "gathered"]),
+        ),
+        axes,
+    )
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 100))]
+)
+def test_random_program_of_split_layers_equals_one_process(group, seed):
+    size, problem, axes = random_split_case(seed)
+    check(group, size, 2, problem, **axes)
+
+
 def check(group: Groups, size: int, context: int, problem: Problem, **axes: int) -> None:
     """Compare a training on `size` ranks with one in this process."""
     expected = plain(problem)
     method = {} if context == 1 else {"context_method": problem.method}
     everyone = group(size, context=context, **axes, **method)(trained, problem)
-    replica = axes.get("tensor", 1)
+    replica = axes.get("tensor", 1) * axes.get("pipeline", 1)
     for rank, ours in enumerate(everyone):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         assert ours["norms"] == pytest.approx(expected["norms"], rel=1e-8)
@@ -549,6 +742,41 @@ def test_two_engines_at_once(group):
     group(2, context=2)(two_engines)
 
 
+def generates(world: sw.World) -> tuple[Tensor, Tensor]:
+    """Run a prompt in the middle of a loop, on all ranks and on one. Return the last logits."""
+    problem = Problem(settings={"zero": 3})
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True, **problem.settings)
+    batch = world.share(problem.batches(0)[0])
+    engine.backward(problem.loss_of(model, batch))
+    engine.step()
+
+    def logits(length: int) -> Tensor:
+        ids = torch.arange(length)[None] % WORDS
+        with torch.no_grad():
+            return model(ids, torch.arange(length)[None])[0, -1]
+
+    assert batch[0].size(1) not in (3, 7)
+    with engine.uneven():
+        # Ranks run different numbers of forward passes.
+        last = [logits(length) for length in [7, 3, 7][: 1 + 2 * world.rank]][-1]
+        with pytest.raises(UsageError, match="takes whole sequences"):
+            logits(batch[0].size(1))
+    with engine.full_parameters():
+        copied = problem.model()
+        copied.load_state_dict(model.state_dict())
+        if world.is_main:
+            torch.testing.assert_close(logits(7), last, rtol=1e-8, atol=1e-10)
+    engine.close()
+    with torch.no_grad():
+        return last, copied(torch.arange(7)[None] % WORDS, torch.arange(7)[None])[0, -1]
+
+
+def test_generates_on_whole_sequences(group):
+    for last, expected in group(2, context=2)(generates):
+        torch.testing.assert_close(last, expected, rtol=1e-8, atol=1e-10)
+
+
 def guarded(world: sw.World, flips: bool) -> str:
     """Train with a guard, and flip a bit of a replicated parameter on rank 1 if `flips`."""
     problem = Problem("adamw", steps=3)
@@ -593,7 +821,8 @@ def misuses(world: sw.World) -> dict[str, str]:
     note("unread", lambda: engine.backward(model(ids, positions).logsumexp((0, 1, 2))))
     per_row = lambda: model(ids, positions).mean((1, 2)).mean()  # noqa: E731
     note("mean of rows", lambda: engine.backward(per_row()))
-    note("cut by the engine", lambda: engine.forward_backward(lambda *_: None, (ids, labels)))
+    note("unweighted parts", lambda: engine.forward_backward(lambda *_: None, ids, labels))
+    note("ddp parts", lambda: engine.forward_backward(lambda *_: None, ids, reduction="ddp"))
     note("outside", lambda: F.scaled_dot_product_attention(*[torch.ones(2, 4, ids.size(1), 2)] * 3))
     note("lengths", lambda: world.share((batch[0], torch.ones(2, 3))))
     note("short", lambda: world.share(torch.ones(2, 3)))
@@ -610,7 +839,8 @@ def test_refuses_misuse(group):
             "ddp": "UsageError",
             "unread": "UsageError",
             "mean of rows": "UsageError",
-            "cut by the engine": "UsageError",
+            "unweighted parts": "UsageError",
+            "ddp parts": "UsageError",
             "outside": "ModelError",
             "lengths": "DataError",
             "short": "DataError",

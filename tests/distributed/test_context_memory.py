@@ -1,8 +1,11 @@
 """With `--context`, a worker holds its part of the activations."""
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -48,3 +51,47 @@ def test_activations_are_divided_by_the_number_of_parts(group, size):
     assert loss.requires_grad
     parts = group(size, context=size, context_method="ulysses")(saved_bytes)
     assert max(parts) * size == pytest.approx(sum(whole.values()), rel=0.1)
+
+
+class Deep(nn.Module):
+    """Attention, and then many layers, whose weights need more memory than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 1024)
+        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return (rows, tokens, 1024)."""
+        heads = self.words(ids).unflatten(-1, (4, -1)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        x = attended.transpose(1, 2).flatten(2)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def peak() -> int:
+    """Return the peak of this process's resident memory, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def growth_in_trial(world: sw.World) -> tuple[int, int]:
+    """Return by how many bytes a trial raises the peak, and the model's bytes in fp64."""
+    model = Deep()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+    (ids,) = world.share((torch.arange(14).view(2, 7) % 8,))
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = peak()
+    with torch.no_grad():
+        model(ids)
+    growth = peak() - before
+    engine.close()
+    return growth, 8 * sum(p.numel() for p in model.parameters())
+
+
+def test_trial_needs_no_copy_of_the_model(group):
+    for growth, whole in group(2, context=2)(growth_in_trial):
+        # A few weights and their gradients, but not all of them.
+        assert growth < 0.7 * whole

@@ -197,9 +197,11 @@ def test_refuses_attention_that_is_not_torchs():
         TransformersInputs(model)
 
 
-def with_default_dropout(world: sw.World) -> list[float]:
+def with_default_dropout(world: sw.World, recomputes: bool) -> list[float]:
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**DROPPING)).train()
+    if recomputes:
+        model.gradient_checkpointing_enable()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     losses = []
     for step in range(8):
@@ -210,8 +212,9 @@ def with_default_dropout(world: sw.World) -> list[float]:
 
 
 @pytest.mark.full
-def test_trains_with_default_dropout(group):
-    (losses, others) = group(2, context=2)(with_default_dropout)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_trains_with_default_dropout(group, recomputes):
+    (losses, others) = group(2, context=2)(with_default_dropout, recomputes)
     assert losses == others
     assert losses[-1] < losses[0]
 

@@ -67,13 +67,16 @@ def test_context_ranks_are_consecutive():
     assert split.context_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert [split.context_of(rank) for rank in range(8)] == [0, 0, 1, 1] * 2
     assert split.in_words() == "2 data x 2 context x 2 tensor"
+    stages = Mesh(8, pipeline=2, context=2)
+    assert stages.context_groups == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert stages.in_words() == "2 data x 2 context x 2 pipeline"
     with pytest.raises(ConfigError, match=r"--context 3 does not divide 8.*one of 1, 2, 4, 8"):
         Mesh(8, context=3)
     with pytest.raises(ConfigError, match=r"--context 4 does not divide 2 replica.* each island"):
         Mesh(8, tensor=2, islands=2, context=4)
 
 
-@pytest.mark.parametrize("others", [{"pipeline": 2}, {"exact": 4}], ids=str)
+@pytest.mark.parametrize("others", [{"exact": 4}], ids=str)
 def test_context_refuses_what_it_cannot_be_combined_with(others):
     settings = Settings(context=2, **others)
     with pytest.raises(ConfigError, match=f"(?=.*--context 2)(?=.*--{next(iter(others))})"):

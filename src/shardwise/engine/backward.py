@@ -44,9 +44,16 @@ class BackwardRunner:
         self._weighting = state.weighting
         self._randoms = randoms
         self._timing = timing
-        line = state.spec.pipeline
+        line, context = state.spec.pipeline, state.spec.context
         self._pipeline = (
-            None if line is None else PipelineRunner(line, state.spec.settings, state.weighting)
+            None
+            if line is None
+            else PipelineRunner(
+                line,
+                state.spec.settings,
+                state.weighting,
+                None if context is None else context.run.backward,
+            )
         )
         self._announced = self._announced_loss = False
 
@@ -119,7 +126,7 @@ class BackwardRunner:
     ) -> Tensor:
         """See Engine.forward_backward."""
         if self._spec.context is not None:
-            raise self._spec.context.refuse("engine.forward_backward")
+            self._spec.context.check_weighted(reduction, is_weighted=weight is not None)
         # Training starts before the first forward pass, as with the hook on the model's forward.
         self._world.draws.begin()
         given, divisor = weight is not None, self._divisor(reduction, weighted=weight is not None)

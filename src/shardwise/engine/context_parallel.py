@@ -16,7 +16,8 @@ from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.context.attention import ContextRun, DropsUnweighted
+from shardwise.parallel.context.attention import ContextRun, drop_unweighted
+from shardwise.parallel.context.planned_attention import ContextPlan, PlannedAttention, names_of
 from shardwise.parallel.context.sequence_trial import SequenceTrial
 from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
 from shardwise.parallel.expert.split_experts import find_layers
@@ -31,17 +32,34 @@ class ContextParallel:
     Create it before the engine changes the model, because the trial copies the model.
     """
 
-    def __init__(self, world: World, model: nn.Module) -> None:
+    def __init__(self, world: World, model: nn.Module, planned: Sequence[str]) -> None:
         self._world, self._model = world, model
         self._method = world.settings.context_method
-        self.run = ContextRun(world.context, world.current_batch, self._method)
+        self.run = ContextRun(
+            world.context,
+            world.current_batch,
+            self._method,
+            in_stages=world.pipeline_size > 1,
+        )
         self._inputs = TransformersInputs(model)
-        self._trial = SequenceTrial(model, self.run, self._inputs, world.device)
+        self._planned = {name: PlannedAttention(name, self.run) for name in planned}
+        self._trial = SequenceTrial(model, self.run, self._inputs, world.device, self._planned)
         for _, layer in find_layers([self._trial.skeleton]):
             # The router losses of parts add up to those of the batch only with an engine.
             layer.router_loss_seed = 0.0
         self._handles: list[Hooked] = []
         self._is_tried = True
+        self._is_told = False
+        self._is_whole = False
+
+    def _choice(self, method: str, costs: dict[str, float]) -> str:
+        """Describe the `method` of an attention call, given the bytes that the methods send."""
+        # Without the bytes that a rank keeps.
+        kept = 1 / self.size
+        sent = {name: f"{cost * (1 - kept) / 1024:,.0f} KiB" for name, cost in costs.items()}
+        others = [f"{name} would send {kib}" for name, kib in sent.items() if name != method]
+        why = (others or [f"{self.size} does not divide the heads of a worker"])[0]
+        return f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch ({why})"
 
     @property
     def size(self) -> int:
@@ -62,6 +80,8 @@ class ContextParallel:
             # Always, because an error must not leave the replaced attention active.
             module_hooks.attach(self._model.register_forward_hook, self._after, always_call=True),
         ]
+        for name, planned in self._planned.items():
+            self._handles += planned.attach(self._model.get_submodule(name))
 
     def uninstall(self) -> None:
         """Undo `install`. Safe to call twice."""
@@ -70,13 +90,26 @@ class ContextParallel:
         self._handles = []
         self.run.uninstall()
 
+    @contextmanager
+    def whole_sequences(self) -> Iterator[None]:
+        """Context manager in which the model runs on whole sequences, to generate text."""
+        before, self._is_whole = self._is_whole, True
+        try:
+            yield
+        finally:
+            self._is_whole = before
+
     @untraced
-    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs:
+    def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs | None:
         lengths = self.run.lengths_now(training=torch.is_grad_enabled())
+        if self._is_whole:
+            self._check_whole((args, kwargs), lengths)
+            return None
         if not lengths:
             raise UsageError(
                 f"--context {self.size}: a forward pass without a batch whose sequences are cut. "
-                "Get the batch from sw.Loader or world.share, in one call for all its tensors."
+                "Get the batch from sw.Loader or world.share, in one call for all its tensors. To "
+                "run on whole sequences, write: with engine.full_parameters()."
             )
         own, total = lengths[self.run.group.rank], sum(lengths)
         shapes = [
@@ -102,30 +135,45 @@ class ContextParallel:
             raise
         return completed
 
+    def _check_whole(self, inputs: Inputs, lengths: list[int]) -> None:
+        """Raise UsageError if `inputs` seem to be this rank's part of the current batch."""
+        if not lengths:
+            return
+        own = lengths[self.run.group.rank]
+        tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim > 1]
+        if any(x.size(1) == own for x in tensors):
+            raise UsageError(
+                f"--context {self.size}: inside engine.uneven() or engine.full_parameters() the "
+                f"model takes whole sequences, but its input has {own} tokens, as this worker's "
+                f"part of the current batch of {sum(lengths)}. Evaluate batches outside of the "
+                "block. To generate text, leave the loop over the Loader first."
+            )
+
     @untraced
     def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         del args
+        if self._is_whole:
+            return None
         self.run.leave()
         # There is no output after an error.
-        if output is not None and self._trial.has_attention and not self.run.calls:
+        is_silent = self._trial.has_attention and not self.run.calls
+        # A pipeline stage may have no attention.
+        if output is not None and is_silent and not self.run.in_stages:
             raise ModelError(
                 f"--context {self.size}: the forward pass of {type(model).__name__} did not call "
                 "the attention that exchanges tokens. If it was compiled and run before, create "
                 "the engine first."
             )
-        if self.run.method == "gathered" and self._method == "auto":
-            self._world.say_once(
-                f"context parallel: attention gathers keys and values, because {self.size} does "
-                "not divide the number of heads on each worker"
-            )
+        if self._method == "auto" and self.run.method is not None and not self._is_told:
+            self._is_told = True
+            choice = self._choice(self.run.method, self.run.costs)
+            self._world.print(f"  context parallel: {choice}")
         if not torch.is_grad_enabled():
             return None
 
         def guard(leaf: Tensor) -> Tensor:
-            if not leaf.requires_grad or leaf.ndim < 2:
-                return leaf
-            guarded: Tensor = DropsUnweighted.apply(leaf, self.run)  # type: ignore[no-untyped-call]
-            return guarded
+            is_loss = not leaf.requires_grad or leaf.ndim < 2
+            return leaf if is_loss else drop_unweighted(leaf, self.run)
 
         return pytree.tree_map_only(Tensor, guard, output)
 
@@ -136,11 +184,7 @@ class ContextParallel:
 
         `is_weighted` is True if the user passed a weight.
         """
-        if reduction == "ddp":
-            raise UsageError(
-                f'reduction="ddp" with --context {self.size}: a mean of means is wrong if parts '
-                "have different numbers of tokens. Leave it out, or pass weight=."
-            )
+        self._refuse_mean_of_means(reduction)
         if is_weighted or reduction == "sum" or terms.is_sum or terms.is_zero:
             return
         advice = (
@@ -175,28 +219,46 @@ class ContextParallel:
         with self.run.backward(weight):
             yield 1.0
 
-    def refuse(self, call: str) -> UsageError:
-        """Return the error to raise for a `call` that does not work with `--context`."""
-        return UsageError(
-            f"{call} cannot be combined with --context {self.size} yet: write engine.backward on "
-            "batches from sw.Loader or world.share."
-        )
+    def check_weighted(self, reduction: str, *, is_weighted: bool) -> None:
+        """Raise UsageError if `engine.forward_backward` would weight its losses by rows."""
+        self._refuse_mean_of_means(reduction)
+        if not is_weighted and reduction != "sum":
+            raise UsageError(
+                f"engine.forward_backward with --context {self.size} and without weight=: parts of "
+                "a sequence have different numbers of labels. Pass a function that counts the "
+                "labels of a micro-batch: engine.forward_backward(loss_of, *batch, weight=lambda "
+                "x, labels: int((labels != -100).sum()))."
+            )
+
+    def _refuse_mean_of_means(self, reduction: str) -> None:
+        if reduction == "ddp":
+            raise UsageError(
+                f'reduction="ddp" with --context {self.size}: a mean of means is wrong if parts '
+                "have different numbers of tokens. Leave it out, or pass weight=."
+            )
 
     def describe(self) -> str:
         """Describe how attention exchanges data, for the startup summary."""
-        return {
-            "auto": "attention exchanges heads (Ulysses), or gathers keys if heads do not divide",
-            "ulysses": "attention exchanges heads (Ulysses)",
-            "gathered": "attention gathers keys and values",
-        }[self._method]
+        return _METHODS[self._method]
 
 
-def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> ContextParallel | None:
+_METHODS = {
+    "auto": "attention exchanges heads (Ulysses) or gathers keys, by the bytes that they send",
+    "ulysses": "attention exchanges heads (Ulysses)",
+    "gathered": "attention gathers keys and values",
+}
+
+
+def begin(
+    world: World, settings: Settings, models: Sequence[nn.Module], plan: ContextPlan | None
+) -> ContextParallel | None:
     """Create the context-parallel state of an engine, or return None without `--context`.
 
     Raises ConfigError or ModelError if the settings or models do not work with `--context`.
     """
     size = world.context_size
+    # On any number of ranks, so that a typo does not first show up in the large run.
+    planned = names_of(models[0], plan) if plan else []
     if size == 1:
         return None
     for flag, is_set in {
@@ -212,4 +274,4 @@ def begin(world: World, settings: Settings, models: Sequence[nn.Module]) -> Cont
             f"--context {size} takes one model per engine, not {len(models)}. Put them into one "
             "module."
         )
-    return ContextParallel(world, models[0])
+    return ContextParallel(world, models[0], planned)

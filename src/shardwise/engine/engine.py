@@ -41,6 +41,7 @@ from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.model import checkpointed_scalars
+from shardwise.parallel.context.planned_attention import ContextPlan
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.states.step_totals import StepStats
@@ -66,6 +67,9 @@ class Engine(HintsAtAttributes):
             of module names to the options of an `sw.MoE` that computes the same result:
             `{"blocks.*.moe": {"router": "gate", "experts": "experts", "top_k": 2}}`. See
             docs/experts.md.
+        context_plan: With `--context`, patterns of the names of modules that compute attention
+            themselves: `["blocks.*.attend"]`. Their `forward` takes queries, keys and values of
+            shape (rows, heads, length, features). See docs/context.md.
         **settings: Keywords of `shardwise.config.Settings`, such as `zero=2` or
             `precision="bf16-mixed"`. The TOML file, the environment and the flags override them.
 
@@ -98,6 +102,7 @@ class Engine(HintsAtAttributes):
         scaler: GradScaler | None = None,
         tensor_plan: TensorPlan | None = None,
         expert_plan: ExpertPlan | None = None,
+        context_plan: ContextPlan | None = None,
         **settings: Any,
     ) -> None:
         self.world = world = current_world()
@@ -121,7 +126,9 @@ class Engine(HintsAtAttributes):
             backward_kind, step_kind = RepeatableBackward, RepeatableSteps
             usage_checks.refuse_another_engine(number)
         checkpointed_scalars.keep()
-        self._spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
+        self._spec = spec_of(
+            world, self.settings, models, optimizers, tensor_plan, expert_plan, context_plan
+        )
         self._state = state = build_state(world, number, self._spec, scaler, tensor_plan)
         # The order matters. Building the state is collective. RandomState reseeds at the first
         # batch after it is created. StepRunner needs all other parts.

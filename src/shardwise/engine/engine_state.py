@@ -32,6 +32,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model import precision
 from shardwise.model.buffers import Buffers
 from shardwise.model.loss_scale import LossScale
+from shardwise.parallel.context.planned_attention import ContextPlan
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor import chunked_loss
 from shardwise.parallel.tensor.plan import TensorPlan
@@ -180,6 +181,7 @@ def spec_of(
     optimizers: optim.Optimizer | Sequence[optim.Optimizer],
     tensor_plan: TensorPlan | None,
     expert_plan: ExpertPlan | None,
+    context_plan: ContextPlan | None,
 ) -> EngineSpec:
     """Create the spec of an engine from the arguments of `Engine`.
 
@@ -208,7 +210,7 @@ def spec_of(
         world.step_group,
         world.peers,
         *expert_parallel.begin(world, settings, model_tuple, expert_plan, tensor),
-        context_parallel.begin(world, settings, model_tuple),
+        context_parallel.begin(world, settings, model_tuple, context_plan),
         tuple(chunked_loss.find(model_tuple)) if settings.chunked_loss else (),
     )
 

@@ -37,7 +37,10 @@ class StateAccess:
                 "full_parameters(write=True) inside engine.ema() or anchor(): leaving that block "
                 "would undo the writes. Write before or after it."
             )
-        with whole_tensors.full_parameters(state.spec, state.states, module, write=write):
+        with (
+            self._on_whole_sequences(),
+            whole_tensors.full_parameters(state.spec, state.states, module, write=write),
+        ):
             yield
         if write and state.states.shown is not None and state.states.copies is not None:
             state.states.copies.renew(state.states.optimizer)
@@ -56,15 +59,19 @@ class StateAccess:
                 "engine.uneven() with --expert: no worker has all experts, so none can run a "
                 "forward alone. To run one, write: with engine.full_parameters()."
             )
-        if state.spec.context is not None:
-            raise state.spec.context.refuse("engine.uneven()")
         shown = state.states.shown
-        with nullcontext() if shown is None else shown.residency.uneven():
+        gathers = nullcontext() if shown is None else shown.residency.uneven()
+        with self._on_whole_sequences(), gathers:
             state.in_uneven = True
             try:
                 yield
             finally:
                 state.in_uneven = False
+
+    def _on_whole_sequences(self) -> AbstractContextManager[None]:
+        """Return a context manager in which `--context` does not split sequences."""
+        context = self._state.spec.context
+        return nullcontext() if context is None else context.whole_sequences()
 
     def _while_some_sit_out(self) -> AbstractContextManager[None]:
         """Return a context manager for an evaluation batch that some ranks skip.

@@ -256,12 +256,6 @@ def _check_context(settings: Settings) -> None:
             "gradient of a weight is a sum over tokens, whose rounding depends on the number of "
             "workers that share a sequence. Remove one of the two."
         )
-    if settings.pipeline > 1:
-        raise ConfigError(
-            f"--context {settings.context} cannot be combined with --pipeline {settings.pipeline}: "
-            "a pipeline weights its micro-batches by rows, but the parts of a sequence have "
-            "different numbers of labels. Remove one of the two."
-        )
 
 
 def _check_expert(settings: Settings, islands: int) -> None:

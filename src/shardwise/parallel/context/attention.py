@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -19,11 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.context.methods import AttentionCall, attend
+from shardwise.parallel.context.methods import AttentionCall, attend, costs
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import lengths_of
 
@@ -32,6 +34,7 @@ class _Where(Enum):
     OUTSIDE = "outside of the engine's model"
     PARTS = "in a forward pass on parts of sequences"
     WHOLE = "in a trial on whole sequences"
+    HEADS = "in a module that runs on whole sequences for some heads"
 
 
 class ContextRun:
@@ -41,12 +44,23 @@ class ContextRun:
         group: The ranks of the context group, in the order of the parts.
         current_batch: Provides the length of the current sequences.
         method: "auto", "ulysses" or "gathered".
+        in_stages: True if the model's layers are on several ranks (`--pipeline`), which run layers
+            of other ranks on fake tensors to learn their shapes.
     """
 
-    def __init__(self, group: Collectives, current_batch: CurrentBatch, method: str) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: Collectives,
+        current_batch: CurrentBatch,
+        method: str,
+        *,
+        in_stages: bool = False,
+    ) -> None:
+        self.group, self.in_stages = group, in_stages
         self.method: str | None = None
         """The method of the last attention call: "ulysses" or "gathered"."""
+        self.costs: dict[str, float] = {}
+        """The bytes that a rank sends for the last attention call, by possible method."""
         self.agree: Callable[[str, str | None], None] | None = None
         """In a trial: shares a call's place and problem, so that all ranks stop together."""
         self.lengths: list[int] = []
@@ -81,6 +95,15 @@ class ContextRun:
         """Context manager in which the model runs on full sequences, with torch's own attention."""
         with self._being(_Where.WHOLE):
             yield
+
+    @property
+    def is_inside_heads(self) -> bool:
+        """True inside a block of `inside_heads`."""
+        return self._where is _Where.HEADS
+
+    def inside_heads(self) -> AbstractContextManager[None]:
+        """Context manager in which attention computes on the tensors that it gets."""
+        return self._being(_Where.HEADS)
 
     @contextmanager
     def on_parts(self, lengths: list[int]) -> Iterator[None]:
@@ -141,21 +164,28 @@ class ContextRun:
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()
-        problem = self._problem(call)
         if self.agree is not None:
             call = replace(call, dropout=0.0)
-            self.agree("attention", problem)
+        self.note_call("attention", self._problem(call))
+        call = call.with_wide_mask()
+        self.costs = costs(call, self.lengths)
+        # Bytes decide rather than a measured time, so that a resumed run computes the same bits.
+        # Of equal costs, `min` returns the first.
+        cheapest = min(self.costs, key=self.costs.__getitem__)
+        self.method = cheapest if self._method == "auto" else self._method
+        result = attend(call, self.lengths, self.group, self.method)
+        return result if has_heads else result.squeeze(1)
+
+    def note_call(self, place: str, problem: str | None) -> None:
+        """Count an attention call. Raises ModelError if `problem` says why it is impossible.
+
+        In a trial, all ranks compare their `place` in the model, and stop together.
+        """
+        if self.agree is not None:
+            self.agree(place, problem)
         elif problem is not None:
             raise self._error(problem)
         self.calls += 1
-        self.method = self._method_for(call)
-        result = attend(call.with_wide_mask(), self.lengths, self.group, self.method)
-        return result if has_heads else result.squeeze(1)
-
-    def _method_for(self, call: AttentionCall) -> str:
-        if self._method != "auto":
-            return self._method
-        return "gathered" if call.query.size(1) % self.group.size else "ulysses"
 
     def _problem(self, call: AttentionCall) -> str | None:
         """Return a message saying why `call` cannot run on parts, or None if it can."""
@@ -189,9 +219,14 @@ class ContextRun:
         if call.is_causal:
             return "attention with attn_mask and is_causal=True: put both into the mask"
         sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if sizes[1] not in (1, heads):
+            return (
+                f"an attention mask of {sizes[1]} heads for queries of {heads}. Pass a mask of one "
+                "head, or start without --tensor"
+            )
         # A part has at least two tokens, so one query or one key means all of them.
         possible = [(1, 1), (1, own), (1, total), (own, 1), (own, total), (total, 1)]
-        if sizes[2:] not in [*possible, (total, total)] or sizes[1] not in (1, heads):
+        if sizes[2:] not in [*possible, (total, total)]:
             return (
                 f"an attention mask of shape {tuple(mask.shape)} is made from this worker's {own} "
                 f"of {total} tokens. Pass is_causal=True, or a mask in the batch: of keys with "
@@ -283,20 +318,35 @@ class _Replacement:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        run = self.entered[-1] if self.entered else None
-        if run is None and torch._C._current_graph_task_id() != -1:  # a backward pass is running
-            run = self.backward
-            if run is not None:
-                run.check_recomputed()
+        if has_torch_function((query, key, value)):
+            # Attention outside all layers of a pipeline takes stage tensors, and runs on one stage.
+            result: Tensor = handle_torch_function(
+                self._function,
+                (query, key, value),
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            return result
+        run = active_run()
         if run is None and self.runs:
             self.runs[-1].check_outside(query)
-        if run is None or run.is_on_whole_sequences:
+        if run is not None and run.in_stages and isinstance(query, FakeTensor):
+            # The layer runs on another stage, whose ranks exchange the tokens.
+            return self.plain(query, key, value, scale=scale, enable_gqa=enable_gqa)
+        if run is None or run.is_on_whole_sequences or run.is_inside_heads:
+            draws = run is None or (run.agree is None and not run.is_on_whole_sequences)
             return self.plain(
                 query,
                 key,
                 value,
                 attn_mask=attn_mask,
-                dropout_p=0.0 if run is not None else dropout_p,  # a trial draws no numbers
+                dropout_p=dropout_p if draws else 0.0,  # a trial draws no numbers
                 is_causal=is_causal,
                 scale=scale,
                 enable_gqa=enable_gqa,
@@ -308,8 +358,28 @@ class _Replacement:
 _REPLACEMENT = _Replacement()
 
 
-class DropsUnweighted(torch.autograd.Function):
-    """The identity. If the loss has weight 0, its gradient is 0 rather than NaN (0 / 0)."""
+def active_run() -> ContextRun | None:
+    """Return the run whose model is in a forward pass, or whose backward pass recomputes one."""
+    if _REPLACEMENT.entered:
+        return _REPLACEMENT.entered[-1]
+    if torch._C._current_graph_task_id() == -1:  # no backward pass is running
+        return None
+    run = _REPLACEMENT.backward
+    if run is not None:
+        run.check_recomputed()
+    return run
+
+
+def drop_unweighted(output: Tensor, run: ContextRun) -> Tensor:
+    """Return `output`, whose gradient is 0 rather than NaN (0 / 0) if the loss has weight 0."""
+    if has_torch_function((output,)):
+        result: Tensor = handle_torch_function(drop_unweighted, (output,), output, run)
+        return result
+    return _DropsUnweighted.apply(output, run)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _DropsUnweighted(torch.autograd.Function):
+    """The function of `drop_unweighted`."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, run: ContextRun) -> Tensor:

@@ -70,6 +70,7 @@ class AttentionCall:
             dropout_p=self.dropout,
             is_causal=self.is_causal and mask is None,
             scale=self.scale,
+            # Also for a single head of keys, which torch would broadcast without this option.
             enable_gqa=query.size(1) != key.size(1),
         )
 
@@ -86,26 +87,77 @@ def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, meth
     Returns:
         (rows, heads, own length, features).
     """
-    if call.query.size(1) != call.key.size(1) == 1:
-        heads = call.query.size(1)
-        # torch broadcasts a single head of keys and values, also without enable_gqa.
-        key, value = (each.expand(-1, heads, -1, -1) for each in (call.key, call.value))
-        call = replace(call, key=key, value=value)
     return (_by_heads if method == "ulysses" else _by_gathering)(call, lengths, group)
 
 
+def bytes_sent(call: AttentionCall, lengths: Sequence[int], method: str) -> float:
+    """Return the number of bytes that a rank sends for a forward and a backward pass of `call`.
+
+    The number is a mean over the ranks, and the same on all of them. It includes the bytes that a
+    rank sends to itself. Masks are sent in the forward pass only.
+
+    Args:
+        call: The call on this rank, with a wide mask.
+        lengths: The length of each rank's part.
+        method: "ulysses" or "gathered".
+    """
+    total, size = sum(lengths), len(lengths)
+    query, key, value, mask = call.query, call.key, call.value, call.mask
+    rows, heads = query.size(0), query.size(1)
+    # The features of one token.
+    queries, results = heads * query.size(3), heads * value.size(3)
+    keys = key.size(1) * (key.size(3) + value.size(3))
+    if method == "ulysses":
+        copies = size // gcd(key.size(1), size)
+        features = (queries + results + copies * keys) / size
+    elif mask is None and call.is_causal:
+        features = keys + (queries + results) / size
+    else:
+        features = float(keys)
+    both_passes = 2 * rows * total * features * query.element_size()
+    if mask is None:
+        return both_passes
+    width = mask.size(0) * mask.size(1) * mask.element_size()
+    if mask.size(3) != total and mask.size(3) > 1:  # keys of a part
+        return both_passes + width * mask.size(2) * total
+    if method == "ulysses" and mask.size(2) not in (1, total):  # queries of a part
+        pairs = total * mask.size(3)
+        return both_passes + width * (pairs / size if mask.size(1) > 1 else pairs)
+    return both_passes
+
+
+def costs(call: AttentionCall, lengths: Sequence[int]) -> dict[str, float]:
+    """Map each method that can compute `call` to the bytes that it sends (see `bytes_sent`)."""
+    divides = call.query.size(1) % len(lengths) == 0
+    methods = ("ulysses", "gathered") if divides else ("gathered",)
+    return {method: bytes_sent(call, lengths, method) for method in methods}
+
+
 def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
-    # Repeat K/V heads until every rank has equally many. Autograd adds their gradients.
-    copies = group.size // gcd(call.key.size(1), group.size)
-    key, value = call.key, call.value
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-    q, k, v = to_heads([call.query, key, value], lengths, group)
-    mask = None if call.mask is None else _mask_of_heads(call.mask, lengths, group)
+    q, k, v = whole_heads([call.query, call.key, call.value], lengths, group)
+    mask = None if call.mask is None else mask_of_heads(call.mask, lengths, group)
     return to_parts(call.compute(q, k, v, mask), lengths, group)
 
 
-def _mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+def whole_heads(
+    parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives
+) -> list[Tensor]:
+    """Return queries, keys and values of full sequences for this rank's heads.
+
+    Args:
+        parts: Tensors (rows, heads, own length, features).
+        lengths: The length of each rank's part.
+        group: The ranks, in the order of the parts.
+    """
+    repeated = []
+    for part in parts:
+        # Repeat K/V heads until every rank has equally many. Autograd adds their gradients.
+        copies = group.size // gcd(part.size(1), group.size)
+        repeated.append(part.repeat_interleave(copies, 1) if copies > 1 else part)
+    return to_heads(repeated, lengths, group)
+
+
+def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
     """Return the full sequences' mask for this rank's heads."""
     own = lengths[group.rank]
     if mask.size(2) == own:

@@ -6,8 +6,10 @@ All ranks of a context group run a copy of the model in fp64, on the first token
     parts    each rank on its part, with attention that exchanges tokens
 
 Outputs and the gradients of all parameters must match. Weights are random, so that initial values
-(norm weights of one, biases of zero) cannot hide an error. The results differ if a model computes
-positions from the length of its input, averages over the sequence or looks at neighbouring tokens.
+(norm weights of one, biases of zero) cannot hide an error. They exist only while an operation uses
+them (drawn_weights.py), so a trial needs less memory than a training step. The results differ if a
+model computes positions from the length of its input, averages over the sequence or looks at
+neighbouring tokens.
 
 Fixed numbers replace random ones, so dropout drops nothing. A forward pass may draw random numbers
 for tokens, as dropout does. It must not draw any that belong to a full sequence (stochastic depth,
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +31,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
 from shardwise.parallel.context.attention import ContextRun
+from shardwise.parallel.context.drawn_weights import DrawnWeights
+from shardwise.parallel.context.planned_attention import PlannedAttention
 from shardwise.parallel.context.transformers_inputs import (
     Inputs,
     TransformersInputs,
@@ -52,6 +57,7 @@ class SequenceTrial:
         run: The engine's context run.
         inputs: Adds the inputs that the model needs to run on parts.
         device: The device to run on.
+        planned: The modules that compute attention themselves, by their names.
 
     Attributes:
         skeleton: A copy of the model whose parameters have shapes but no storage.
@@ -64,8 +70,9 @@ class SequenceTrial:
         run: ContextRun,
         inputs: TransformersInputs,
         device: torch.device,
+        planned: Mapping[str, PlannedAttention],
     ) -> None:
-        self._run, self._inputs, self._device = run, inputs, device
+        self._run, self._inputs, self._device, self._planned = run, inputs, device, planned
         self._name = type(model).__name__
         self._passed: dict[Any, bool] = {}
         """Maps the forms of inputs that passed a trial to `has_attention`."""
@@ -201,14 +208,17 @@ class SequenceTrial:
         self, model: nn.Module, inputs: Inputs, weight: float, fixed: WithoutRandomness
     ) -> _Results:
         """Run a copy of the model. Any losses among its outputs are multiplied by `weight`."""
-        clone = self._filled(model)
+        weights = DrawnWeights(self._device)
+        clone = self._filled(model, weights)
+        for name, planned in self._planned.items():
+            list(planned.attach(clone.get_submodule(name)))
         results = _Results()
         for name, module in clone.named_modules():
             module.register_forward_hook(results.recorder(name, module))
         args, kwargs = pytree.tree_map(self._widened, inputs)
         generators = GeneratorStates.now(torch.device("cpu"))
         try:
-            with fixed:
+            with weights, fixed:
                 output = clone(*args, **kwargs)
             torch.set_rng_state(generators.cpu)
             # `fixed` sees only torch's draws.
@@ -234,11 +244,13 @@ class SequenceTrial:
         named = dict(clone.named_parameters())
         if terms or results.losses:
             total = torch.stack([*terms, *results.losses]).sum()
-            grads = torch.autograd.grad(total, list(named.values()), allow_unused=True)
-            results.grads = {
-                name: torch.zeros_like(p) if grad is None else grad
-                for (name, p), grad in zip(named.items(), grads, strict=True)
-            }
+            if total.requires_grad:
+                with weights, fixed:  # fixed, because recomputation draws again
+                    torch.autograd.backward(total, inputs=list(named.values()))
+            results.grads = {name: weights.sketch_of(p) for name, p in named.items()}
+        # Free the graph, which the other run does not need.
+        results.losses = [x.detach() for x in results.losses]
+        results.outputs = [x.detach() for x in results.outputs]
         return results
 
     def _describe(self, error: Exception) -> str:
@@ -263,10 +275,9 @@ class SequenceTrial:
             frame = frame.tb_next
         return f"{type(error).__name__}: {error}"
 
-    def _filled(self, model: nn.Module) -> nn.Module:
-        """Return a copy of the model with random fp64 parameters, identical on all ranks."""
+    def _filled(self, model: nn.Module, weights: DrawnWeights) -> nn.Module:
+        """Return a copy of the model whose parameters are `weights`, identical on all ranks."""
         clone = copy.deepcopy(self.skeleton)
-        draw = torch.Generator().manual_seed(0)
         known: dict[nn.Parameter, nn.Parameter] = {}
         for module, live in zip(clone.modules(), model.modules(), strict=True):
             module.training = live.training
@@ -274,11 +285,9 @@ class SequenceTrial:
                 if parameter is None:
                     continue
                 if parameter not in known:
-                    values = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
-                    # About the scale of usual initial values, so that deep models stay finite.
-                    scale = 0.1 if parameter.ndim < 2 else parameter[0].numel() ** -0.5
-                    shift = float(parameter.ndim < 2 and name.endswith("weight"))
-                    known[parameter] = nn.Parameter((values * scale + shift).to(self._device))
+                    # The weights of norms are about one.
+                    centre = float(parameter.ndim < 2 and name.endswith("weight"))
+                    known[parameter] = weights.parameter_like(parameter, centre=centre)
                 module._parameters[name] = known[parameter]
             for name, buffer in module._buffers.items():
                 if buffer is not None:
@@ -344,9 +353,10 @@ class SequenceTrial:
 
 
 _ADVICE = (
-    "Everything except torch.nn.functional.scaled_dot_product_attention must treat each token "
-    "alone: pass positions of shape (rows, length) in the batch instead of computing them from the "
-    "length, and do not average over, or shift along, the sequence."
+    "Everything except torch.nn.functional.scaled_dot_product_attention, and modules named in "
+    "sw.Engine(..., context_plan=...), must treat each token alone: pass positions of shape (rows, "
+    "length) in the batch instead of computing them from the length, and do not average over, or "
+    "shift along, the sequence."
 )
 
 

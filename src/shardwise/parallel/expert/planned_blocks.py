@@ -103,7 +103,7 @@ def blocks_of(named: Iterable[tuple[str, nn.Module]], plan: ExpertPlan) -> list[
     modules = list(named)
     found: dict[nn.Module, PlannedBlock] = {}
     for pattern, options in plan.items():
-        matches = [(n, m) for n, m in modules if _matches(n, pattern)]
+        matches = [(n, m) for n, m in modules if is_named(n, pattern)]
         if not matches:
             raise ModelError(f"expert_plan: no module is called {pattern}.")
         for name, module in matches:
@@ -113,7 +113,7 @@ def blocks_of(named: Iterable[tuple[str, nn.Module]], plan: ExpertPlan) -> list[
     return list(found.values())
 
 
-def _matches(name: str, pattern: str) -> bool:
+def is_named(name: str, pattern: str) -> bool:
     """Return whether `pattern` matches `name`, component by component: `*` does not match a dot."""
     parts, patterns = name.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

@@ -7,8 +7,8 @@ back to the stage that sent the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -99,6 +99,10 @@ OnStage = Callable[[int | None], None]
 """Called with the stage that runs next, and with None at the end of the schedule."""
 
 
+Crossing = Callable[[float], AbstractContextManager[None]]
+"""Wraps a backward pass of a loss with the given weight, in which gradients cross replicas."""
+
+
 LookAtLoss = Callable[[Tensor, int], None]
 """Called before each backward pass with the loss and the index of the micro-batch."""
 
@@ -168,12 +172,20 @@ class _PipelineBatch:
 
 
 class PipelineRunner:
-    """Runs batches through the stages of `pipeline`."""
+    """Runs batches through the stages of `pipeline`.
+
+    `crossing` is set if gradients cross between replicas inside the graph (`--context`).
+    """
 
     def __init__(
-        self, pipeline: PipelineGroup, settings: Settings, weighting: BackwardSeeds
+        self,
+        pipeline: PipelineGroup,
+        settings: Settings,
+        weighting: BackwardSeeds,
+        crossing: Crossing | None = None,
     ) -> None:
         self._pipeline = pipeline
+        self._crossing = crossing
         self._settings = settings
         self._weighting = weighting
         self._is_trial_done = False
@@ -292,8 +304,33 @@ class PipelineRunner:
                 batch.look_at(value, action.micro)
         batch.passes[stage, action.micro] = _MicroBatchPass(run, loss.dtype, value)
 
+    @contextmanager
+    def _weighted(self, weight: float) -> Iterator[float]:
+        """Context manager for a backward pass. Yields the weight of its gradients.
+
+        It is 1 if gradients cross between replicas, because other replicas' losses then depend on
+        this one's activations. Their seeds have the full weight.
+        """
+        if self._crossing is None:
+            yield weight
+            return
+        with self._crossing(weight):
+            yield 1.0
+
     def _backward(
         self, batch: _PipelineBatch, action: Action, among: frozenset[int] | None, *, is_last: bool
+    ) -> None:
+        with self._weighted(batch.parts[action.micro][0]) as counts:
+            self._backward_of(batch, action, among, counts, is_last=is_last)
+
+    def _backward_of(
+        self,
+        batch: _PipelineBatch,
+        action: Action,
+        among: frozenset[int] | None,
+        counts: float,
+        *,
+        is_last: bool,
     ) -> None:
         stage = action.stage
         micro = batch.passes[stage, action.micro]
@@ -316,7 +353,7 @@ class PipelineRunner:
             # Dropping the pass frees its graph after the backward pass.
             del batch.passes[stage, action.micro]
         with batch.collect(
-            weight,
+            counts,
             micro.factor,
             last=is_last and batch.last,
             by_hand=micro.backward.writes_grads_itself,
@@ -329,7 +366,7 @@ class PipelineRunner:
                 if not micro.backward.inputs_done:
                     self._send_input_gradients(micro.run)
                     micro.backward.inputs_done = True
-        self._keep_tied_gradients(batch, weight, micro.factor)
+        self._keep_tied_gradients(batch, counts, micro.factor)
 
     def _receive_tied_gradients(
         self, batch: _PipelineBatch, stage: int, buckets: BucketsByKey
@@ -454,10 +491,13 @@ class PipelineRunner:
         weight, _, share = whole
         self._prepare_backward(batch, micro, weight, share)
         assert micro.backward is not None
-        with collect(weight, micro.factor, last=last, keep_graph=keep_graph):
+        with (
+            self._weighted(weight) as counts,
+            collect(counts, micro.factor, last=last, keep_graph=keep_graph),
+        ):
             micro.backward.weight_backward(keep_graph=keep_graph)
         self._send_input_gradients(run)
-        self._keep_tied_gradients(batch, weight, micro.factor)
+        self._keep_tied_gradients(batch, counts, micro.factor)
         pipeline.tied_weights.send_gradients(batch.tied_gradients)
         (stage,) = pipeline.stages
         self._receive_tied_gradients(batch, stage, buckets)

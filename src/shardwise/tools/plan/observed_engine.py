@@ -22,6 +22,7 @@ from shardwise.errors import ConfigError
 from shardwise.model import precision
 from shardwise.model.activations import Activations
 from shardwise.model.module_hooks import attach
+from shardwise.parallel.context.planned_attention import ContextPlan
 from shardwise.parallel.expert.moe import MoE
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.pipeline import runner
@@ -54,6 +55,7 @@ class ObservedEngine(Engine):
         scaler: GradScaler | None = None,
         tensor_plan: TensorPlan | None = None,
         expert_plan: ExpertPlan | None = None,
+        context_plan: ContextPlan | None = None,
         **settings: Any,
     ) -> None:
         # A GradScaler only changes values, and an observed step has no values.
@@ -75,7 +77,9 @@ class ObservedEngine(Engine):
         if observation.context > 1:
             world.context = AbsentParts(observation.context, self._note_exchange)
             world.settings = replace(world.settings, context_method=observation.method)
-        spec = spec_of(world, self.settings, models, optimizers, tensor_plan, expert_plan)
+        spec = spec_of(
+            world, self.settings, models, optimizers, tensor_plan, expert_plan, context_plan
+        )
         if observation.tensor > 1:
             spec = split_first_part(
                 spec, tensor_plan or {}, observation.tensor, spreads=observation.spread
@@ -322,7 +326,7 @@ class ObservedEngine(Engine):
     ) -> Tensor:
         """Record the forward and backward pass of the first micro-batch. Return a loss of 0."""
         if self._spec.context is not None:
-            raise self._spec.context.refuse("engine.forward_backward")
+            self._spec.context.check_weighted(reduction, is_weighted=weight is not None)
         self.world.draws.begin()
         divisor = divisor_of(reduction, weighted=weight is not None, replicas=1)
         is_weighted = weight is not None

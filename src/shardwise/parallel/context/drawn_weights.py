@@ -1,0 +1,129 @@
+"""Gives the parameters of a trial values only while an operation uses them.
+
+A trial needs random weights of known seeds, and a comparison of their gradients. Neither has to be
+in memory at once: weights are drawn again for each operation, and of each gradient only a product
+with a random vector is kept. A trial therefore needs memory for about one weight and its gradient,
+however large the model is.
+
+    linear(x, weight)   ──▶  draw the weight, multiply, free it
+    its backward pass   ──▶  draw the same weight, multiply, free it
+    the gradient        ──▶  multiply by a random vector, free it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """The storage of a parameter, and the normal distribution that its values are drawn from."""
+
+    storage: torch.UntypedStorage
+    size: int
+    seed: int
+    mean: float
+    deviation: float
+
+    def draw(self) -> None:
+        """Allocate the storage, and fill it with the same numbers as every other time."""
+        self.storage.resize_(self.size * 8)
+        # A new tensor, because autograd rejects changes to the one that it has saved.
+        flat = torch.empty(0, dtype=torch.float64, device=self.storage.device)
+        flat.set_(self.storage, 0, (self.size,))  # type: ignore[call-overload]
+        flat.normal_(self.mean, self.deviation, generator=_generator(flat.device, self.seed))
+
+
+class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives values to the parameters that this object created, for each operation that uses one.
+
+    A context manager. Enter it for the forward pass and for the backward pass.
+
+    Args:
+        device: The device of the parameters.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+        self._weights: dict[int, _Weight] = {}
+        """Maps the addresses of storages to their weights."""
+        self._sketches: dict[nn.Parameter, Tensor] = {}
+
+    def parameter_like(self, shapes: Tensor, *, centre: float) -> nn.Parameter:
+        """Return an fp64 parameter without values.
+
+        Args:
+            shapes: A tensor of the parameter's shape.
+            centre: The mean of the parameter's values.
+        """
+        seed = len(self._weights)
+        parameter = nn.Parameter(self._empty(shapes.shape))
+        storage = parameter.untyped_storage()
+        storage.resize_(0)
+        # About the scale of usual initial values, so that deep models stay finite.
+        deviation = 0.1 if shapes.ndim < 2 else max(shapes[0].numel(), 1) ** -0.5
+        self._weights[storage._cdata] = _Weight(storage, shapes.numel(), seed, centre, deviation)
+        rows = shapes.shape if shapes.ndim < 2 else shapes.shape[:1]
+        self._sketches[parameter] = self._empty(rows).zero_()
+        # One random number for each element of a row.
+        width = shapes[0].numel() if shapes.ndim > 1 else 0
+
+        def take(reached: Tensor) -> None:
+            grad, reached.grad = reached.grad, None
+            assert grad is not None
+            grad = grad.to_dense() if grad.layout is not torch.strided else grad
+            if width:
+                draw = _generator(self._device, _VECTORS + seed)
+                grad = grad.reshape(-1, width) @ self._empty((width,)).normal_(generator=draw)
+            self._sketches[parameter] += grad
+
+        parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        return parameter
+
+    def _empty(self, shape: Sequence[int]) -> Tensor:
+        return torch.empty(shape, dtype=torch.float64, device=self._device)
+
+    def sketch_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the parameter's gradient, with each row multiplied by a random vector.
+
+        The vectors have the same values on all ranks. A sum of sketches is the sketch of a sum.
+
+        Returns:
+            Shape (rows,), or the parameter's shape if it has fewer than two dimensions.
+        """
+        return self._sketches[parameter]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        used = {
+            weight.seed: weight
+            for leaf in pytree.tree_leaves((args, kwargs))
+            if isinstance(leaf, Tensor)
+            and leaf.layout is torch.strided
+            and (weight := self._weights.get(leaf.untyped_storage()._cdata)) is not None
+        }
+        for weight in used.values():
+            weight.draw()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for weight in used.values():
+                weight.storage.resize_(0)
+
+
+_VECTORS = 1 << 32
+"""Added to a weight's seed for the random vector of its gradient, which must be independent."""
+
+
+def _generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
