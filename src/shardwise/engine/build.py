@@ -204,6 +204,7 @@ def build(
         and not spec.placement.is_sharded("parameters")
         and spec.shard_group.size > 1,
         known=masters,
+        split=spec.tensor,
     )
     # Averages are stored and sharded like the optimizer state.
     decay, moving = spec.settings.ema_decay, None
@@ -416,11 +417,11 @@ def _check_kind(
             f"{name} looks across tensors, but with --expert no worker has all of them. Use an "
             "optimizer that updates each tensor independently, or start without --expert."
         )
-    if not kind.elementwise and of_layers:
+    if not kind.separable and of_layers:
         raise ModelError(
-            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {of_layers} "
-            f"of group {group}. Use an element-wise optimizer such as AdamW, or start without "
-            "--tensor."
+            f"{name} combines values of several tensors in its update, but --tensor "
+            f"{spec.settings.tensor} splits {of_layers} of group {group}. Use an optimizer that "
+            "updates each tensor independently, or start without --tensor."
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]

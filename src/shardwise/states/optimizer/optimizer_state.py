@@ -29,7 +29,7 @@ from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW
 from shardwise.states.optimizer.existing_optimizer_state import ExistingState
-from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, in_memory
+from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, SplitTensors, in_memory
 from shardwise.states.optimizer.offloaded_update import by_spans
 from shardwise.states.optimizer.optimizer_kind import common_state, may_fuse
 from shardwise.states.optimizer.optimizer_options import (
@@ -78,6 +78,7 @@ class OptimizerState:
         quantised: True to store state in 8 bits.
         sends: True if updated buckets are sent to other ranks.
         known: Parameters' values in the master dtype, used instead of the rounded parameters.
+        split: The parameters that tensor parallelism splits, or None.
         is_copy: True for a copy of another rank's state, which leaves the user's optimizer alone.
     """
 
@@ -92,9 +93,11 @@ class OptimizerState:
         quantised: bool,
         sends: bool,
         known: Mapping[nn.Parameter, Tensor],
+        split: SplitTensors | None = None,
         is_copy: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._split = split
         self._is_copy = is_copy
         self._one_by_one = sends or by_spans
         self.groups = groups
@@ -235,7 +238,10 @@ class OptimizerState:
         if groups[0].stays:
             return UsersOptimizer(indices, intervals, groups, parts, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
-        inner = InnerOptimizer(indices, intervals, groups, parts, fused=fused, leads=leads)
+        split = self._split if groups[0].whole else None
+        inner = InnerOptimizer(
+            indices, intervals, groups, parts, fused=fused, leads=leads, split=split
+        )
         # Copy for all but the first: each inner optimizer counts its own steps, and a shared
         # counter would advance several times per step.
         common = common_state(held(groups[0].optimizer))
