@@ -173,7 +173,7 @@ class Together(torch.optim.Optimizer):
 
 def refused(world):
     model = gpt()
-    with pytest.raises(ModelError, match="combines values of several tensors.*--tensor 2 splits"):
+    with pytest.raises(ModelError, match=r"combines values of several tensors.*--tensor 2 splits"):
         sw.Engine(model, Together(model.parameters()), zero=0)
     return True
 

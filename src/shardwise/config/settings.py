@@ -280,8 +280,8 @@ class Settings:
     )
     optimizer_state: str = _choice(
         "precision",
-        "8bit: store moments in 8 bits, with a scale per 256",
-        ("full", "8bit"),
+        "8bit: moments in 8 bits; 8bit-bf16: also no fp32 masters",
+        ("full", "8bit", "8bit-bf16"),
         rare=True,
     )
     frozen_weights: str = _choice(
@@ -401,7 +401,12 @@ class Settings:
     @property
     def quantises_state(self) -> bool:
         """True if optimizer state is stored in 8 bits."""
-        return self.optimizer_state == "8bit"
+        return self.optimizer_state != "full"
+
+    @property
+    def rounds_masters(self) -> bool:
+        """True if bf16 parameters have no fp32 master, and updates are rounded stochastically."""
+        return self.optimizer_state == "8bit-bf16"
 
     @property
     def quantises_frozen(self) -> bool:
@@ -586,9 +591,17 @@ def check_contradictions(settings: Settings) -> None:
     disk = settings.offload_optimizer
     if settings.quantises_state and disk is not None and disk.kind == "nvme":
         raise ConfigError(
-            f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
-            "saves memory, and on a disk the state needs none. Leave one of them out."
+            f"--optimizer-state {settings.optimizer_state} cannot be combined with "
+            f"--offload-optimizer {disk}: it saves memory, and on a disk the state needs none. "
+            "Leave one of them out."
         )
+    for name in ("offload_optimizer", "offload_params"):
+        if settings.rounds_masters and getattr(settings, name) not in (None, DEVICE):
+            raise ConfigError(
+                f"--optimizer-state 8bit-bf16 cannot be combined with {flag(name)} "
+                f"{getattr(settings, name)}: without masters, the update works on the parameters "
+                "themselves. Write --optimizer-state 8bit, or leave one of them out."
+            )
     _check_frozen_weights(settings)
     if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):
         raise ConfigError(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from shardwise.comm import Solo
@@ -176,6 +177,11 @@ def build(
     }
     scattered = spec.placement.is_sharded("optimizer")
     has_copies = bool(spec.settings.survive) and scattered and spec.shard_group.size > 1
+    if spec.settings.rounds_masters and not any(t.dtype == torch.bfloat16 for t in named):
+        raise ModelError(
+            "--optimizer-state 8bit-bf16 updates bf16 parameters without fp32 masters, but no "
+            "trained parameter is bf16. Add --precision bf16, or write --optimizer-state 8bit."
+        )
     factory = storage_factories["parameters"]
     parameters, shown = _parameters(spec, located, named, owners, factory, copies=has_copies)
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
@@ -199,6 +205,7 @@ def build(
         # Quantised state has full precision for one span at a time.
         by_spans=quantised or any(factory.on_disk for factory in storage_factories.values()),
         quantised=quantised,
+        rounds=spec.settings.rounds_masters,
         # With replicated parameters and sharded optimizer state, ranks must exchange updates.
         sends=scattered
         and not spec.placement.is_sharded("parameters")
@@ -343,7 +350,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             shards = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, shards, index)
             if spec.settings.quantises_state:
-                _check_quantised(optimizer, kind)
+                _check_quantised(optimizer, kind, spec.settings.optimizer_state)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not shards and spec.cuts_nothing
             for parameter in options["params"]:
@@ -365,7 +372,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     return owners
 
 
-def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
+def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind, choice: str) -> None:
     """Raise ModelError if the state of `optimizer` cannot be stored in 8 bits."""
     name = type(optimizer).__name__
     if not kind.known or not kind.elementwise:
@@ -377,7 +384,7 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
     else:
         return
     raise ModelError(
-        f"--optimizer-state 8bit does not support this {name}: {reason}. Train with "
+        f"--optimizer-state {choice} does not support this {name}: {reason}. Train with "
         "torch.optim.AdamW, Adam, NAdam, RAdam, Adamax, RMSprop, or with SGD with momentum, or "
         "remove the flag."
     )
