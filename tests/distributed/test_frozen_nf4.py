@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise import config
 from shardwise.errors import ConfigError, ModelError, ParameterAccess, ShardwiseError, UsageError
 from shardwise.layout.placement import Tier
-from shardwise.states.storage.nf4_storage import BLOCK, VALUES
+from shardwise.states.storage.nf4_storage import BLOCK, VALUES, NF4Storage
 from tests.distributed.test_context_of_transformers import LLAMA, transformers
 
 peft = pytest.importorskip("peft")
@@ -124,6 +124,35 @@ def test_equals_a_process_with_rounded_weights(group, size, kind, settings):
         torch.testing.assert_close(ours, losses, **tolerance)
         torch.testing.assert_close(whole, weights, **tolerance)
         torch.testing.assert_close(together, merged, **tolerance)
+
+
+def gathered_bytes(world):
+    """Return the bytes that the gathers of a forward pass fill, by dtype, and those of the base."""
+    model = made(torch.bfloat16)
+    engine = sw.Engine(model, optimizer_of(model, "sgd"), frozen_weights="nf4", zero=3)
+    group = engine._spec.gather_group
+    sent, gather = {}, group.all_gather
+
+    def noted(flat, cuts):
+        sent[flat.dtype] = sent.get(flat.dtype, 0) + flat.nbytes
+        return gather(flat, cuts)
+
+    group.all_gather = noted
+    with torch.no_grad():
+        loss_of(model, batch(0))
+    del group.all_gather
+    numel = sum(b.layout.numel for b in engine._states.parameters.frozen if is_narrow(b))
+    engine.close()
+    return sent[torch.uint8], numel
+
+
+def is_narrow(bucket):
+    return isinstance(bucket.storage, NF4Storage)
+
+
+def test_gathers_send_4_bits(group):
+    for nbytes, numel in group(2)(gathered_bytes):
+        assert nbytes == numel * (4 + 16 / BLOCK) / 8
 
 
 def saved_and_resumed(world, folder, zero, other):
