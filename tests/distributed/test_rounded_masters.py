@@ -7,7 +7,9 @@ import torch
 from torch import nn, optim
 
 import shardwise as sw
+from shardwise.config import Settings, check_contradictions
 from shardwise.errors import ConfigError, ModelError
+from shardwise.layout.placement import Tier
 from shardwise.states.storage import storage
 from tests.distributed.test_quantised_state import SPAN, STEPS, Model, train
 
@@ -122,12 +124,23 @@ def refused(world):
     adam = optim.Adam(model.parameters())
     with pytest.raises(ModelError, match=r"no trained parameter is bf16\. Add --precision bf16"):
         sw.Engine(model, adam, optimizer_state=CHOICE)
-    for name in ("offload_optimizer", "offload_params"):
-        text = f"8bit-bf16 cannot be combined with --{name.replace('_', '-')} cpu"
-        with pytest.raises(ConfigError, match=text):
-            sw.Engine(model, adam, optimizer_state=CHOICE, precision="bf16", **{name: "cpu"})
     return True
 
 
 def test_refuses_what_it_would_not_change(group):
     assert group(1)(refused) == [True]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offload_optimizer", Tier("cpu")),
+        ("offload_params", Tier("cpu")),
+        ("ema_decay", 0.9),
+        ("islands", 2),
+    ],
+)
+def test_refuses_settings_that_need_masters(name, value):
+    text = f"8bit-bf16 cannot be combined with --{name.replace('_', '-')} {value}: "
+    with pytest.raises(ConfigError, match=text):
+        check_contradictions(Settings(optimizer_state=CHOICE, **{name: value}))

@@ -581,6 +581,27 @@ def _check_frozen_weights(settings: Settings) -> None:
         )
 
 
+_NEEDS_MASTERS: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "offload_optimizer": (
+        lambda settings: settings.offload_optimizer not in (None, DEVICE),
+        "without masters, the update works on the parameters, which are on the device",
+    ),
+    "offload_params": (
+        lambda settings: settings.offload_params not in (None, DEVICE),
+        "without masters, the update works on the parameters, which would be on the host",
+    ),
+    "ema_decay": (
+        lambda settings: settings.ema_decay is not None,
+        "after engine.ema(), parameters are restored from their masters",
+    ),
+    "islands": (
+        lambda settings: settings.islands != 1,
+        "islands average masters, and compare them with what they have agreed on",
+    ),
+}
+"""Maps each setting that needs fp32 masters to a function that returns whether it is on, and to the
+reason."""
+
 _LOSS_ELSEWHERE = ("tensor", "pipeline", "context")
 """Axes whose engines compute the loss of a model themselves, or split its head."""
 
@@ -595,12 +616,12 @@ def check_contradictions(settings: Settings) -> None:
             f"--offload-optimizer {disk}: it saves memory, and on a disk the state needs none. "
             "Leave one of them out."
         )
-    for name in ("offload_optimizer", "offload_params"):
-        if settings.rounds_masters and getattr(settings, name) not in (None, DEVICE):
+    for name, (is_on, why) in _NEEDS_MASTERS.items() if settings.rounds_masters else ():
+        if is_on(settings):
             raise ConfigError(
                 f"--optimizer-state 8bit-bf16 cannot be combined with {flag(name)} "
-                f"{getattr(settings, name)}: without masters, the update works on the parameters "
-                "themselves. Write --optimizer-state 8bit, or leave one of them out."
+                f"{getattr(settings, name)}: {why}. Write --optimizer-state 8bit, or leave one of "
+                "them out."
             )
     _check_frozen_weights(settings)
     if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):

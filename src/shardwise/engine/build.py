@@ -177,7 +177,9 @@ def build(
     }
     scattered = spec.placement.is_sharded("optimizer")
     has_copies = bool(spec.settings.survive) and scattered and spec.shard_group.size > 1
-    if spec.settings.rounds_masters and not any(t.dtype == torch.bfloat16 for t in named):
+    # Look at all stages of a pipeline, so that all ranks raise.
+    dtypes = {t.dtype for t in everything if t.parameter in owners}
+    if spec.settings.rounds_masters and torch.bfloat16 not in dtypes:
         raise ModelError(
             "--optimizer-state 8bit-bf16 updates bf16 parameters without fp32 masters, but no "
             "trained parameter is bf16. Add --precision bf16, or write --optimizer-state 8bit."
