@@ -1,7 +1,7 @@
 """Shared by all commands here: flags, the head of a run, and Markdown tables."""
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import machine
@@ -54,6 +54,18 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is below 1")
     return number
+
+
+def add_numbers(flags: argparse.ArgumentParser, defaults: Mapping[str, int]) -> None:
+    """Add a flag for each number from 1 on: `batch_size` becomes --batch-size."""
+    for name, value in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        flags.add_argument(flag, type=positive, default=value, metavar="N")
+
+
+def as_flags(options: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """Return the flags that give another process the same values of `names`."""
+    return [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names]
 
 
 def begin(**more: str) -> dict[str, str]:

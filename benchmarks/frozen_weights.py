@@ -36,8 +36,7 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure each format in a process, and print one table."""
     parser = figure.parser(__doc__)
-    for name, value in SIZES.items():
-        parser.add_argument(f"--{name}", type=figure.positive, default=value, metavar="N")
+    figure.add_numbers(parser, SIZES)
     parser.add_argument("--zero", type=int, default=0, choices=range(4))
     parser.add_argument("--only", choices=("full", "nf4"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(asdict(_measure(options, options.only))))
         return 0
     facts = figure.begin()
-    words = [f"--{name}={getattr(options, name)}" for name in (*SIZES, "zero")]
+    words = figure.as_flags(options, (*SIZES, "zero"))
     found: dict[str, Measured] = {}
     for weights in ("full", "nf4"):
         command = [sys.executable, __file__, f"--only={weights}", *words]

@@ -56,8 +56,7 @@ CONTENDERS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all contenders in turns and print one table."""
     parser = figure.parser(__doc__)
-    for name, value in (("tokens", 2048), ("features", 768), ("classes", 50257), ("rounds", 5)):
-        parser.add_argument(f"--{name}", type=figure.positive, default=value, metavar="N")
+    figure.add_numbers(parser, {"tokens": 2048, "features": 768, "classes": 50257, "rounds": 5})
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
     options = parser.parse_args(arguments)
     facts = figure.begin()

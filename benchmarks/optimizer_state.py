@@ -2,11 +2,11 @@
 
     python benchmarks/optimizer_state.py [--steps 2000] [--width 64] [--layers 2] [--rates 4e-3]
 
-examples/language_model.py trains on one worker at each rate, with `--optimizer-state full` and with
-`8bit`, from the same weights and on the same batches. The table shows the mean loss of the last
-tenth of the steps, the loss on the held-out text, and the size of the states that the run prints.
-The last line is the time of `engine.step` for a layer of --numel parameters: the median of updates
-in turns. `--steps 0` measures only that.
+examples/language_model.py trains on one worker at each rate, from the same weights and on the same
+batches: in fp32 with each state, and in bf16 with masters and with stochastic rounding. The table
+shows the mean loss of the last tenth of the steps, the loss on the held-out text, and the size of
+the states that the run prints. The last line is the time of `engine.step` for a layer of --numel
+parameters: the median of updates in turns. `--steps 0` measures only that.
 """
 
 import json
@@ -27,6 +27,14 @@ import shardwise as sw
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
 STATES = ("full", "8bit")
+RUNS = {
+    "full": [],
+    "8bit": ["--optimizer-state=8bit"],
+    "bf16": ["--precision=bf16"],
+    "bf16 8bit": ["--precision=bf16", "--optimizer-state=8bit"],
+    "bf16 8bit-bf16": ["--precision=bf16", "--optimizer-state=8bit-bf16"],
+}
+"""Flags of `shardwise run`. Losses are compared with the first."""
 
 
 @dataclass
@@ -44,20 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = figure.parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000, metavar="N")
     sizes = {"layers": 2, "width": 64, "context": 64, "batch_size": 16}
-    for name, value in (sizes | {"vocabulary": 512, "numel": 4 * 2**20}).items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=figure.positive, default=value, metavar="N")
+    figure.add_numbers(parser, sizes | {"vocabulary": 512, "numel": 4 * 2**20})
     parser.add_argument("--rates", type=figure.floats, default=[4e-3], metavar="X,Y")
     parser.add_argument("--data", type=Path, help="a text (default: Python's library)")
     options = parser.parse_args(arguments)
     facts = figure.begin()
-    given = ("steps", *sizes, "vocabulary")
-    words = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in given]
+    words = figure.as_flags(options, ("steps", *sizes, "vocabulary"))
     words += [] if options.data is None else [f"--data={options.data}"]
     rows: list[list[str]] = []
     figures: dict[str, dict[str, object]] = {}
     for rate in options.rates if options.steps else ():
-        found = {state: _train(state, [*words, f"--lr={rate}"]) for state in STATES}
+        found = {name: _train(flags, [*words, f"--lr={rate}"]) for name, flags in RUNS.items()}
         for state, run in found.items():
             ratio = [run.loss / found["full"].loss, run.held_out / found["full"].held_out]
             rows.append(
@@ -106,10 +111,10 @@ def _updates(numel: int) -> dict[str, float]:
     return {state: median(values[2:]) * 1e3 for state, values in seconds.items()}
 
 
-def _train(state: str, words: Sequence[str]) -> Trained:
-    """Train the example once."""
+def _train(flags: Sequence[str], words: Sequence[str]) -> Trained:
+    """Train the example once, with these flags of `shardwise run`."""
     with tempfile.TemporaryDirectory(prefix="optimizer-state-") as folder:
-        command = [sys.executable, "-m", "shardwise", "run", "-n", "1", "--optimizer-state", state]
+        command = [sys.executable, "-m", "shardwise", "run", "-n", "1", *flags]
         command += [str(EXAMPLE), *words, "--minutes=600", "--evaluate-every=500", "--sample=1"]
         done = subprocess.run(
             [*command, f"--out={folder}"], check=True, capture_output=True, text=True

@@ -131,6 +131,8 @@ CONFIGURATIONS: dict[str, Workload] = {
     "R": ResNet(name="R", width=64, image=64, classes=1000, batch=16),
     # Next to no arithmetic: its step shows what an engine adds, for 17 units.
     "small": Gpt(name="small", width=64, layers=16, vocabulary=256, sequence=32, batch=4),
+    # One block: about 1 ms of arithmetic.
+    "tiny": Gpt(name="tiny", width=64, layers=1, vocabulary=256, sequence=32, batch=4),
 }
 
 

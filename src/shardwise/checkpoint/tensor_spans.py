@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import Slot
+from shardwise.layout.bucket_layout import EXPERT_COPIES, Slot
 from shardwise.layout.byte_ranges import Extent, extents, of_whole
 from shardwise.layout.shards import Shard
 from shardwise.states.optimizer.ema import Averages
@@ -151,8 +151,9 @@ class TensorSpans:
         if not self._optimizer.is_tensor(index, segment, key, value):
             return value
         flat = self._optimizer.is_flat(index, segment, key, value)
-        shape = self._parameters.named[number].whole_shape if flat else value.shape
-        return Blank(tuple(shape), value.dtype)
+        named = self._parameters.named[number]
+        is_split = flat or named.shape == value.shape
+        return Blank(tuple(named.whole_shape if is_split else value.shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
         # A cut at the start of an interval follows from the bucket layout, so it need not be saved.
@@ -178,7 +179,8 @@ class TensorSpans:
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         # In fp32 training there is no separate master: `master` and `target` are the same storage.
-        if interval.master is not interval.target:
+        # A rounded master has the parameters' values.
+        if interval.master is not interval.target and interval.master.nbytes:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
             yield AVERAGE, None, self._averages.storages[index]
@@ -201,11 +203,19 @@ class TensorSpans:
                 if key in interval.moments or not is_tensor:
                     continue
                 names = {p.parameter: self._name(p.parameter, key) for p in segment.pieces}
-                if flat := self._optimizer.is_flat(index, segment, key, value):
+                flat = self._optimizer.is_flat(index, segment, key, value)
+                named = self._parameters.named[segment.pieces[0].parameter]
+                # State with its parameter's shape, such as Muon's momentum, is split with it. All
+                # ranks of a replica hold other tensors, such as Adafactor's factors, in full.
+                shard = named.shard if named.shape == value.shape else None
+                if flat:
                     parts = extents(segment.pieces, segment.first, names, self._shards)
                 else:
-                    parts = [Extent(next(iter(names.values())), 0, value.numel(), 0)]
-                holding = self._span(index, OPTIMIZER, MemoryStorage(_flat(value)), parts)
+                    whole = Extent(next(iter(names.values())), 0, value.numel(), 0)
+                    parts = [whole] if shard is None else of_whole(whole, shard)
+                storage = MemoryStorage(_flat(value))
+                in_full = not flat and shard is None
+                holding = self._span(index, OPTIMIZER, storage, parts, in_full=in_full)
                 yield replace(holding, as_counted=not flat)
 
     def _extents(
@@ -230,12 +240,20 @@ class TensorSpans:
         return name if key is None else state_name(name, key)
 
     def _span(
-        self, index: int, kind: str, storage: Storage, parts: Sequence[Extent]
+        self,
+        index: int,
+        kind: str,
+        storage: Storage,
+        parts: Sequence[Extent],
+        *,
+        in_full: bool = False,
     ) -> StoredTensors:
-        # Either all tensors of a bucket are split or none, so check the first.
         bucket = self._optimizer.intervals[index].bucket
         among = self._among_own if kind == OPTIMIZER else self._among
+        # Either all tensors of a bucket are split or none, so check the first. Even full tensors of
+        # an expert are only on the ranks that have the expert.
         is_split = bucket.slots[0].parameter in self._shards
+        is_split &= bucket.axis == EXPERT_COPIES or not in_full
         copy, copies = among[bucket.axis if is_split else None]
         return StoredTensors(kind, storage, parts, copy, copies)
 

@@ -280,8 +280,8 @@ class Settings:
     )
     optimizer_state: str = _choice(
         "precision",
-        "8bit: store moments in 8 bits, with a scale per 256",
-        ("full", "8bit"),
+        "8bit: moments in 8 bits; 8bit-bf16: also no fp32 masters",
+        ("full", "8bit", "8bit-bf16"),
         rare=True,
     )
     frozen_weights: str = _choice(
@@ -401,7 +401,12 @@ class Settings:
     @property
     def quantises_state(self) -> bool:
         """True if optimizer state is stored in 8 bits."""
-        return self.optimizer_state == "8bit"
+        return self.optimizer_state != "full"
+
+    @property
+    def rounds_masters(self) -> bool:
+        """True if bf16 parameters have no fp32 master, and updates are rounded stochastically."""
+        return self.optimizer_state == "8bit-bf16"
 
     @property
     def quantises_frozen(self) -> bool:
@@ -576,6 +581,27 @@ def _check_frozen_weights(settings: Settings) -> None:
         )
 
 
+_NEEDS_MASTERS: dict[str, tuple[Callable[[Settings], bool], str]] = {
+    "offload_optimizer": (
+        lambda settings: settings.offload_optimizer not in (None, DEVICE),
+        "without masters, the update works on the parameters, which are on the device",
+    ),
+    "offload_params": (
+        lambda settings: settings.offload_params not in (None, DEVICE),
+        "without masters, the update works on the parameters, which would be on the host",
+    ),
+    "ema_decay": (
+        lambda settings: settings.ema_decay is not None,
+        "after engine.ema(), parameters are restored from their masters",
+    ),
+    "islands": (
+        lambda settings: settings.islands != 1,
+        "islands average masters, and compare them with what they have agreed on",
+    ),
+}
+"""Maps each setting that needs fp32 masters to a function that returns whether it is on, and to the
+reason."""
+
 _LOSS_ELSEWHERE = ("tensor", "pipeline", "context")
 """Axes whose engines compute the loss of a model themselves, or split its head."""
 
@@ -586,9 +612,17 @@ def check_contradictions(settings: Settings) -> None:
     disk = settings.offload_optimizer
     if settings.quantises_state and disk is not None and disk.kind == "nvme":
         raise ConfigError(
-            f"--optimizer-state 8bit cannot be combined with --offload-optimizer {disk}: it "
-            "saves memory, and on a disk the state needs none. Leave one of them out."
+            f"--optimizer-state {settings.optimizer_state} cannot be combined with "
+            f"--offload-optimizer {disk}: it saves memory, and on a disk the state needs none. "
+            "Leave one of them out."
         )
+    for name, (is_on, why) in _NEEDS_MASTERS.items() if settings.rounds_masters else ():
+        if is_on(settings):
+            raise ConfigError(
+                f"--optimizer-state 8bit-bf16 cannot be combined with {flag(name)} "
+                f"{getattr(settings, name)}: {why}. Write --optimizer-state 8bit, or leave one of "
+                "them out."
+            )
     _check_frozen_weights(settings)
     if settings.chunked_loss and (axes := [a for a in _LOSS_ELSEWHERE if getattr(settings, a) > 1]):
         raise ConfigError(

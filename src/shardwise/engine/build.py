@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from shardwise.comm import Solo
@@ -176,6 +177,13 @@ def build(
     }
     scattered = spec.placement.is_sharded("optimizer")
     has_copies = bool(spec.settings.survive) and scattered and spec.shard_group.size > 1
+    # Look at all stages of a pipeline, so that all ranks raise.
+    dtypes = {t.dtype for t in everything if t.parameter in owners}
+    if spec.settings.rounds_masters and torch.bfloat16 not in dtypes:
+        raise ModelError(
+            "--optimizer-state 8bit-bf16 updates bf16 parameters without fp32 masters, but no "
+            "trained parameter is bf16. Add --precision bf16, or write --optimizer-state 8bit."
+        )
     factory = storage_factories["parameters"]
     parameters, shown = _parameters(spec, located, named, owners, factory, copies=has_copies)
     gradients = _gradients(spec, parameters, shown, storage_factories["gradients"])
@@ -199,11 +207,13 @@ def build(
         # Quantised state has full precision for one span at a time.
         by_spans=quantised or any(factory.on_disk for factory in storage_factories.values()),
         quantised=quantised,
+        rounds=spec.settings.rounds_masters,
         # With replicated parameters and sharded optimizer state, ranks must exchange updates.
         sends=scattered
         and not spec.placement.is_sharded("parameters")
         and spec.shard_group.size > 1,
         known=masters,
+        split=spec.tensor,
     )
     # Averages are stored and sharded like the optimizer state.
     decay, moving = spec.settings.ema_decay, None
@@ -342,7 +352,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
             shards = [p for p in options["params"] if spec.shard_of(p) is not None]
             _check_kind(spec, type(optimizer).__name__, kind, shards, index)
             if spec.settings.quantises_state:
-                _check_quantised(optimizer, kind)
+                _check_quantised(optimizer, kind, spec.settings.optimizer_state)
             # Without sharding, don't rely on a trial that classified the optimizer as elementwise.
             as_given = not kind.known and not shards and spec.cuts_nothing
             for parameter in options["params"]:
@@ -364,7 +374,7 @@ def _owners(spec: EngineSpec) -> dict[nn.Parameter, ParameterGroup]:
     return owners
 
 
-def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
+def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind, choice: str) -> None:
     """Raise ModelError if the state of `optimizer` cannot be stored in 8 bits."""
     name = type(optimizer).__name__
     if not kind.known or not kind.elementwise:
@@ -376,7 +386,7 @@ def _check_quantised(optimizer: optim.Optimizer, kind: OptimizerKind) -> None:
     else:
         return
     raise ModelError(
-        f"--optimizer-state 8bit does not support this {name}: {reason}. Train with "
+        f"--optimizer-state {choice} does not support this {name}: {reason}. Train with "
         "torch.optim.AdamW, Adam, NAdam, RAdam, Adamax, RMSprop, or with SGD with momentum, or "
         "remove the flag."
     )
@@ -416,11 +426,11 @@ def _check_kind(
             f"{name} looks across tensors, but with --expert no worker has all of them. Use an "
             "optimizer that updates each tensor independently, or start without --expert."
         )
-    if not kind.elementwise and of_layers:
+    if not kind.separable and of_layers:
         raise ModelError(
-            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {of_layers} "
-            f"of group {group}. Use an element-wise optimizer such as AdamW, or start without "
-            "--tensor."
+            f"{name} combines values of several tensors in its update, but --tensor "
+            f"{spec.settings.tensor} splits {of_layers} of group {group}. Use an optimizer that "
+            "updates each tensor independently, or start without --tensor."
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]

@@ -184,6 +184,10 @@ def everything(spec: EngineSpec) -> list[Tensor]:
 _PLAIN = (bool, int, float, str, complex, type(None))
 
 
+_NO_OPTIONS = ("params", "param_names")
+"""Keys of a parameter group that are not options."""
+
+
 class OptionChecksum:
     """A checksum of the options in the optimizers' parameter groups, for comparison across ranks.
 
@@ -197,11 +201,20 @@ class OptionChecksum:
 
     def number(self) -> float:
         """Return the checksum. It is cached until an option changes."""
-        values = [value for _, value in self._named()]
-        # A 32-bit number is exact in the exchange's fp64 vector. `repr` of a float is exact and the
-        # same on every host.
+        # Don't name and sort the options in every step.
+        values = [
+            value
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for key, each in group.items()
+            if key not in _NO_OPTIONS and _is_plain(value := _near(each))
+        ]
         if values != self._values:
-            self._values, self._number = values, float(zlib.crc32(repr(values).encode()))
+            self._values = values
+            told = repr([value for _, value in self._named()])
+            # A 32-bit number is exact in the exchange's fp64 vector. `repr` of a float is exact and
+            # the same on every host.
+            self._number = float(zlib.crc32(told.encode()))
         return self._number
 
     def difference(self, group: Collectives) -> ModelMismatch:
@@ -224,13 +237,16 @@ class OptionChecksum:
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 for key, value in sorted(settings_of(group).items()):
-                    if isinstance(value, Tensor) and value.device.type == "cpu":
-                        value = value.tolist()
-                    if _is_plain(value):
-                        yield f"{key} of group {number} of {type(optimizer).__name__}", value
+                    if _is_plain(near := _near(value)):
+                        yield f"{key} of group {number} of {type(optimizer).__name__}", near
+
+
+def _near(value: Any) -> Any:
+    """Return the numbers of a tensor on the CPU, and any other value itself."""
+    return value.tolist() if isinstance(value, Tensor) and value.device.type == "cpu" else value
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(each) for each in value)
-    return isinstance(value, _PLAIN)
+    if isinstance(value, _PLAIN):
+        return True
+    return isinstance(value, (list, tuple)) and all(_is_plain(each) for each in value)

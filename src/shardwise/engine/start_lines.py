@@ -286,7 +286,8 @@ def _replicated_bytes(spec: EngineSpec, states: States) -> int:
         # Parameters and gradients have the parameter's dtype; moments, master, average and anchor
         # are fp32.
         wide = 4 if is_narrow else dtype.itemsize
-        kept = is_narrow + (spec.settings.ema_decay is not None) + anchor
+        mastered = is_narrow and not (spec.settings.rounds_masters and dtype == torch.bfloat16)
+        kept = mastered + (spec.settings.ema_decay is not None) + anchor
         moments = len(states.optimizer.groups[index].kind.tensor_keys)
         for slot in bucket.slots:
             total += slot.numel * (2 * dtype.itemsize + kept * wide)

@@ -35,6 +35,7 @@ from shardwise.states.gradients.gradient_norm import clip_coefficient
 from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.states.whole_gradients import WholeGradients
 from shardwise.timeline import recorder, span
+from shardwise.world.randomness import seed_from
 
 
 class StepRunner:
@@ -331,6 +332,9 @@ class StepRunner:
         # Discard the gradients if the user's optimizer raises in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
+            states.optimizer.seed = seed_from(
+                self._world.seed, self._state.number, "rounding", self._state.steps
+            )
             for inner in states.optimizer.inners:
                 inner.step(totals.used, factor)
                 if publishes:

@@ -153,38 +153,40 @@ class StepReport:
             [row[end - length : end] for row in table]
             for length, end in zip(lengths, ends, strict=True)
         )
-        backwards = int(sum(row[0] for row in known))
+        # One tuple per statistic, with a value per rank.
+        counts, shares, options, calls, rows, shown, lows, highs, copies = zip(*known, strict=True)
+        news, several, unsaved, asked, written, divisors, alone = zip(*flags, strict=True)
+        backwards = int(sum(counts))
         # Ranks whose losses do not determine the divisor (-1) accept the other ranks' divisor.
-        divisors = [row[5] for row in flags if row[5] >= 0]
-        alone = any(row[6] for row in flags)
+        determined = [divisor for divisor in divisors if divisor >= 0]
         # A rank without numbers reports an empty range (inf, -inf).
-        lowest, highest = min(row[6] for row in known), max(row[7] for row in known)
+        lowest, highest = min(lows), max(highs)
         return StepTotals(
             weight=aggregation.total(weights),
-            shown=sum(row[5] for row in known),
+            shown=sum(shown),
             loss=aggregation.total(losses),
             squared_norm=aggregation.total_of_squares(squares),
             backwards=backwards,
-            shares=sum(row[1] for row in known),
-            options=_common([row[2] for row in known]),
-            calls=_common([row[3] for row in known]),
-            rows_differ=not nearly_alike([row[4] for row in known]),
+            shares=sum(shares),
+            options=_common(options),
+            calls=_common(calls),
+            rows_differ=not nearly_alike(rows),
             is_mixed=(lowest < highest and not nearly_alike([lowest, highest]))
-            or (alone and backwards > 1),
-            copies_differ=len({row[8] for row in known}) > 1,
+            or (any(alone) and backwards > 1),
+            copies_differ=len(set(copies)) > 1,
             used=any_of(used, len(self.used)),
             late=any_of(late, len(self.late)),
-            news=any(row[0] for row in flags),
-            several=any(row[1] for row in flags),
-            unsaved=any(row[2] for row in flags),
-            asked=int(max(row[3] for row in flags)),
-            written=any(row[4] for row in flags),
-            divisor=_common(divisors) if divisors else 0.0,
+            news=any(news),
+            several=any(several),
+            unsaved=any(unsaved),
+            asked=int(max(asked)),
+            written=any(written),
+            divisor=_common(determined) if determined else 0.0,
             experts=tuple(int(sum(column)) for column in zip(*experts, strict=True)),
         )
 
 
-def _common(numbers: list[float]) -> float:
+def _common(numbers: Sequence[float]) -> float:
     """Return the number if it is the same in all of `numbers` (one per rank), otherwise NaN."""
     return numbers[0] if len(set(numbers)) == 1 else math.nan
 

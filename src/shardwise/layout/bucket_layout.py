@@ -53,6 +53,11 @@ class Spec:
     axis: str = DATA
     """The ranks that share the parameter."""
 
+    @property
+    def counted(self) -> int:
+        """Number of elements to count where all ranks must decide alike."""
+        return self.numel if self.room is None else self.room
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -131,10 +136,9 @@ def lay_out(
     # Registration order reversed is approximately the order of the backward pass.
     for index in reversed(range(len(specs))):
         spec = specs[index]
-        counted = spec.numel if spec.room is None else spec.room
         # Close a bucket as soon as the next parameter does not fit, even if a smaller one still
         # would: buckets must follow the order of the backward pass.
-        size = _aligned(counted, grain) * spec.itemsize
+        size = _aligned(spec.counted, grain) * spec.itemsize
         key = spec.key, spec.axis
         if key in open_groups and size > room[key]:
             filled.append(open_groups.pop(key))
@@ -196,10 +200,10 @@ def _deal(
     loads = [0] * ranks
     # This greedy rule ("longest processing time first") is within 4/3 of the best balance. Break
     # ties by index, because all ranks must compute the same result.
-    for index in sorted(group, key=lambda index: (-specs[index].numel, -index)):
+    for index in sorted(group, key=lambda index: (-specs[index].counted, -index)):
         owner = loads.index(min(loads))
         hands[owner].append(index)
-        loads[owner] += _aligned(specs[index].numel, grain)
+        loads[owner] += _aligned(specs[index].counted, grain)
     for hand in hands:
         # Within a rank, keep reverse registration order, as in all other buckets.
         hand.sort(reverse=True)

@@ -75,8 +75,7 @@ class TensorParallelModels:
             # Moments have the same shape as their parameter, and are split like it. A step count is
             # not split.
             for parameter in [p for p in state if p in shards]:
-                shard = shards[parameter]
-                state[parameter] = _map_state(state[parameter], shard.shape, shard.of)
+                state[parameter] = self.part_state(parameter, state[parameter])
         # Assign `.data`, because optimizers and the user hold references to the parameter object.
         with torch.no_grad():
             for parameter, shard in shards.items():
@@ -257,6 +256,15 @@ class TensorParallelModels:
             return state
         shape = shard.part_shape(self.group.rank)
         return _map_state(state, shape, lambda value: self.whole(parameter, value))
+
+    def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's part of `whole`, which is split like `parameter`."""
+        return self.shards[parameter].of(whole)
+
+    def part_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the full optimizer state `state` of a split parameter."""
+        shard = self.shards[parameter]
+        return _map_state(state, shard.shape, shard.of)
 
     # -- giving back ----------------------------------------------------------------------
 

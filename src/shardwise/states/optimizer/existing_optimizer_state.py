@@ -77,7 +77,9 @@ class ExistingState:
                     # The user's optimizer updates the user's own parameter, not a view of it.
                     master = tensor if interval.has_master else None
                     tensor = named.parameter
-                segments.append(UpdatedTensor(piece.start, piece.end, [piece], tensor, master))
+                segments.append(
+                    UpdatedTensor(piece.start, piece.end, [piece], tensor, master, named.parameter)
+                )
             return segments
         # Count the borders up to each piece. The count changes at a border, so that runs end there.
         borders = accumulate(piece.parameter in self._borders for piece in pieces)
@@ -145,7 +147,8 @@ class ExistingState:
         for key, has_shape in _entries(group.kind, states[0], named).items():
             value, flat = states[0][key], has_shape and not group.whole
             if isinstance(value, Blank):
-                joined[key] = _allocate(interval, segment, key, value, flat=flat)
+                shape = (segment.end - segment.first,) if flat else named.part_shape(value.shape)
+                joined[key] = _allocate(interval, segment, key, value.dtype, shape)
             elif flat:
                 joined[key] = self._joined(segment, key, states)
             else:
@@ -168,14 +171,16 @@ class ExistingState:
 
 
 def _allocate(
-    interval: BucketUpdate, segment: UpdatedTensor, key: str, blank: Blank, *, flat: bool
+    interval: BucketUpdate,
+    segment: UpdatedTensor,
+    key: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
 ) -> Tensor:
-    """Allocate the tensor that replaces `blank`. It has no storage if the state is on a disk."""
-    numel = segment.end - segment.first
+    """Allocate the tensor that replaces a blank. It has no storage if the state is on a disk."""
     if key in interval.moments:
-        return without_memory(numel, interval.moments[key].dtype)
-    shape = (numel,) if flat else blank.shape
-    return torch.zeros(shape, dtype=blank.dtype, device=_device_of(segment))
+        return without_memory(segment.end - segment.first, interval.moments[key].dtype)
+    return torch.zeros(tuple(shape), dtype=dtype, device=_device_of(segment))
 
 
 def _device_of(segment: UpdatedTensor) -> torch.device:

@@ -9,12 +9,13 @@ span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from shardwise.states.optimizer.optimizer_kind import bare_copy
 from shardwise.states.optimizer.optimizer_options import (
@@ -39,6 +40,19 @@ class UpdatePart:
     """False if the last call found no gradient for any segment."""
 
 
+class SplitTensors(Protocol):
+    """The parameters that tensor parallelism splits. See `TensorParallelModels`."""
+
+    @property
+    def shards(self) -> Container[nn.Parameter]:
+        """The split parameters."""
+
+    def whole(self, parameter: nn.Parameter, part: Tensor, /) -> Tensor: ...
+    def part_of(self, parameter: nn.Parameter, whole: Tensor, /) -> Tensor: ...
+    def whole_state(self, parameter: nn.Parameter, state: dict[str, Any], /) -> dict[str, Any]: ...
+    def part_state(self, parameter: nn.Parameter, state: dict[str, Any], /) -> dict[str, Any]: ...
+
+
 class InnerOptimizer:
     """A copy of the user's optimizer that updates the segments of `intervals`.
 
@@ -51,6 +65,7 @@ class InnerOptimizer:
         parts: Yields the parts that are updated, one per optimizer call.
         fused: Whether to update with torch's fused kernel.
         leads: True for the first copy of the user's optimizer.
+        split: The split parameters that are joined for the update, or None.
     """
 
     is_users_stepping = False
@@ -67,7 +82,9 @@ class InnerOptimizer:
         *,
         fused: bool,
         leads: bool,
+        split: SplitTensors | None = None,
     ) -> None:
+        self._split = split
         self.buckets = buckets
         self.intervals = intervals
         self._groups = groups
@@ -139,7 +156,9 @@ class InnerOptimizer:
         # must have the same count.
         if offered or self.options.counts or self.attributes.changing:
             self._follow()
-            self._call_for(offered)
+            segments = [segment for part in parts for segment in part.segments]
+            with nullcontext() if self._split is None else self._joined(segments, self._split):
+                self._call_for(offered)
             self.options.record_changes()
         for tensor in tensors:
             tensor.grad = None
@@ -161,6 +180,36 @@ class InnerOptimizer:
             if used[segment.pieces[0].parameter]:
                 flat = grad[segment.first - part.start : segment.end - part.start]
                 segment.tensor.grad = _view_like(flat, segment.tensor)
+
+    @contextmanager
+    def _joined(self, segments: Sequence[UpdatedTensor], split: SplitTensors) -> Iterator[None]:
+        """Join the parts of split tensors inside the block. Collective over the replica.
+
+        Inside the block, tensors with a gradient, their gradients and their state are full. On
+        exit, this rank's part of each is stored again. All ranks of the replica compute the same
+        update, because they have the same full tensors.
+        """
+        state, joined = self.inner.state, []
+        for segment in segments:
+            tensor, parameter, grad = segment.tensor, segment.parameter, segment.tensor.grad
+            if grad is None or parameter is None or parameter not in split.shards:
+                continue
+            joined.append((tensor, parameter, tensor.data))
+            tensor.grad = None  # a gradient must have its tensor's shape
+            tensor.data = split.whole(parameter, tensor.data)
+            tensor.grad = split.whole(parameter, grad)
+            if tensor in state:
+                state[tensor] = split.whole_state(parameter, state[tensor])
+        try:
+            yield
+        finally:
+            for tensor, parameter, part in joined:
+                # Copy into the old memory, because flat buckets refer to it.
+                part.copy_(split.part_of(parameter, tensor.data))
+                tensor.grad = None
+                tensor.data = part
+                if tensor in state:
+                    state[tensor] = split.part_state(parameter, state[tensor])
 
     def _follow(self) -> None:
         """Apply changes that user code has made to the user's optimizer."""

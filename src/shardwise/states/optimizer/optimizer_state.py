@@ -18,6 +18,7 @@ tensor from the start.
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Hashable, Mapping, Sequence, Set
 from itertools import pairwise
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW
 from shardwise.states.optimizer.existing_optimizer_state import ExistingState
-from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, in_memory
+from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, SplitTensors, in_memory
 from shardwise.states.optimizer.offloaded_update import by_spans
 from shardwise.states.optimizer.optimizer_kind import common_state, may_fuse
 from shardwise.states.optimizer.optimizer_options import (
@@ -46,6 +47,7 @@ from shardwise.states.optimizer.update_interval import (
 from shardwise.states.optimizer.users_optimizer import UsersOptimizer
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.storage.quantised_storage import SIGNED_KEYS, QuantisedStorage
+from shardwise.states.storage.rounded_masters import NoisePiece, RoundedMaster
 from shardwise.states.storage.storage import Storage, in_spans, spans_of
 from shardwise.states.storage.storage_factory import StorageFactory
 
@@ -76,8 +78,10 @@ class OptimizerState:
         factory: Creates the storage of masters, and of state on a disk.
         by_spans: True if some state is on a disk, or quantised.
         quantised: True to store state in 8 bits.
+        rounds: True to update bf16 parameters without a master, by stochastic rounding.
         sends: True if updated buckets are sent to other ranks.
         known: Parameters' values in the master dtype, used instead of the rounded parameters.
+        split: The parameters that tensor parallelism splits, or None.
         is_copy: True for a copy of another rank's state, which leaves the user's optimizer alone.
     """
 
@@ -90,15 +94,20 @@ class OptimizerState:
         *,
         by_spans: bool,
         quantised: bool,
+        rounds: bool = False,
         sends: bool,
         known: Mapping[nn.Parameter, Tensor],
+        split: SplitTensors | None = None,
         is_copy: bool = False,
     ) -> None:
         self._parameters = parameters
+        self._split = split
         self._is_copy = is_copy
         self._one_by_one = sends or by_spans
         self.groups = groups
-        self.intervals = self._lay_out(gradients, factory, by_spans, quantised)
+        self.seed = 0
+        """32 bits that determine the stochastic rounding of the current step."""
+        self.intervals = self._lay_out(gradients, factory, by_spans, quantised, rounds)
         """The interval of each bucket that this rank updates."""
         for index, interval in enumerate(self.intervals):
             if interval.has_master:
@@ -118,6 +127,7 @@ class OptimizerState:
         factory: StorageFactory,
         by_spans: bool,
         quantised: bool,
+        rounds: bool,
     ) -> list[BucketUpdate]:
         """Allocate this rank's masters, and any state on a disk or in 8 bits."""
         own = [bucket.own for bucket in gradients]
@@ -133,7 +143,8 @@ class OptimizerState:
             kind = (torch.float32 if dtype in NARROW else dtype, device)
             # Either the optimizer state or the parameter is in host memory, but not both.
             elsewhere = factory.is_apart(device) != (targets[i].copy_stream is not None)
-            names = [_MASTER] if dtype in NARROW or elsewhere else []
+            rounded = rounds and dtype == torch.bfloat16
+            names = [_MASTER] if (dtype in NARROW and not rounded) or elsewhere else []
             names += sorted(self.groups[i].kind.tensor_keys) if factory.on_disk else []
             kept.append(dict.fromkeys(names, kind))
         storages = iter(
@@ -157,6 +168,11 @@ class OptimizerState:
             )
             for i in numbers
         ]
+        for interval in intervals if rounds else ():
+            if interval.target.dtype == torch.bfloat16:
+                interval.master = RoundedMaster(
+                    interval.target, self._noise_pieces(interval), lambda: self.seed
+                )
         if quantised:
             for interval, group in zip(intervals, self.groups, strict=True):
                 master = interval.master  # the update needs state in its dtype, on its device
@@ -169,6 +185,17 @@ class OptimizerState:
                         signed=SIGNED_KEYS[key],
                     )
         return intervals
+
+    def _noise_pieces(self, interval: BucketUpdate) -> list[NoisePiece]:
+        pieces = []
+        for piece in interval.all_pieces:
+            named = self._parameters.named[piece.parameter]
+            # Elements of a split tensor are counted from the start of this rank's part.
+            rank = 0 if named.shard is None else named.shard.rank
+            key = zlib.crc32(f"{named.name} {rank}".encode())
+            start, end = piece.start - interval.own[0], piece.end - interval.own[0]
+            pieces.append(NoisePiece(start, end, key, piece.offset))
+        return pieces
 
     def _fill_master(
         self, interval: BucketUpdate, wide: Tensor | None, known: Mapping[nn.Parameter, Tensor]
@@ -235,7 +262,10 @@ class OptimizerState:
         if groups[0].stays:
             return UsersOptimizer(indices, intervals, groups, parts, fused=False, leads=leads)
         fused = not groups[0].together and _fuses(groups[0], intervals[0])
-        inner = InnerOptimizer(indices, intervals, groups, parts, fused=fused, leads=leads)
+        split = self._split if groups[0].whole else None
+        inner = InnerOptimizer(
+            indices, intervals, groups, parts, fused=fused, leads=leads, split=split
+        )
         # Copy for all but the first: each inner optimizer counts its own steps, and a shared
         # counter would advance several times per step.
         common = common_state(held(groups[0].optimizer))

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor, nn, optim
 
 from shardwise.layout.bucket_layout import Bucket, Slot, Span
 from shardwise.states.storage.host_storage import HostCopy
@@ -45,6 +45,8 @@ class UpdatedTensor:
     master: Tensor | None = None
     """The master of `tensor`, if `tensor` is the user's own parameter and either has a 16-bit dtype
     or is on a different device. `tensor` holds the master's values during an update."""
+    parameter: nn.Parameter | None = None
+    """The parameter, if the optimizer needs full tensors."""
 
 
 @dataclass(eq=False)

@@ -40,6 +40,13 @@ class NamedParameter:
         """Shape of the full tensor, of which this rank may hold only a part."""
         return self.shape if self.shard is None else torch.Size(self.shard.shape)
 
+    def part_shape(self, whole: Sequence[int]) -> Sequence[int]:
+        """Return the shape of this rank's part of optimizer state whose full shape is `whole`.
+
+        State that has a different shape than the parameter is not split.
+        """
+        return self.shape if tuple(whole) == tuple(self.whole_shape) else whole
+
     @property
     def alias(self) -> str:
         """The parameter's name in messages."""

@@ -176,6 +176,7 @@ def _groups_of(spec: EngineSpec, engine: int) -> tuple[list[GroupRecord], dict[n
                     fused=bool(options.get("fused"))
                     or may_fuse(optimizer, options, master, device),
                     quantised=spec.settings.quantises_state,
+                    rounded=spec.settings.rounds_masters,
                 )
             )
     return groups, owners

@@ -104,7 +104,7 @@ class StateLayout:
         wide = on_disk and bucket.dtype in NARROW
         assert bucket.group is not None
         mastered = self._has_master(bucket)
-        size = bucket.master_size if mastered else bucket.itemsize
+        size = bucket.master_size  # moments have the dtype of the update
         # The master counts as optimizer state.
         moment = nbytes_of(updated, size) if bucket.group.quantised else updated * size
         optimizer = updated * size * mastered + moment * len(bucket.group.moments)
@@ -118,7 +118,9 @@ class StateLayout:
         """
         optimizer, parameters = self.row.tier("optimizer"), self.row.tier("parameters")
         away = [self.apart and tier.kind != "device" for tier in (optimizer, parameters)]
-        return bucket.dtype in NARROW or away[0] != away[1]
+        assert bucket.group is not None
+        rounded = bucket.group.rounded and bucket.dtype == "bfloat16"
+        return (bucket.dtype in NARROW and not rounded) or away[0] != away[1]
 
     def staging_bytes(self, rank: int) -> int:
         """Return the bytes of the buffers through which `rank` accesses states on disk.

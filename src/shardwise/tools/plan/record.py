@@ -152,6 +152,8 @@ class GroupRecord:
     fused: bool
     quantised: bool = False
     """True if the moments are stored in 8 bits."""
+    rounded: bool = False
+    """True if bf16 parameters have no fp32 master."""
 
 
 @dataclass(frozen=True)
