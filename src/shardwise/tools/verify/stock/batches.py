@@ -218,6 +218,11 @@ class BatchReplay:
                 if "not_saved" in loader:
                     known["not_saved"] = loader["not_saved"]
 
+    @property
+    def size(self) -> int:
+        """Number of ranks that recorded batches."""
+        return len(self._ranks)
+
     def follow(self) -> None:
         """Patch DataLoader to replay the recorded batches."""
         begin, length = DataLoader.__iter__, DataLoader.__len__
