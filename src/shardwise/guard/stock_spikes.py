@@ -145,7 +145,8 @@ def _weighted_squares(model: nn.Module, size: int) -> Iterator[Tensor]:
 
     With `size` ranks and a gradient in c shards, size / c ranks hold each shard.
     """
-    yield torch.zeros((), dtype=torch.float64, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    yield torch.zeros((), dtype=torch.float64, device=device)
     for parameter in model.parameters():
         if parameter.grad is None:
             continue
@@ -156,4 +157,4 @@ def _weighted_squares(model: nn.Module, size: int) -> Iterator[Tensor]:
         local = getattr(gradient, "_local_tensor", gradient)
         if local.is_sparse:
             local = local.coalesce().values()
-        yield local.norm().double().square() * (shards / size)
+        yield local.norm().to(device, torch.float64).square() * (shards / size)

@@ -115,6 +115,7 @@ class BatchRecorder:
             facts["samples"] = None
         facts["sampler"] = type(loader.sampler).__name__
         facts["shuffles"] = bool(getattr(loader.sampler, "shuffle", False))
+        facts["replaces"] = bool(getattr(loader.sampler, "replacement", False))
         size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         facts["batch_size"] = size if isinstance(size, int) else None
 

@@ -17,7 +17,7 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -90,10 +90,9 @@ def _followed(
     @wraps(plain)
     def step(zero: Any, *args: Any, **kwargs: Any) -> Any:
         before(zero)
-        try:
-            return plain(zero, *args, **kwargs)
-        finally:
-            after(zero)
+        result = plain(zero, *args, **kwargs)
+        after(zero)
+        return result
 
     return step
 
@@ -109,6 +108,9 @@ def widen() -> None:
             kind: Any = getattr(importlib.import_module(module), name)
             kind._configure_master_weights = _returns_fp64(kind._configure_master_weights)
             kind.__init__ = _accepts_fp64(kind.__init__)
+        context: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+        init = context.InsertPostInitMethodToModuleSubClasses
+        init.__init__ = _partitions_in_fp64(init.__init__)
 
     after_import(patch)
 
@@ -133,6 +135,15 @@ def _accepts_fp64(init: Callable[..., None]) -> Callable[..., None]:
     def built(*args: Any, **kwargs: Any) -> None:
         # With reduce_scatter, DeepSpeed refuses to reduce in fp64. The sums are the same.
         init(*args, **kwargs | {"reduce_scatter": False, "communication_data_type": torch.float64})
+
+    return built
+
+
+def _partitions_in_fp64(init: Callable[..., None]) -> Callable[..., None]:
+    @wraps(init)
+    def built(this: Any, *args: Any, **kwargs: Any) -> None:
+        init(this, *args, **kwargs | {"dtype": torch.float32})  # it refuses fp64
+        this.dtype = torch.float64
 
     return built
 
@@ -171,20 +182,33 @@ def _change_config(change: Callable[[dict[str, Any]], None]) -> None:
     kind._initialize_params = initialised
 
 
+def gradients(zero: Any) -> Iterator[Tensor]:
+    """Yield the reduced gradients that this rank is about to clip and use."""
+    for group in zero.averaged_gradients.values():
+        yield from group or ()
+    # With an optimizer on the CPU, they are already in the partitions.
+    name = next(
+        n
+        for n in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+        if hasattr(zero, n)
+    )
+    yield from (flat.grad for flat in getattr(zero, name) if flat.grad is not None)
+
+
 class Fragment(NamedTuple):
     """This rank's part of a parameter.
 
     Args:
         flat: The partition that contains it.
         start: Its first element in the partition.
-        count: Its number of elements.
+        length: Its number of elements.
         offset: Its first element in the parameter.
         group: The ranks that hold the parameter's fragments.
     """
 
     flat: Tensor
     start: int
-    count: int
+    length: int
     offset: int
     group: Any
 
@@ -235,7 +259,7 @@ class ZeroShards:
         flat = self._fragment(parameter).flat
         for key, value in self._zero.optimizer.state.get(flat, {}).items():
             if isinstance(value, Tensor) and value.shape == flat.shape:
-                yield key, self._full(parameter, lambda each, key=key: self._of_flat(each, key))
+                yield key, self._full(parameter, partial(self._of_flat, key))
             else:
                 yield key, value
 
@@ -244,7 +268,7 @@ class ZeroShards:
         limit, norm = float(self._zero.clip_grad), self._zero._global_grad_norm
         return f" {float(norm)!r} {limit!r} {len(self.parameters)}" if limit else ""
 
-    def _of_flat(self, flat: Tensor, key: str) -> Tensor:
+    def _of_flat(self, key: str, flat: Tensor) -> Tensor:
         value: Tensor = self._zero.optimizer.state[flat][key]
         return value
 
@@ -276,9 +300,11 @@ class ZeroShards:
             return None
         shape = getattr(parameter, "ds_shape", parameter.shape)
         # ZeRO 3's last fragment ends with padding.
-        size = max(shape.numel(), part.count * torch.distributed.get_world_size(part.group))
+        size = max(shape.numel(), part.length * torch.distributed.get_world_size(part.group))
         full = values.new_zeros(size if self._splits_parameters else shape.numel())
-        full[part.offset : part.offset + part.count] = values[part.start : part.start + part.count]
+        full[part.offset : part.offset + part.length] = values[
+            part.start : part.start + part.length
+        ]
         # Not torch.distributed.all_reduce, which the recorder follows in the script.
         distributed_c10d.all_reduce(full, group=part.group)
         return full[: shape.numel()].view(shape)
