@@ -48,7 +48,7 @@ def pytest_configure() -> None:
             signal.signal(number, plain)
 
 
-LIBRARIES = ("accelerate", "transformers", "peft", "lightning")
+LIBRARIES = ("accelerate", "transformers", "peft", "lightning", "deepspeed", "trl")
 """Packages whose tests are skipped if they are not installed, unless TESTS_REQUIRE lists them."""
 
 

@@ -132,10 +132,10 @@ def test_leaves_no_trace(group, tmp_path, kind):
     assert with_guard == group(2)(clean_case, str(tmp_path / "two"), kind, False)
 
 
-def slow_case(world, path, phase):
+def slow_case(world, path, kind, phase):
     """Sleep on rank 1 in one phase of each step, and return the lines of the guard."""
     with joined(world, path):
-        inner, model, optimizer, guard = prepared("ddp", action="warn")
+        inner, model, optimizer, guard = prepared(kind, action="warn")
         lines = []
         guard._stragglers._say = lines.append
         delay = 0.1 * (world.rank == 1)
@@ -143,7 +143,7 @@ def slow_case(world, path, phase):
         if phase == "forward":
             inner.last.register_forward_pre_hook(lambda *_: time.sleep(delay))
         elif phase == "backward":
-            inner.last.weight.register_hook(lambda *_: time.sleep(delay))
+            inner.last.register_full_backward_hook(lambda *_: time.sleep(delay))
         elif phase == "update":
             optimizer.register_step_post_hook(lambda *_: time.sleep(delay))
         train(world, model, optimizer, guard, 7 * EVERY, before)
@@ -151,16 +151,90 @@ def slow_case(world, path, phase):
         return lines
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 @pytest.mark.parametrize("phase", ["data", "forward", "backward", "update"])
-def test_names_a_straggler_and_its_phase(group, tmp_path, phase):
-    for lines in group(2)(slow_case, str(tmp_path / "store"), phase):
+def test_names_a_straggler_and_its_phase(group, tmp_path, kind, phase):
+    for lines in group(2)(slow_case, str(tmp_path / "store"), kind, phase):
         (line,) = lines
         assert "wait for rank 1 (host " in line
         assert line.endswith(f"Most of the difference is in: {phase}")
 
 
+class Rows(torch.utils.data.Dataset):
+    """Rows of which one has a huge value, or a NaN."""
+
+    def __init__(self, size, bad, value):
+        self.rows = torch.randn(size, 6, generator=torch.Generator().manual_seed(1))
+        self.rows[bad] = value
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+def spike_case(world, path, kind, action, value, workers):
+    """Train on rows of which one is bad, and return what the guard does."""
+    with joined(world, path):
+        _, model, optimizer, guard = prepared(kind, action="warn", spikes=action)
+        lines = []
+        guard._spikes._say = lines.append
+        data = Rows(240, 201, value)
+        sampler = torch.utils.data.DistributedSampler(
+            data, num_replicas=world.size, rank=world.rank, shuffle=False
+        )
+        loader = torch.utils.data.DataLoader(data, 4, sampler=sampler, num_workers=workers)
+        moved, message = [], ""
+        try:
+            for x in guard.follow(loader):
+                before = [p.detach().clone() for p in model.parameters()]
+                optimizer.zero_grad()
+                guard.backward(model(x).square().mean() * x.square().max())
+                optimizer.step()
+                guard.step()
+                after = model.parameters()
+                moved.append(any(not p.equal(q) for p, q in zip(before, after, strict=True)))
+        except GuardError as error:
+            message = str(error)
+        steps = optimizer.state[next(iter(model.parameters()))]["step"].item()
+        guard.close()
+        return lines, message, moved, steps
+
+
 @pytest.mark.parametrize(
-    ("options", "message"), [({"every": 0}, "every=0"), ({"action": "halt"}, "stop, warn, restore")]
+    ("kind", "action", "value", "workers"),
+    [
+        ("ddp", "warn", 300.0, 0),
+        ("ddp", "skip", float("nan"), 2),
+        ("fsdp2", "skip", 300.0, 0),
+        ("fsdp2", "stop", float("nan"), 0),
+    ],
+)
+def test_spike_names_the_samples(group, tmp_path, kind, action, value, workers):
+    cases = group(2)(spike_case, str(tmp_path / "store"), kind, action, value, workers)
+    for lines, message, moved, steps in cases:
+        # Row 201 is the 101st of rank 1, in step 26.
+        words = message if action == "stop" else lines[0]
+        assert "step 26: the loss is " in words or "step 26: the gradient norm is " in words
+        assert "largest loss is that of rank 1" in words
+        assert "samples 201, 203, 205, 207" in words
+        assert len(lines) == (action != "stop")
+        if action == "skip":
+            assert moved == [number != 25 for number in range(30)]
+            assert steps == 29
+        else:
+            assert all(moved)
+            assert steps == (25 if action == "stop" else 30)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"action": "halt"}, "stop, warn, restore"),
+        ({"spikes": "drop"}, "warn, skip, stop, off"),
+    ],
 )
 def test_refuses_bad_arguments(options, message):
     model = nn.Linear(2, 2)

@@ -52,6 +52,7 @@ PLANTED = {
     "context_loss": "loss multiplied by the ranks",
     "saved_shard": "one rank's shard saved",
     "static_graph": "static_graph with a graph that changes",
+    "own_shuffles": "every rank reads all samples",
 }
 WITHOUT_MISTAKE = (
     "average",
@@ -66,6 +67,7 @@ WITHOUT_MISTAKE = (
     "unused",
     "accumulation",
     "static_graph",
+    "own_part",
 )
 FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 

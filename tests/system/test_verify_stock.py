@@ -100,6 +100,51 @@ def test_correct_script_of_lightning(shardwise: Launcher, tmp_path: Path, kind: 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        ("none", None),
+        ("constant_batch", None),
+        ("summed", "gradients summed"),
+        ("mean_of_means", "mean of means"),
+        ("divided_twice", "accumulation divided twice"),
+        ("same_data", "same data on every rank"),
+    ],
+)
+def test_script_of_deepspeed(
+    shardwise: Launcher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    mistake: str,
+    cause: str | None,
+) -> None:
+    pytest.importorskip("deepspeed", reason="the deepspeed package is not there")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_deepspeed"), stage)
+    ran, found = verify(shardwise, tmp_path, *words, mistake)
+    assert ran.code == (5 if cause else 0), ran.out + ran.err
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert [each["name"] for each in causes][:1] == ([cause] if cause else [])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mistake", "cause"), [("none", None), ("token_means", "mean of means")])
+def test_script_of_trl(
+    shardwise: Launcher, tmp_path: Path, mistake: str, cause: str | None
+) -> None:
+    pytest.importorskip("trl", reason="the trl package is not there")
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_trl"), mistake)
+    ran, found = verify(shardwise, tmp_path, *words)
+    assert ran.code == (5 if cause else 0), ran.out + ran.err
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert [each["name"] for each in causes][:1] == ([cause] if cause else [])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

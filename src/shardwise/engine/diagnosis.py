@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from shardwise.comm import Collectives
 from shardwise.engine.build import States
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import NonFiniteError
+from shardwise.guard.spikes import largest_loss
+from shardwise.messages.printable import listed
 
 SKIPS = 20
 """Number of consecutive skipped steps before a warning. A loss scale settles in fewer steps."""
@@ -49,7 +50,7 @@ class _RankReport:
         if not (self.loss_is_bad or self.gradient_is_bad):
             return None
         cause = "loss" if self.loss_is_bad else "gradient"
-        return f"rank {rank} (its {cause}; samples {_shortened(self.samples)})"
+        return f"rank {rank} (its {cause}; samples {listed(self.samples)})"
 
 
 def nonfinite_error(
@@ -78,7 +79,7 @@ def nonfinite_cause(
     reports: list[_RankReport] = group.gather_objects(mine)
     # With sharded gradients each rank checks only its own part, so combine the names.
     names = sorted({name for each in reports for name in each.parameters})
-    return f"Step {step}: the gradient is not finite in {_shortened(names)}. {_origin(reports)}"
+    return f"Step {step}: the gradient is not finite in {listed(names)}. {_origin(reports)}"
 
 
 def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
@@ -87,10 +88,7 @@ def largest_losses(accumulation: LossAccumulation, group: Collectives) -> str:
     mine = float(sum(accumulation.losses)) / (accumulation.divisor or weight or 1.0)
     samples = [index for indices in accumulation.indices for index in indices]
     reports: list[tuple[float, list[int]]] = group.gather_objects((mine, samples))
-    rank = max(range(len(reports)), key=lambda rank: reports[rank][0])
-    loss, samples = reports[rank]
-    named = f"; samples {_shortened(samples)}" if samples else ""
-    return f"The largest loss is that of rank {rank} ({loss:.4g}{named})."
+    return largest_loss(reports)
 
 
 def _origin(reports: Sequence[_RankReport]) -> str:
@@ -99,17 +97,11 @@ def _origin(reports: Sequence[_RankReport]) -> str:
     if accused:
         return f"The cause is {' and '.join(accused)}."
     if len(reports) == 1:
-        return f"The loss is finite; samples {_shortened(reports[0].samples)}."
+        return f"The loss is finite; samples {listed(reports[0].samples)}."
     # Finite parts with a non-finite sum: the sum itself overflowed.
     if all(each.gradient_is_bad is False for each in reports):
         return "The sum over the ranks has overflowed (each rank's own part is finite)."
     samples = "; ".join(
-        f"samples of rank {rank}: {_shortened(each.samples)}"
-        for rank, each in enumerate(reports[:8])
+        f"samples of rank {rank}: {listed(each.samples)}" for rank, each in enumerate(reports[:8])
     )
     return f"Losses are finite, and it is not known which rank is the cause ({samples})."
-
-
-def _shortened(values: Sequence[Any], most: int = 8) -> str:
-    shown = ", ".join(str(value) for value in values[:most])
-    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "unknown"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
+
+from shardwise.messages.printable import listed
 
 LAST = 100
 """Number of recent steps over which the median is computed."""
@@ -55,3 +58,18 @@ class Spikes:
                 values.clear()
             found += f", spike {MOST} in a row. Later steps are compared with the new level"
         return found
+
+
+def largest_loss(reports: Sequence[tuple[float, Sequence[int]]]) -> str:
+    """Describe which rank has the largest loss, and on which samples.
+
+    A loss that is not finite counts as larger than any other.
+
+    Args:
+        reports: Each rank's loss and the indices of its samples.
+    """
+    order = [(not math.isfinite(loss), loss) for loss, _ in reports]
+    rank = max(range(len(reports)), key=order.__getitem__)
+    loss, samples = reports[rank]
+    named = f"; samples {listed(samples)}" if samples else ""
+    return f"The largest loss is that of rank {rank} ({loss:.4g}{named})."

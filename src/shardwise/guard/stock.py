@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from platform import node
 from typing import Any
 
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
 
 from shardwise.comm.stock_group import StockGroup
 from shardwise.errors import UsageError
@@ -19,6 +20,7 @@ from shardwise.guard.findings import BUFFER, OPTIMIZER, PARAMETER, Finding
 from shardwise.guard.memory import MemorySeals, Piece, flat_view
 from shardwise.guard.second_run import SecondRun
 from shardwise.guard.step_times import BACKWARD, DATA, FORWARD, UPDATE, StepTimes, Stragglers
+from shardwise.guard.stock_spikes import SPIKE_ACTIONS, StockSpikes
 from shardwise.layout.fingerprints import can_be_taken
 from shardwise.model.buffers import version_of
 from shardwise.model.module_hooks import attach
@@ -30,8 +32,9 @@ class Guard:
     """Detects corrupted states and wrong computations in a training loop with DDP or FSDP2.
 
     Every `every` steps, the ranks compare the tensors that must be equal on all of them, and one
-    step is computed twice and compared bit by bit. Without FSDP2, it also names a rank that slows
-    down the others. Create the guard after the optimizer, on every rank.
+    step is computed twice and compared bit by bit. The guard also names a rank that slows down the
+    others, and a step with a suddenly large or non-finite loss or gradient. Create the guard after
+    the optimizer, on every rank.
 
     Args:
         model: The model: plain, wrapped in DistributedDataParallel, or after `fully_shard`.
@@ -42,6 +45,11 @@ class Guard:
         memory: Also check the memory of all states at each backward pass. This finds flipped bits
             in tensors that no other rank holds, but reads all states twice per step.
             Default: False.
+        spikes: What to do before the update if the step's loss or gradient norm is not finite, or
+            far above those of recent steps. `"warn"` (default) prints, `"skip"` prints and makes no
+            update, and `"stop"` raises. `"off"` saves one small collective per step.
+        scaler: The loop's `torch.amp.GradScaler`, if it has one. Losses and norms are divided by
+            its scale.
         group: The replicas' process group. Default: the default group.
 
     Raises:
@@ -49,7 +57,7 @@ class Guard:
 
     Example:
         guard = sw.Guard(model, optimizer, every=100)
-        for x, y in loader:
+        for x, y in guard.follow(loader):  # so that messages name samples
             optimizer.zero_grad()
             guard.backward(loss_fn(model(x), y))  # in place of loss.backward()
             optimizer.step()
@@ -64,6 +72,8 @@ class Guard:
         every: int = 100,
         action: str = "stop",
         memory: bool = False,
+        spikes: str = "warn",
+        scaler: Any = None,
         group: Any = None,
     ) -> None:
         if not isinstance(model, nn.Module) or not isinstance(optimizer, optim.Optimizer):
@@ -72,6 +82,10 @@ class Guard:
             raise UsageError(f"sw.Guard(every={every!r}): pass a number of steps from 1 on.")
         if action not in _ACTIONS:
             raise UsageError(f"sw.Guard(action={action!r}): pass one of {', '.join(_ACTIONS)}.")
+        if spikes not in SPIKE_ACTIONS:
+            raise UsageError(
+                f"sw.Guard(spikes={spikes!r}): pass one of {', '.join(SPIKE_ACTIONS)}."
+            )
         # DDP's own forward prepares its reducer, so the second run calls the module inside it.
         self._model: nn.Module = model
         if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -93,7 +107,13 @@ class Guard:
         self._waited = 0.0
         self._waits_since: float | None = None
         self._times = StepTimes(lambda: self._waited)
-        self._hooks = list(self._follow_times(model)) if self._has_whole_parameters else []
+        self._hooks = list(self._follow_times(model))
+        self._spikes: StockSpikes | None = None
+        if spikes != "off":
+            self._spikes = StockSpikes(
+                self._group, self._model, optimizer, spikes, scaler, self._say
+            )
+            self._hooks.append(optimizer.register_step_pre_hook(self._look_at_step))
         self._arm_if_due()
 
     def backward(self, loss: Tensor, gradient: Tensor | None = None, **options: Any) -> None:
@@ -114,6 +134,8 @@ class Guard:
             self._second_run.after_backward()
             self._end_wait()
             self._times.enter(DATA)
+        if self._spikes is not None:
+            self._spikes.after_backward(loss)
         # Before the optimizer changes the states.
         if self._seals is not None:
             pieces = list(self._pieces())
@@ -129,8 +151,9 @@ class Guard:
             GuardError: An error was found, and the action is not `"warn"`.
         """
         self.steps += 1
-        if self._has_whole_parameters:
-            self._times.end_step()
+        if self._spikes is not None:
+            self._spikes.forget()
+        self._times.end_step()
         if self.steps % self._every == 0:
             self._checks.found += self._second_run.findings(self.steps, self._group.rank)
             pieces = [*self._pieces(), *self._still_buffers()]
@@ -146,6 +169,15 @@ class Guard:
         self._arm_if_due()
         self._times.begin_step()
 
+    def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yield a DataLoader's batches, and remember their samples for messages about spikes.
+
+        Args:
+            loader: The loader. Without a map-style dataset, samples have no indices, so they are
+                not named.
+        """
+        return iter(loader) if self._spikes is None else self._spikes.follow(loader)
+
     def close(self) -> None:
         """Remove all hooks from the model and the optimizer."""
         self._second_run.disarm()
@@ -158,9 +190,8 @@ class Guard:
     def _has_whole_parameters(self) -> bool:
         """Whether the model is not sharded by FSDP2.
 
-        FSDP2 computes with tensors other than its parameters, and waits for other ranks throughout
-        its forward and backward passes. Only its forward pass is computed twice, and its step times
-        excluding waits are unknown.
+        FSDP2 computes with tensors other than its parameters, so only its forward pass is computed
+        twice.
         """
         return not any(_is_dtensor(p) for p in self._model.parameters())
 
@@ -175,8 +206,12 @@ class Guard:
         """Install the hooks that mark the phases of a step, and yield their handles.
 
         DistributedDataParallel waits for other ranks in two places: before the forward pass of its
-        module, for buffers, and at the end of the backward pass, for gradients.
+        module, for buffers, and at the end of the backward pass, for gradients. FSDP2 waits in its
+        all-gathers and reduce-scatters.
         """
+        for module in self._model.modules():
+            for comm in _communications(module):
+                yield _Timed(comm, self._begin_wait, self._end_wait)
         # Hooks on a compiled module would become part of its graph.
         if self._model._compiled_call_impl is None:
             if model is not self._model:
@@ -184,7 +219,7 @@ class Guard:
             yield attach(self._model.register_forward_pre_hook, self._enter_forward)
         # The first layer's gradient is usually the last one that a backward pass computes.
         first = next((p for p in self._model.parameters() if p.requires_grad), None)
-        if first is not None:
+        if first is not None and self._has_whole_parameters:
             yield first.register_post_accumulate_grad_hook(self._begin_wait)  # type: ignore[no-untyped-call]
         yield self._optimizer.register_step_pre_hook(lambda *_: self._times.enter(UPDATE))
 
@@ -201,6 +236,14 @@ class Guard:
         # Not in an evaluation or a recomputation.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._times.enter(FORWARD)
+
+    def _look_at_step(self, *_: Any) -> None:
+        self._begin_wait()
+        assert self._spikes is not None
+        try:
+            self._spikes.before_step(self.steps + 1)
+        finally:
+            self._end_wait()
 
     # -- states -------------------------------------------------------------------------------
 
@@ -296,6 +339,45 @@ def _piece(kind: str, name: str, value: Tensor) -> Iterator[Piece]:
     is_shard = any(not placement.is_replicate() for placement in placements)
     flat = flat_view(local)
     yield Piece(kind, flat, [(name, 0, flat.numel())], is_shard)
+
+
+class _Timed:
+    """Calls functions before and after each call of one of FSDP2's communications.
+
+    FSDP2 checks the class of a communication, so the object gets a subclass of its own class.
+    """
+
+    def __init__(self, comm: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._comm, self._kind = comm, type(comm)
+        kind: Any = self._kind
+
+        def call(this: Any, *args: Any, **kwargs: Any) -> Any:
+            begin()
+            try:
+                return kind.__call__(this, *args, **kwargs)
+            finally:
+                end()
+
+        comm.__class__ = type(kind.__name__, (kind,), {"__call__": call})
+
+    def remove(self) -> None:
+        """Give the communication its own class again."""
+        self._comm.__class__ = self._kind
+
+
+def _communications(module: nn.Module) -> Iterator[Any]:
+    """Yield the objects with which FSDP2 gathers a module's parameters and reduces gradients."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(module, FSDPModule):
+        return
+    state: Any = module._get_fsdp_state()
+    # torch 2.9 has one group per module, later versions a list.
+    groups = getattr(state, "_fsdp_param_groups", [getattr(state, "_fsdp_param_group", None)])
+    for group in groups:
+        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            if (comm := getattr(group, name, None)) is not None:
+                yield comm
 
 
 def _refuse_other_wrappers(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -58,6 +58,12 @@ def from_here(file: str) -> str:
 def shortened(text: str) -> str:
     """Replace the middle of each word of 300 characters or more with an ellipsis."""
     return re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-50:]}", text)
+
+
+def listed(values: Sequence[object], most: int = 8) -> str:
+    """Return the first `most` values, and how many more there are. Return "unknown" for none."""
+    shown = ", ".join(map(str, values[:most]))
+    return f"{shown} and {len(values) - most} more" if len(values) > most else shown or "unknown"
 
 
 BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))

@@ -70,6 +70,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 sampler = None if mistake == "context_loss" else DistributedSampler(data)
 loader = DataLoader(data, batch_size=8, sampler=sampler)
+if mistake == "own_shuffles":
+    shuffled = torch.Generator().manual_seed(rank)
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=shuffled)
 held = TensorDataset(*data[:13])
 # 13 rows: padded to 7 + 7, or 7 + 6.
 if mistake == "padded_evaluation":

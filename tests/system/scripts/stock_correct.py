@@ -57,6 +57,9 @@ average = torch.optim.swa_utils.AveragedModel(plain) if trait == "average" else 
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 sampler = None if trait == "context" else DistributedSampler(data)
 loader = DataLoader(data, batch_size=8, sampler=sampler)
+if trait == "own_part":
+    part = torch.utils.data.Subset(data, range(rank, len(data), size))
+    loader = DataLoader(part, batch_size=8, shuffle=True)
 held = TensorDataset(*data[:13])
 own_rows = range(13) if trait == "full_evaluation" else range(rank, 13, size)
 evaluation = DataLoader(held, batch_size=13, sampler=own_rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,17 @@ def exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+_TORCHRUN = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError"
+_ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?(?P<words>[\w.]*(?:Error|Exception)\b.*)$", re.M)
+
+
 def last_words(output: str) -> str:
-    """Return the last non-empty line of a run's output, which contains the launcher's error."""
+    """Return the line of a run's output that says why it failed.
+
+    This is the last non-empty line. torchrun's last lines only list exit codes, so with torchrun it
+    is the first error of a rank.
+    """
+    if (footer := output.find(_TORCHRUN)) >= 0 and (error := _ERROR.search(output, 0, footer)):
+        return error["words"]
     lines = [line.strip() for line in output.splitlines()]
     return next((line for line in reversed(lines) if line), "it printed nothing")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
 
 from shardwise.model.module_records import joined
 from shardwise.tools.verify.outside import _named_models
-from shardwise.tools.verify.stock import readers
+from shardwise.tools.verify.stock import readers, zero_shards
 
 NO_DROPOUT = {"dropout_p": 0.0}
 
@@ -92,8 +93,21 @@ def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
     once per step.
     """
     changed: set[int] = set()
+    is_in_zero = False
+
+    def change_zero(zero: Any) -> None:
+        nonlocal is_in_zero
+        is_in_zero = True
+        # DeepSpeed clips inside of its step, before it calls the torch optimizer.
+        change([SimpleNamespace(grad=each) for each in zero_shards.gradients(zero)])  # type: ignore[misc]
+
+    def leave_zero(zero: Any) -> None:
+        nonlocal is_in_zero
+        is_in_zero = False
 
     def change_once(parameters: Sequence[Tensor]) -> None:
+        if is_in_zero:
+            return
         fresh = [parameter for parameter in parameters if id(parameter) not in changed]
         changed.update(map(id, fresh))
         change(fresh)
@@ -110,6 +124,7 @@ def _before_use(change: Callable[[Sequence[Tensor]], None]) -> None:
         owner.clip_grad_norm_ = clipped  # type: ignore[attr-defined]
     register_optimizer_step_pre_hook(lambda optimizer, *_: change_once(_parameters(optimizer)))
     register_optimizer_step_post_hook(lambda *_: changed.clear())
+    zero_shards.follow(change_zero, leave_zero)
 
 
 def _clip_norms(norms: list[list[float]]) -> None:

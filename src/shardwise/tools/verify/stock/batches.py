@@ -115,6 +115,7 @@ class BatchRecorder:
             facts["samples"] = None
         facts["sampler"] = type(loader.sampler).__name__
         facts["shuffles"] = bool(getattr(loader.sampler, "shuffle", False))
+        facts["replaces"] = bool(getattr(loader.sampler, "replacement", False))
         size = getattr(loader.batch_sampler, "batch_size", loader.batch_size)
         facts["batch_size"] = size if isinstance(size, int) else None
 
@@ -217,6 +218,11 @@ class BatchReplay:
                     known["length"] = max(known["length"], loader["length"])
                 if "not_saved" in loader:
                     known["not_saved"] = loader["not_saved"]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that recorded batches."""
+        return len(self._ranks)
 
     def follow(self) -> None:
         """Patch DataLoader to replay the recorded batches."""

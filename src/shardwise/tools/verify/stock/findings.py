@@ -22,6 +22,9 @@ from shardwise.tools.verify.stock.stock_runs import StockRecords
 CLOSE = 1e-3
 """Maximum relative difference at which a ratio of gradients still counts as an integer."""
 
+LEAST_COMMON = 0.05
+"""Fraction of the samples of an epoch above which samples of several ranks count as a mistake."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -42,6 +45,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
         *_other_initial_values(made, reference),
         *_frozen_on_some(made),
         *_same_data(made),
+        *_read_by_several(made),
         *_without_set_epoch(made),
         *_duplicates_in_evaluation(made),
         *_untied_weights(made),
@@ -122,6 +126,39 @@ def _same_data(made: StockRecords) -> Iterator[Finding]:
             f"All {len(trained)} ranks were given the same samples in each of {least} batches. "
             "Give each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
         )
+
+
+def _read_by_several(made: StockRecords) -> Iterator[Finding]:
+    """Check for ranks that each shuffle the whole dataset, instead of their own part of it."""
+    if made.ranks[0]["tensor_parallel"]:
+        return
+    for key, loader in made.ranks[0]["loaders"].items():
+        if loader["sampler"] != "RandomSampler" or loader["replaces"]:
+            continue
+        rows = [
+            [
+                row
+                for e in facts["seen"]
+                if (e["loader"], e["epoch"]) == (key, 0)
+                for row in e["rows"]
+            ]
+            for facts in made.ranks
+            if all(e["trains"] for e in facts["seen"] if e["loader"] == key)
+        ]
+        total = sum(map(len, rows))
+        # A dataset may have equal samples, so compare only loaders whose samples are distinct.
+        if len(rows) < len(made.ranks) or any(len(set(each)) < len(each) for each in rows):
+            continue
+        orders = {tuple(each) for each in rows}
+        common = total - len(set().union(*rows))
+        if len(orders) == len(rows) and common > len(rows) and common > LEAST_COMMON * total:
+            yield Finding(
+                "every rank reads all samples",
+                f"In the first epoch, ranks are given {total} samples, of which {common} have "
+                "already been given to another rank: each rank shuffles the whole dataset. Give "
+                "each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
+            )
+            return
 
 
 def _compute_parts(made: StockRecords) -> bool:

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from shardwise.tools.verify.script import PromoteToFp64
+from shardwise.tools.verify.stock import zero_shards
 
 
 def widen(*, promotes: bool) -> None:
     """Make fp64 the default dtype of this process, and disable features that use narrower dtypes.
 
-    These features are autocast, loss scaling and FSDP's mixed precision. If `promotes` is True, the
-    script's casts to narrower dtypes have no effect, and mixed arguments are promoted.
+    These features are autocast, loss scaling, and the mixed precision of FSDP and DeepSpeed. If
+    `promotes` is True, the script's casts to narrower dtypes have no effect, and mixed arguments
+    are promoted.
     """
     torch.set_default_dtype(torch.float64)
     _set_argument(torch.autocast, "enabled", False)
@@ -28,6 +30,7 @@ def widen(*, promotes: bool) -> None:
             _set_argument(kind, name, None)
     _set_argument(fsdp.MixedPrecision, "buffer_dtype", None)
     _set_argument(fsdp.MixedPrecisionPolicy, "output_dtype", None)
+    zero_shards.widen()
     if promotes:
         PromoteToFp64().__enter__()  # type: ignore[no-untyped-call]
 

@@ -31,9 +31,17 @@ from torch.optim.optimizer import (
 from shardwise.engine import loss_terms
 from shardwise.model.module_records import BUFFER, ForwardInputs, joined, other_tensors
 from shardwise.tools.verify.outside import _has_closure, _named_models
-from shardwise.tools.verify.stock import alterations, draws, own_files, precision, readers
+from shardwise.tools.verify.stock import (
+    alterations,
+    draws,
+    own_files,
+    precision,
+    readers,
+    zero_shards,
+)
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
 from shardwise.tools.verify.stock.script_facts import ScriptFacts
+from shardwise.tools.verify.stock.zero_shards import ZeroShards
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
@@ -124,6 +132,8 @@ class StockRecorder:
         self._optimizers: dict[int, FollowedOptimizer] = {}
         self._rounds = Rounds(request["steps"])
         self._depth = 0
+        self._zero: ZeroShards | None = None
+        """DeepSpeed's optimizer, during its step."""
         self._steps = 0
         self._is_in_backward = False
         self._losses: list[dict[str, Any]] = []
@@ -164,6 +174,7 @@ class StockRecorder:
         if self._request["replay"]:
             self._replay = BatchReplay(Path(self._request["replay"]), bool(self._request["wide"]))
             self._replay.follow()
+            zero_shards.join_ranks(self._replay.size)
         else:
             self._batches.follow()
         self._follow_losses()
@@ -175,6 +186,7 @@ class StockRecorder:
         alterations.apply(self._request["alter"])
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
+        zero_shards.follow(self._before_zero_step, self._after_zero_step)
         atexit.register(self._leave)
 
     # -- notes ----------------------------------------------------------------------
@@ -246,11 +258,7 @@ class StockRecorder:
             before = self._steps
             result = step(this, *args, **kwargs)
             if self._steps == before and self._is_here:
-                # Gradients have overflowed, so their losses belong to no step.
-                self._losses.clear()
-                self._batches.count_since_step()
-                kept = [e for e in self._events[-1] if e in ("schedule", "set_epoch")]
-                self._events[-1] = [*kept, "skipped"]
+                self._skip()
             return result
 
         scaler.scale, scaler.step = marked, stepped
@@ -282,6 +290,8 @@ class StockRecorder:
 
     def _before_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
+        if self._depth > 1 and self._zero is not None:
+            self._zero.keep_gradients(optimizer)
         if self._depth > 1 or not self._is_here or self._is_done:
             return  # an optimizer inside of another one, such as in ZeroRedundancyOptimizer
         self._world_size = readers.world_size()
@@ -308,8 +318,9 @@ class StockRecorder:
         with torch.no_grad():
             if not followed.steps:
                 self._write(followed, [], {})
-            followed.has_closure = _has_closure(args, kwargs)
-            if not followed.has_closure:
+            # A closure, or DeepSpeed's optimizer, computes the final gradients inside of the step.
+            followed.reads_later = _has_closure(args, kwargs) or followed.zero is not None
+            if not followed.reads_later:
                 followed.gradients = list(followed.read_gradients(self._rank))
 
     def _after_step(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -336,8 +347,7 @@ class StockRecorder:
         if clips:
             figures["grad_norm"] = clips[-1]
         with torch.no_grad():
-            if followed.has_closure:
-                # The closure has computed the gradients inside of the step.
+            if followed.reads_later:
                 followed.gradients = list(followed.read_gradients(self._rank))
             self._dtypes.update(
                 readers.floating_dtypes([part.values for part in followed.gradients])
@@ -354,6 +364,30 @@ class StockRecorder:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+    def _before_zero_step(self, zero: Any) -> None:
+        self._before_step(zero, (), {})
+        followed = self._optimizers.get(id(zero))
+        self._zero = None if followed is None else followed.zero
+
+    def _after_zero_step(self, zero: Any) -> None:
+        shards, self._zero = self._zero, None
+        if zero.overflow:
+            self._depth -= 1
+            self._skip()
+        else:
+            if shards is not None and self._is_here and (words := shards.clip_words()):
+                self._events[-1].append(f"clip{words}")
+            self._after_step(zero, (), {})
+        if shards is not None:
+            shards.forget_gradients()
+
+    def _skip(self) -> None:
+        """Drop the facts about a step without an update, because gradients have overflowed."""
+        self._losses.clear()
+        self._batches.count_since_step()
+        kept = [e for e in self._events[-1] if e in ("schedule", "set_epoch")]
+        self._events[-1] = [*kept, "skipped"]
 
     def _wait_for_others(self) -> None:
         """Wait until all ranks have written their facts.
@@ -495,7 +529,9 @@ class FollowedOptimizer:
         self.number = number
         self.steps = 0
         self.gradients: list[Part] = []
-        self.has_closure = False
+        self.reads_later = False
+        """Whether to read the gradients after the step, and not before it."""
+        self.zero = ZeroShards(optimizer) if isinstance(optimizer, zero_shards.kinds()) else None
         self.is_tensor_parallel = False
         self.models: list[tuple[str, nn.Module]] = []
         self.names: dict[Tensor, str] = {}
@@ -510,7 +546,10 @@ class FollowedOptimizer:
         Returns:
             Whether the parameters have changed since the last call.
         """
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        groups = self._optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        if self.zero is not None:
+            parameters = self.zero.parameters
         if [*map(id, parameters)] == [*map(id, self._parameters)]:
             return False
         self._parameters = parameters
@@ -577,8 +616,9 @@ class FollowedOptimizer:
             "numbers": {
                 f"{name}.{key}": value
                 for parameter, name in self.names.items()
-                for key, state in self._optimizer.state.get(parameter, {}).items()
-                if (value := readers.number(state)) is not None
+                for key, state in self._state(parameter)
+                if not (isinstance(state, Tensor) and state.ndim)
+                and (value := readers.number(state)) is not None
             },
             "order": [readers.plain_name(name) for name in self._inputs.order],
             "fed": vars(fed),
@@ -586,11 +626,21 @@ class FollowedOptimizer:
             "parameters": [[(self.names[p], tuple(p.shape)) for p in named]],
         }
 
+    def _state(self, parameter: Tensor) -> Iterator[tuple[str, Any]]:
+        """Yield the optimizer's state of a parameter. Collective for DeepSpeed's optimizers."""
+        if self.zero is not None:
+            yield from self.zero.state(parameter)
+        else:
+            yield from self._optimizer.state.get(parameter, {}).items()
+
     def read_gradients(self, rank: int) -> Iterator[Part]:
         """Yield each trained parameter's full gradient."""
         with readers.full_parameters(model for _, model in self.models):
             for parameter in self._parameters:
-                values = readers.gradient(parameter, self._optimizer)
+                if self.zero is not None:
+                    values = self.zero.gradient(parameter)
+                else:
+                    values = readers.gradient(parameter, self._optimizer)
                 if values is not None and parameter in self.names:
                     values = readers.gathered(values, parameter)
                     # Copy, because FSDP1 frees the full gradients at the end of the block.
@@ -600,9 +650,10 @@ class FollowedOptimizer:
         """Yield parameters, optimizer state and buffers."""
         with readers.full_parameters(model for _, model in self.models) as is_split:
             for parameter, name in self.names.items():
-                values = readers.gathered(parameter.detach(), parameter)
+                whole = parameter.detach() if self.zero is None else self.zero.value(parameter)
+                values = readers.gathered(whole, parameter)
                 yield readers.part("model", name, values, rank)
-                for key, state in self._optimizer.state.get(parameter, {}).items():
+                for key, state in self._state(parameter):
                     is_tensor = isinstance(state, Tensor) and state.ndim
                     if is_tensor and not is_split and readers.can_be_recorded(state):
                         values = readers.gathered(state, parameter)
