@@ -6,7 +6,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -99,26 +99,53 @@ class LocalWorkers:
         Args:
             listener: Socket for the rendezvous, which rank 0 inherits, or None.
         """
-        columns = self._streams.window[1] if self._streams.window else None
         for local_rank, rank in enumerate(self._spec.share.numbers):
             # Only the listening rank inherits the socket, so that the port is closed when it exits.
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
-            worker = Worker(rank, partial(self._hear, rank))
-            environ = rank_environment(
-                self._spec,
-                self._identity(local_rank, fds[0] if fds else None),
-                self._meeting,
-                os.environ,
-                reports=self._folder,
-                cores=resources.usable_cores(),
-                columns=columns,
-            )
-            piped = WorkerStreams(piped=self._streams.piped)
-            self._start(worker, environ, fds, self._streams if rank == 0 else piped)
-            # Register each rank immediately, because the launcher may be killed before the next.
-            self._reaper.started(worker.group)
-            self._workers.append(worker)
-            self._watched_over.append(worker)
+            identity = self._identity(local_rank, fds[0] if fds else None)
+            self._start_rank(rank, identity, fds, self._streams if rank == 0 else None)
+        for number in range(self._spec.spares):
+            self.start_spare(self._spec.size + number)
+
+    def start_spare(self, rank: int) -> None:
+        """Start a spare, which waits until it can replace a lost rank.
+
+        Args:
+            rank: The spare's number in the run: a new one, or that of a lost rank.
+        """
+        # Spares have numbers after those of the ranks that start the run.
+        size = self._spec.size + self._spec.spares
+        identity = replace(
+            self._identity(0, None), rank=rank, size=size, local_rank=rank, local_size=size
+        )
+        self._start_rank(rank, identity, [], None, is_spare=True)
+
+    def _start_rank(
+        self,
+        rank: int,
+        identity: Identity,
+        fds: list[int],
+        streams: WorkerStreams | None,
+        *,
+        is_spare: bool = False,
+    ) -> None:
+        """Start a rank, and forward its output. `streams` are those of rank 0."""
+        worker = Worker(rank, partial(self._hear, rank))
+        environ = rank_environment(
+            self._spec,
+            identity,
+            self._meeting,
+            os.environ,
+            reports=self._folder,
+            cores=resources.usable_cores(),
+            columns=self._streams.window[1] if self._streams.window else None,
+            is_spare=is_spare,
+        )
+        self._start(worker, environ, fds, streams or WorkerStreams(piped=self._streams.piped))
+        # Register each rank immediately, because the launcher may be killed before the next.
+        self._reaper.started(worker.group)
+        self._workers.append(worker)
+        self._watched_over.append(worker)
         self.listen()
 
     @property
@@ -169,10 +196,18 @@ class LocalWorkers:
                 worker.send_to_process(signal.SIGKILL)
 
     def clear_away(self, rank: int) -> None:
-        """Kill the processes that the killed `rank` left behind, such as DataLoader workers."""
+        """Kill the processes of `rank`, including those that it left behind.
+
+        These are, for example, DataLoader workers.
+        """
         for worker in self._workers:
             if worker.rank == rank:
                 worker.send_signal(signal.SIGKILL)
+
+    def has_joined(self, rank: int) -> bool:
+        """Return whether `rank`, which started as a spare, has joined the other ranks."""
+        found = progress.read(self._folder, rank)
+        return found is not None and found.joined
 
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to stop by sending them signal `number`. Some save before they exit."""

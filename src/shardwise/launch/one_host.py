@@ -68,17 +68,14 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
         outputs = spec.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with OrphanReaper(folder) as reaper:
-
-            def clear_away(rank: int) -> None:
-                workers.clear_away(rank)
-
             supervisor = Supervisor(
                 console,
                 outputs,
                 signals,
                 grace=spec.grace,
                 joins=spec.joins,
-                continue_without=clear_away if spec.survives else None,
+                survives=spec.survives,
+                spares=spec.spares,
             )
             workers = LocalWorkers(
                 spec,
@@ -92,6 +89,7 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
                 supervisor.left,
                 supervisor.saves_first,
             )
+            supervisor.substitutes = workers
             with closing(supervisor):
                 workers.start(listener)
                 # Rank 0 has inherited the socket. If this copy stayed open, the kernel would accept

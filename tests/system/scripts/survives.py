@@ -32,7 +32,7 @@ from shardwise.states.parameters.unshard import WholeUnits
 
 loop, kind, out, *kills = sys.argv[1:]
 world = sw.init(seed=3, precision="fp64")
-number, process = world.rank, os.getpid()
+number, process = int(os.environ["RANK"]), os.getpid()
 planned = [[*kill.split(":"), *["KILL", "0"][kill.count(":") - 2 :]] for kill in kills]
 mine = {
     (moment, int(at)): (getattr(signal, f"SIG{name}"), float(seconds))
