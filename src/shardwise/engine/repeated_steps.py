@@ -93,6 +93,8 @@ class RepeatableSteps(StepRunner):
         self._is_layout_due = False
         """True from the loss of a rank until the states are laid out for the remaining ranks."""
         self._is_laying_out = False
+        self._whole: WholeStates | None = None
+        """The full states, if all ranks hold them, until they are laid out."""
         self._leaving: tuple[int, ...] = ()
         """Ranks that leave the run after the current step, because of a signal."""
         self._survival.follow = self._follow_group
@@ -225,10 +227,7 @@ class RepeatableSteps(StepRunner):
         If all ranks hold the full states in `whole`, for example because spares join, lay them out.
         """
         if whole is not None:
-            self._objects.lay_out(whole)
-            self._is_layout_due = False
-            self._start.keep_buffers()
-            return
+            self._whole, self._is_layout_due = whole, True
         # If further ranks are lost during the gather, the group calls this again, and then repeats
         # the gather with the same states.
         if not self._is_layout_due or self._is_laying_out:
@@ -236,7 +235,13 @@ class RepeatableSteps(StepRunner):
         self._is_laying_out = True
         if self._accumulation.backwards:
             self._backward.abandon()
-        self._objects.lay_out_without_lost()
+        if self._whole is None:
+            self._objects.lay_out_without_lost()
+        else:
+            # If ranks are lost here, this is repeated, because spares have no other states.
+            self._objects.lay_out(self._whole)
+            self._whole = None
+            self._start.keep_buffers()
         self._is_layout_due = self._is_laying_out = False
         self._survival.loss = None
 

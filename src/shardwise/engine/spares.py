@@ -71,6 +71,7 @@ class SpareReturns:
         whole = self._engine.objects.gather_whole()
         state = group.enter()
         self._engine.weighting.unit = state["unit"]
+        self._engine.spec.gather_order.start_at(state["entries"])
         self._lay_out(whole)
         if state["wide"] and not self._engine.states.gradients.wide:
             self._engine.states.gradients.widen()
@@ -89,8 +90,11 @@ class SpareReturns:
             group.dismiss()
             return
         whole = group.steadily(engine.objects.gather_whole)
-        wide = engine.states.gradients.wide
-        state: dict[str, Any] = {"unit": engine.weighting.unit, "wide": wide}
+        state: dict[str, Any] = {
+            "unit": engine.weighting.unit,
+            "wide": engine.states.gradients.wide,
+            "entries": engine.spec.gather_order.entries,
+        }
         while not (loss := group.admit(spares, state)).admits:
             # Another rank noticed a loss before it had all states, and lays them out without them.
             survival.continue_between_steps(loss)

@@ -317,9 +317,9 @@ class StatusServer:
         found: Message = rpc.call_all({0: end}, self.secret, question, ANSWER_SECONDS).get(0, {})
         return found
 
-    def is_over(self, place: RankAddress) -> bool:
-        """Return whether the process at `place`, which must be on this host, has exited."""
-        return self._state_here(place) == process_status.ENDED
+    def is_silent(self, place: RankAddress) -> bool:
+        """Return whether the process at `place`, on this host, has exited or is stopped."""
+        return self._state_here(place) in process_status.SILENT
 
     def ask_one(self, rank: int, question: Message) -> Message:
         """Send `question` to `rank`, and return the answer, or {} if `rank` does not answer."""

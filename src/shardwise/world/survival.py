@@ -78,6 +78,7 @@ class Survival:
 
     def before_step(self) -> None:
         """Let spares join, before the rows of the next training step are returned."""
+        self.in_step = False  # if a step is repeated, no rank has its rows now
         if self.admit is not None:
             self.admit()
 

@@ -79,12 +79,12 @@ class Admission:
         server.answers[JOIN] = self._answer
 
     def waiting(self, most: int) -> list[RankAddress]:
-        """Return at most `most` of the spares that have asked, and whose processes still run."""
+        """Return at most `most` of the spares that have asked, and whose processes run."""
         with self._lock:
             self._waiting = {
                 rank: place
                 for rank, place in self._waiting.items()
-                if not self._server.is_over(place)
+                if not self._server.is_silent(place)
             }
             return list(self._waiting.values())[: max(0, most)]
 
@@ -103,7 +103,7 @@ class Admission:
             with self._lock:
                 ready = [place for place in spares if place.rank in self._ready]
             left = [place for place in spares if place not in ready]
-            if all(self._server.is_over(place) for place in left):
+            if all(self._server.is_silent(place) for place in left):
                 return ready
             if time.monotonic() > until:
                 with self._lock:
