@@ -104,6 +104,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--chunked-loss": ("", "--chunked-loss"),
     "--nonfinite": ("", "--nonfinite skip"),
     "--survive": ("workers", "--survive 1"),
+    "--spares": ("workers", "--survive 1 --spares 1"),
     "--save-failure": ("", "--save-failure continue"),
     "--trial": ("", "--trial"),
     "--seed": ("", "--seed 1"),

@@ -90,17 +90,21 @@ class SpareReturns:
             group.dismiss()
             return
         whole = group.steadily(engine.objects.gather_whole)
-        state: dict[str, Any] = {
-            "unit": engine.weighting.unit,
-            "wide": engine.states.gradients.wide,
-            "entries": engine.spec.gather_order.entries,
-        }
-        while not (loss := group.admit(spares, state)).admits:
+        while not (loss := group.admit(spares, self._common_state())).admits:
             # Another rank noticed a loss before it had all states, and lays them out without them.
             survival.continue_between_steps(loss)
         self._lay_out(whole)
         joined = [place.rank for place in spares if place.rank in group.members]
         survival.announce_joined(joined, loss, engine.steps)
+
+    def _common_state(self) -> dict[str, Any]:
+        """Return what the other ranks have agreed on, and a spare must know."""
+        engine = self._engine
+        return {
+            "unit": engine.weighting.unit,
+            "wide": engine.states.gradients.wide,
+            "entries": engine.spec.gather_order.entries,
+        }
 
     def _lay_out(self, whole: WholeStates) -> None:
         """Lay the full states out on all ranks, and forget what only some ranks know."""

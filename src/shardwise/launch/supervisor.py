@@ -189,7 +189,7 @@ class Supervisor:
         workers, rank = self.substitutes, rank_exit.end.rank
         assert workers is not None
         if self._waits_to_join(rank):
-            if self._is_patient and rank not in self._dismissed:
+            if self._asked is None and self._is_patient and rank not in self._dismissed:
                 # Otherwise a refusal is only shown at the end of the run.
                 if rank_exit.report is not None and rank_exit.report.refusal:
                     self._outputs[rank].hear(STDERR, as_utf8(rank_exit.report.text))

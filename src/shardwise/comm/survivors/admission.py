@@ -25,7 +25,7 @@ from shardwise.watch.status_server import RankAddress, StatusServer
 JOIN = "join"
 """The kind of status server request with which a spare asks to join."""
 
-PAUSE = 0.05
+PAUSE = 0.1
 """Seconds after which a waiting spare asks again."""
 
 
@@ -110,7 +110,7 @@ class Admission:
                     for place in left:
                         self._waiting.pop(place.rank, None)
                 return ready
-            time.sleep(PAUSE / 5)
+            time.sleep(PAUSE / 10)
 
     def admit(self, entry: Entry) -> None:
         """Answer spares that are ready with `entry`."""
@@ -183,7 +183,7 @@ class Applicant:
                     "gone on without it. Between engine.resume and the first training batch, the "
                     "script should do no long work."
                 )
-            time.sleep(PAUSE / 5)
+            time.sleep(PAUSE / 10)
 
     def _ask(self) -> dict[str, Any]:
         question = {"ask": JOIN, "place": asdict(self._place), "holds": self._held}
