@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.disk import wait_until
 from tests.random_losses.drawing import ENTERS, JOINS
 from tests.random_losses.reference import STEPS, check
 from tests.system.launcher import Launcher, Ran, script
@@ -95,6 +96,29 @@ def test_a_lost_rank_starts_again_as_a_spare(shardwise: Launcher) -> None:
     assert "shardwise: rank 1 joined after step" in ran.out
     assert order == [2, 1]
     check(shardwise.folder, "sgd", order, joined=joined(ran))
+
+
+def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
+    flags = ["-n", "2", "--survive", "1", "--zero", "2", "--timeout", "60"]
+    process = shardwise.start(
+        *("run", *flags, script("survives"), "steps", "adamw", "out"), env={"TESTS_RANKS": "3"}
+    )
+    wait_until(lambda: any((shardwise.folder / "checkpoints").glob("step-*")), 60)
+    asked = shardwise.run("scale-up", "-n", "1")
+    assert asked.code == 0, asked.err
+    assert asked.out == "started rank 2\n"
+    ran = shardwise.finish(process)
+    assert ran.code == 0, ran.err
+    assert joined(ran) == {2}
+    assert f"rank 2 is 2 of 3 after step {STEPS}" in ran.out
+    check(shardwise.folder, "adamw", [0, 1, 2], joined={2})
+
+
+def test_scale_up_names_the_runs_that_can_grow(shardwise: Launcher) -> None:
+    ran = shardwise.run("scale-up", "--run", "1")
+    assert ran.code
+    assert "with the process id 1 on this host that can grow" in ran.err
+    assert "with --survive: none." in ran.err
 
 
 def test_spares_need_a_script_that_resumes(shardwise: Launcher) -> None:

@@ -132,7 +132,7 @@ class Engine(HintsAtAttributes):
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
         returns_of: Callable[[Checkpoints], Returns | None] = state.returns_of
-        if world.survival is not None and self.settings.spares:
+        if world.survival is not None:
             returns_of = partial(SpareReturns, state, world.survival)
         self._checkpoints = Checkpoints(state, self._randoms.reseed, returns_of)
         self._backward = backward_kind(state, self._randoms, self._timing)

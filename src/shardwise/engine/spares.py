@@ -55,13 +55,15 @@ class SpareReturns:
 
         Collective if it admits spares.
         """
-        if not self._resumes:
-            raise UsageError(
-                "--spares needs engine.resume(folder) before the first training batch: a spare "
-                "loads the state of the other workers there. Call it after engine.track(...), or "
-                "start without --spares."
-            )
         group, engine = self._survival.group, self._engine
+        if not self._resumes:
+            if not group.is_waiting and not engine.spec.settings.spares:
+                return  # nobody can join this run
+            raise UsageError(
+                "--spares and shardwise scale-up need engine.resume(folder) before the first "
+                "training batch: a new worker loads the state of the other workers there. Call it "
+                "after engine.track(...), or start without --spares."
+            )
         if group.is_waiting:
             self._join(group)
         elif group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed:

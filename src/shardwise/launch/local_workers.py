@@ -15,7 +15,7 @@ from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
 from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
-from shardwise.net import error_file, progress
+from shardwise.net import environment, error_file, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
 from shardwise.net.progress import Progress
@@ -107,18 +107,20 @@ class LocalWorkers:
         for number in range(self._spec.spares):
             self.start_spare(self._spec.size + number)
 
-    def start_spare(self, rank: int) -> None:
+    def start_spare(self, rank: int, *, grows: bool = False) -> None:
         """Start a spare, which waits until it can replace a lost rank.
 
         Args:
             rank: The spare's number in the run: a new one, or that of a lost rank.
+            grows: True if the spare joins at once, as a further rank.
         """
         # Spares have numbers after those of the ranks that start the run.
-        size = self._spec.size + self._spec.spares
+        size = max(self._spec.size + self._spec.spares, rank + 1)
         identity = replace(
             self._identity(0, None), rank=rank, size=size, local_rank=rank, local_size=size
         )
-        self._start_rank(rank, identity, [], None, is_spare=True)
+        spare = environment.GROWS if grows else environment.REPLACES
+        self._start_rank(rank, identity, [], None, spare=spare)
 
     def _start_rank(
         self,
@@ -127,7 +129,7 @@ class LocalWorkers:
         fds: list[int],
         streams: WorkerStreams | None,
         *,
-        is_spare: bool = False,
+        spare: str = "",
     ) -> None:
         """Start a rank, and forward its output. `streams` are those of rank 0."""
         worker = Worker(rank, partial(self._hear, rank))
@@ -139,7 +141,7 @@ class LocalWorkers:
             reports=self._folder,
             cores=resources.usable_cores(),
             columns=self._streams.window[1] if self._streams.window else None,
-            is_spare=is_spare,
+            spare=spare,
         )
         self._start(worker, environ, fds, streams or WorkerStreams(piped=self._streams.piped))
         # Register each rank immediately, because the launcher may be killed before the next.

@@ -166,7 +166,7 @@ def rank_environment(
     reports: Path,
     cores: int,
     columns: int | None = None,
-    is_spare: bool = False,
+    spare: str = "",
 ) -> dict[str, str]:
     """Return all environment variables of one rank. Does no I/O.
 
@@ -181,7 +181,7 @@ def rank_environment(
         reports: Folder for error files.
         cores: Number of cores of this host.
         columns: Terminal width, excluding the prefix, or None if there is no terminal.
-        is_spare: True if the rank waits until it can replace a lost one.
+        spare: If the rank joins the others later: whether it replaces a lost one.
     """
     # Drop variables of an outer run, because they would give the rank a wrong identity.
     kept = {
@@ -191,7 +191,7 @@ def rank_environment(
     }
     defaults = {
         # A spare waits until it can take the cores of a lost rank.
-        "OMP_NUM_THREADS": str(max(1, cores // (spec.size if is_spare else identity.local_size))),
+        "OMP_NUM_THREADS": str(max(1, cores // (spec.size if spare else identity.local_size))),
         "PYTHONFAULTHANDLER": "1",  # print Python stacks after a crash in native code
     }
     if meeting.interface is not None:
@@ -217,8 +217,8 @@ def rank_environment(
     }
     if spec.survives and identity.local_size == identity.size:
         given[environment.SURVIVES_VARIABLE] = str(spec.spares)
-    if is_spare:
-        given[environment.SPARE_VARIABLE] = "1"
+    if spare:
+        given[environment.SPARE_VARIABLE] = spare
     if columns is not None:
         given["COLUMNS"] = str(columns)
     # In order of precedence, lowest first: defaults, the user's variables, required variables.

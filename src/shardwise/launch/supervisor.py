@@ -62,8 +62,11 @@ class Substitutes(Protocol):
     def clear_away(self, rank: int) -> None:
         """Kill the processes of `rank`, and those that it left behind."""
 
-    def start_spare(self, rank: int) -> None:
-        """Start a spare with the number `rank`. Raises LaunchError if that fails."""
+    def start_spare(self, rank: int, *, grows: bool = False) -> None:
+        """Start a spare with the number `rank`. If `grows` is true, it need not replace a rank.
+
+        Raises LaunchError if that fails.
+        """
 
     def has_joined(self, rank: int) -> bool:
         """Return whether `rank`, which started as a spare, has joined the other ranks."""
@@ -82,6 +85,7 @@ class Supervisor:
         survives: True if the other ranks continue after one was killed (`--survive`). Set
             `substitutes` before `watch`.
         spares: Number of ranks that wait to replace lost ones. They are the last ones of `outputs`.
+        output_of: Returns the output of a rank that is added later, if the run may grow.
     """
 
     def __init__(
@@ -95,12 +99,14 @@ class Supervisor:
         hosts: Mapping[int, str] | None = None,
         survives: bool = False,
         spares: int = 0,
+        output_of: Callable[[int], WorkerOutput] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
         """Callbacks to call in each turn. Each returns the seconds until its next call, or None."""
         self._console = console
-        self._outputs = outputs
+        self._outputs = list(outputs)
+        self._output_of = output_of
         self._signals = signals
         self._grace = grace
         self._joins = joins
@@ -214,6 +220,26 @@ class Supervisor:
             for each in waiting:
                 workers.clear_away(each)
         return is_killed
+
+    def add_workers(self, count: int) -> list[int]:
+        """Start `count` more workers, which join the others, and return their ranks.
+
+        Raises LaunchError if the run is ending, or if a worker cannot be started.
+        """
+        assert self.substitutes is not None
+        assert self._output_of is not None
+        if self._asked is not None or self._stopping or not self._running - self._dismissed:
+            raise LaunchError("The run is ending, so no worker can join it.")
+        added = []
+        for _ in range(count):
+            rank = len(self._outputs)
+            self._outputs.append(self._output_of(rank))
+            self._spares.add(rank)
+            self.substitutes.start_spare(rank, grows=True)
+            self._running.add(rank)
+            added.append(rank)
+        self.say(f"shardwise: started rank{'s' * (count > 1)} {', '.join(map(str, added))}\n")
+        return added
 
     def _waits_to_join(self, rank: int) -> bool:
         """Return whether `rank` is a spare that has not joined the other ranks."""

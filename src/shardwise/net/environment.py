@@ -33,7 +33,13 @@ Holds the number of spares (`--spares`).
 """
 
 SPARE_VARIABLE = PREFIX + "SPARE"
-"""Set in a spare, which joins the other ranks while they train."""
+"""Set in a rank that joins the others while they train: REPLACES or GROWS."""
+
+REPLACES = "replaces"
+"""The rank waits until it can replace a lost one (`--spares`)."""
+
+GROWS = "grows"
+"""The rank joins as a further one (`shardwise scale-up`)."""
 
 MEMBERS_FILE = "members"
 """File in the reports folder with the addresses of the ranks that a spare can join."""

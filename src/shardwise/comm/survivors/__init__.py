@@ -8,7 +8,7 @@
     fence.py        kills ranks that are stopped for too long
 
 A rank that loses another one closes its transport at once, so that every other rank notices too.
-All remaining ranks then report to the lowest of them, which decides. That rank also hosts a new
+All remaining ranks then report to the first of them, which decides. That rank also hosts a new
 store, over which they create a new transport.
 """
 

@@ -39,6 +39,7 @@ class Entry:
         confirmed: Number of commits that the members have confirmed.
         members: The members of the group.
         spares: The spares that join.
+        full_size: Largest number of ranks so far.
         shares: True if the members share memory.
         channels: Number of separate channels of the group.
         state: Values that the engines of all ranks must have in common.
@@ -49,6 +50,7 @@ class Entry:
     confirmed: int
     members: tuple[RankAddress, ...]
     spares: tuple[RankAddress, ...]
+    full_size: int
     shares: bool
     channels: int
     state: Mapping[str, Any]
@@ -73,20 +75,27 @@ class Admission:
         self._server = server
         self._lock = threading.Lock()
         self._waiting: dict[int, RankAddress] = {}
+        self._growing: set[int] = set()
+        """Waiting spares that join even if no rank was lost."""
         self._ready: set[int] = set()
         self._offer: dict[str, Any] | None = None
         self._entry: dict[str, Any] | None = None
         server.answers[JOIN] = self._answer
 
-    def waiting(self, most: int) -> list[RankAddress]:
-        """Return at most `most` of the spares that have asked, and whose processes run."""
+    def waiting(self, missing: int) -> list[RankAddress]:
+        """Return the spares that may join, and whose processes run.
+
+        At most `missing` of them replace lost ranks.
+        """
         with self._lock:
             self._waiting = {
                 rank: place
                 for rank, place in self._waiting.items()
                 if not self._server.is_silent(place)
             }
-            return list(self._waiting.values())[: max(0, most)]
+            growing = [p for rank, p in self._waiting.items() if rank in self._growing]
+            others = [p for rank, p in self._waiting.items() if rank not in self._growing]
+            return growing + others[: max(0, missing)]
 
     def invite(self, spares: Sequence[RankAddress], offer: Mapping[str, Any]) -> None:
         """Answer the spares with `offer`, which describes the checkpoint to load."""
@@ -130,6 +139,7 @@ class Admission:
         place, held = RankAddress(**question["place"]), question["holds"]
         with self._lock:
             self._waiting[place.rank] = place
+            (self._growing.add if question["grows"] else self._growing.discard)(place.rank)
             offer, entry = self._offer, self._entry
             if held is None or offer is None or offer["id"] != held:
                 return {"offer": offer}
@@ -186,7 +196,13 @@ class Applicant:
             time.sleep(PAUSE / 10)
 
     def _ask(self) -> dict[str, Any]:
-        question = {"ask": JOIN, "place": asdict(self._place), "holds": self._held}
+        grows = os.environ[environment.SPARE_VARIABLE] == environment.GROWS
+        question = {
+            "ask": JOIN,
+            "place": asdict(self._place),
+            "holds": self._held,
+            "grows": grows,
+        }
         for member in read_members():
             if answer := self._server.ask_at(member, question):
                 return answer

@@ -93,8 +93,7 @@ class SurvivorGroup(ReplaceableGroup):
         self._number = inner.rank if number is None else number
         self._run_size = inner.size + spares if run_size is None else run_size
         self._full_size = self._run_size - spares
-        """Number of ranks at the start of the run. No more join."""
-        self._has_spares = spares > 0
+        """Largest number of ranks so far. Lost ones are replaced up to this number."""
         self._shares = isinstance(inner, SharedMemory)
         self._memory: Arena | None = None
         """Shared memory of an earlier transport, while this rank is alone."""
@@ -171,8 +170,7 @@ class SurvivorGroup(ReplaceableGroup):
 
     def _invitable(self) -> list[RankAddress]:
         """Return the spares that may join now."""
-        missing = self._full_size - self.size
-        return self._admission.waiting(missing) if self._has_spares and missing > 0 else []
+        return self._admission.waiting(self._full_size - self.size)
 
     def invite(self, offer: Mapping[str, Any]) -> list[RankAddress]:
         """Let waiting spares load a checkpoint, and return those that have loaded it. Collective.
@@ -201,6 +199,7 @@ class SurvivorGroup(ReplaceableGroup):
             confirmed=self.confirmed,
             members=tuple(server.places_of(self.members)),
             spares=tuple(spares),
+            full_size=self._full_size,
             shares=self._shares,
             channels=len(self._channels),
             state=state,
@@ -209,6 +208,7 @@ class SurvivorGroup(ReplaceableGroup):
         self._admission.admit(entry)
         loss = self.replace([place.rank for place in spares])
         if loss.admits:
+            self._full_size = max(self._full_size, self.size)
             self.dismiss([place.rank for place in spares])
         return loss
 
@@ -246,10 +246,11 @@ class SurvivorGroup(ReplaceableGroup):
             except NotAdmitted:
                 continue
             self.is_waiting = False
+            self._full_size = max(entry.full_size, self.size)
             return entry.state
 
     def _publish(self) -> None:
-        if self._has_spares and self.rank == 0:
+        if self.rank == 0:
             with suppress(OSError):  # a full disk: no spare can join
                 publish_members(self.status_server.places_of(self.members))
 
