@@ -114,6 +114,8 @@ class LocalWorkers:
             rank: The spare's number in the run: a new one, or that of a lost rank.
             grows: True if the spare joins at once, as a further rank.
         """
+        # A lost spare with this number may have joined before.
+        progress.forget(self._folder, rank)
         # Spares have numbers after those of the ranks that start the run.
         size = max(self._spec.size + self._spec.spares, rank + 1)
         identity = replace(

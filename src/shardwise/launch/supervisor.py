@@ -212,7 +212,7 @@ class Supervisor:
             self._killed.add(rank)
             self.say(failure_report.killed_line(rank, rank_exit.how))
             workers.clear_away(rank)
-            if self._has_spares:
+            if self._has_spares and self._asked is None:
                 self._start_spare(rank)
         elif is_last:
             # No rank is left that a spare could join.

@@ -129,6 +129,11 @@ def read(folder: Path, rank: int) -> Progress | None:
     )
 
 
+def forget(folder: Path, rank: int) -> None:
+    """Remove the progress of a lost `rank`, whose number another process will use."""
+    _path(folder, rank).unlink(missing_ok=True)
+
+
 def _path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.progress"
 

@@ -2,6 +2,7 @@
 
     membership.py   decides which ranks are left, and whether a pending step must be finished
     agreement.py    ranks exchange reports until all remaining ranks know the same decision
+    admission.py    lets spares join between two steps
     connecting.py   connects the remaining ranks, over a new store and a new transport
     replaceable.py  groups whose transport is replaced after a loss
     group.py        the group of all remaining ranks
