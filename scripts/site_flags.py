@@ -20,6 +20,7 @@ COMMANDS = {
     "run": "Train on any number of workers.",
     "doctor": "Check the hosts and the network of a run before it starts.",
     "scale": "Measure a script at several numbers of workers.",
+    "scale-up": "Add workers to a run that was started with `--survive`.",
     "verify": "Prove that a script gives the same result on several workers.",
     "pipeline-plan": "Find the best cuts of a model into pipeline stages.",
     "plan": "List the placements that fit on given hardware, with memory and time.",
@@ -149,7 +150,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--disk": ("", "--disk /scratch"),
     "--page": ("", "--page runs/plan"),
     "--failures": ("", "--failures rsc1"),
-    "--spares": ("hosts", "--spares 50"),
+    "--spares": ("workers, or hosts in simulate", "--spares 1"),
     "--min-hosts": ("hosts", "--min-hosts 3"),
     "--days": ("days", "--days 54"),
     "--step": ("seconds", "--step 10"),
@@ -177,6 +178,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 
 FOR_COMMAND: dict[tuple[str, str], tuple[str, str]] = {
     ("scale", "-n"): ("workers", "-n 1,2,4"),
+    ("scale-up", "-n"): ("workers", "-n 2"),
+    ("scale-up", "--run"): ("", "--run 4711"),
     ("plan", "--islands"): ("islands", "--islands 1"),
     ("simulate", "--on"): ("hosts x devices", "--on 2048x8xH100"),
     ("timeline", "--json"): ("", "--json"),

@@ -58,7 +58,7 @@ def of_setting(name: str) -> tuple[str, ...]:
         return (*NOT_NUMBER, "0")
     if isinstance(default, str):
         return ("", "x", default.upper(), f"{default} ", f"{default},{default}", NOT_TEXT)
-    low = () if name in ("zero", "seed", "late", "behind", "survive") else ("0",)
+    low = () if name in ("zero", "seed", "late", "behind", "survive", "spares") else ("0",)
     return (*NOT_WHOLE, *low)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from tests.random_losses.reference import STEPS
@@ -12,6 +12,11 @@ PUBLISHES = ("publish", "published")
 """Moments in the update of sharded optimizer state."""
 GATHERS = ("gather", "gathered")
 """Moments around the gather of a unit of sharded parameters."""
+
+JOINS = ("invite", "invited", "admit", "admitted")
+"""Moments in which a rank admits spares."""
+ENTERS = ("come_back", "loaded", "enter", "entered")
+"""Moments in which a spare joins."""
 
 SAVES = ("saving", "save", "begun", "written")
 LATER = 0.05
@@ -46,6 +51,7 @@ class Run:
     loop: str
     kind: str
     losses: tuple[Loss, ...]
+    spares: int = 0
 
     @property
     def placement(self) -> list[str]:
@@ -56,7 +62,8 @@ class Run:
     def __str__(self) -> str:
         losses = ", ".join(loss.word for loss in self.losses)
         return (
-            f"-n {self.size} --survive {self.most} {' '.join(self.placement)} --transport "
+            f"-n {self.size} --survive {self.most} --spares {self.spares} "
+            f"{' '.join(self.placement)} --transport "
             f"{self.transport}, {self.loop}, {self.kind}: {losses}"
         )
 
@@ -81,7 +88,7 @@ def draw(seed: int) -> Run:
                 seconds=rng.random() * LATER if rng.random() < 0.4 else 0.0,
             )
         )
-    return Run(
+    run = Run(
         size=size,
         most=rng.choice([1, max(1, size - 1)]),
         zero=zero,
@@ -91,3 +98,17 @@ def draw(seed: int) -> Run:
         kind=rng.choice(["sgd", "adamw"]),
         losses=tuple(losses),
     )
+    spares = rng.choice([0, 0, 1, 2])
+    if spares and rng.random() < 0.5:
+        # One more while a spare joins: of a rank that admits it, or of the spare.
+        is_spare = rng.random() < 0.5
+        losses.append(
+            Loss(
+                rank=size if is_spare else rng.choice([r for r in range(size) if r not in ranks]),
+                moment=rng.choice(ENTERS if is_spare else JOINS),
+                at=-1,
+                name="KILL",
+                seconds=rng.random() * LATER if rng.random() < 0.4 else 0.0,
+            )
+        )
+    return replace(run, spares=spares, losses=tuple(losses))

@@ -24,6 +24,7 @@ COMMAND = Command(
     things="losses",
     fine=(
         "exact",
+        "exact, joined",
         "exact, lost too late",
         "too many at once",
         "pair lost",
@@ -33,6 +34,8 @@ COMMAND = Command(
     wrong=("other result", "ended", "late", "hang", "left behind"),
 )
 _CONTINUED = re.compile(r"continues? after (\d+\.\d+) s")
+_JOINED = re.compile(r"shardwise: ranks? ([\d, ]+) joined after step")
+_FINISHED = re.compile(rf"rank (\d+) is (\d+) of \d+ after step {STEPS}\b")
 _LOST = re.compile(r"^shardwise: rank (\d+) ended", re.MULTILINE)
 
 
@@ -74,10 +77,12 @@ class Runner:
 
     def _run(self, run: Run, launcher: Launcher) -> Ran:
         flags = ["-n", str(run.size), "--survive", str(run.most), *run.placement]
+        flags += ["--spares", str(run.spares)] if run.spares else []
         flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
         losses = [loss.word for loss in run.losses]
         words = ["run", *flags, script("survives"), run.loop, run.kind, "out", *losses]
-        return launcher.finish(launcher.start(*words, env=self._environ), limit=150)
+        environ = self._environ | ({"TESTS_RANKS": str(run.size)} if run.spares else {})
+        return launcher.finish(launcher.start(*words, env=environ), limit=150)
 
 
 def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
@@ -94,12 +99,17 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
         pair = run.zero and len(run.losses) > 1 and "held the second copy of" in ran.err
         return ("pair lost" if pair else "ended"), last
     lost = {int(rank) for rank in _LOST.findall(ran.err)}
-    left = [rank for rank in range(run.size) if rank not in lost]
-    for place, rank in enumerate(left):
-        if f"rank {rank} is {place} of {len(left)} after step {STEPS}" not in ran.out:
-            return "ended", f"rank {rank} did not finish: {last}"
+    joined = {int(rank) for ranks in _JOINED.findall(ran.out) for rank in ranks.split(", ")}
+    # A lost rank may have joined again as a spare, and a spare may be lost after it has joined.
+    places = {int(place): int(rank) for rank, place in _FINISHED.findall(ran.out)}
+    left = [places[place] for place in sorted(places)]
+    missing = set(range(run.size)) - lost - set(left)
+    if missing or not left or sorted(places) != list(range(len(left))):
+        return "ended", f"ranks {sorted(missing)} did not finish: {last}"
+    if f"of {len(left)} after step {STEPS}" not in ran.out:
+        return "ended", f"{len(left)} ranks finished, but had others: {last}"
     try:
-        check(folder, run.kind, left)
+        check(folder, run.kind, left, joined=joined)
     except AssertionError as error:
         return "other result", str(error)[:300]
     waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]
@@ -108,4 +118,4 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
         return "late", f"the others continued after {max(waits)} s"
     if "shardwise: lost rank" not in ran.out:
         return "exact, lost too late", ""
-    return "exact", ""
+    return ("exact, joined" if joined else "exact"), ""

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.random_losses.drawing import GATHERS, MOMENTS, PUBLISHES, SAVES, draw
+from tests.random_losses.drawing import (
+    ENTERS,
+    GATHERS,
+    JOINS,
+    MOMENTS,
+    PUBLISHES,
+    SAVES,
+    draw,
+)
 from tests.random_losses.judging import COMMAND, Runner, judge
 from tests.random_losses.reference import STEPS, order, undisturbed
 from tests.system.launcher import Ran
@@ -29,9 +37,11 @@ def test_a_seed_determines_its_losses() -> None:
     several = [draw(seed) for seed in range(300)]
     assert several == [draw(seed) for seed in range(300)]
     drawn = [loss for run in several for loss in run.losses]
-    assert {loss.moment for loss in drawn} == {*MOMENTS, *PUBLISHES, *GATHERS, *SAVES}
+    moments = {*MOMENTS, *PUBLISHES, *GATHERS, *SAVES, *JOINS, *ENTERS}
+    assert {loss.moment for loss in drawn} == moments
     assert {loss.name for loss in drawn} == {"KILL", "STOP", "TERM"}
     assert {run.zero for run in several} == {0, 1, 2, 3}
+    assert {run.spares for run in several} == {0, 1, 2}
 
 
 RUN = next(run for run in map(draw, range(100)) if run.size == 2 and run.most == 1)

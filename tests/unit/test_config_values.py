@@ -120,6 +120,7 @@ class TestWithoutEffect:
             ({"outer": "nesterov:0.7,0.9"}, "--islands N"),
             ({"wire": "int8", "islands": "1"}, "--islands N"),
             ({"late": "2"}, "--islands N"),
+            ({"spares": "2"}, "--survive K"),
             ({"behind": "0"}, "--islands N"),
             ({"schedule": "gpipe", "pipeline": "1"}, "--pipeline P"),
         ],
@@ -142,7 +143,7 @@ class TestWithoutEffect:
         known = {need.name for need in config.OF_A_RUN}
         assert known == {
             *("sequence_parallel", "context_method", "schedule", "stages"),
-            *("equal_every", "outer", "wire", "late", "behind"),
+            *("equal_every", "outer", "wire", "late", "behind", "spares"),
         }
         of_an_engine = {need.name for need in config.OF_AN_ENGINE}
         assert of_an_engine == {"shard_within", "guard_action", "guard_spikes", "guard_memory"}

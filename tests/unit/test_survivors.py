@@ -90,10 +90,45 @@ def test_a_decision_is_newer_than_every_report(generations: list[int], expected:
     ("members", "ended", "expected"),
     [([0, 1, 2], {2}, 0), ([0, 1, 2], {0}, 1), ([1, 2, 5], {1, 2}, 5)],
 )
-def test_the_lowest_rank_that_is_left_decides(
+def test_the_first_rank_that_is_left_decides(
     members: list[int], ended: set[int], expected: int
 ) -> None:
     assert leader(members, ended) == expected
+
+
+@pytest.mark.parametrize(
+    ("admits", "heard", "ended", "members"),
+    [
+        # Rank 1 of 0, 2, 1 is lost or not, and ranks 4 and 5 wait. `admits` are those of 0 and 2.
+        (((4,), (4,)), (0, 2, 4), {1}, (0, 2, 4)),
+        (((4, 5), (4, 5)), (0, 2, 4, 5), {1}, (0, 2, 4, 5)),
+        (((4, 5), (4, 5)), (0, 2, 5), {1, 4}, (0, 2, 5)),  # a spare is lost too
+        (((4,), (4,)), (0, 2), {1}, None),  # it has not reported yet
+        (((4,), ()), (0, 2, 4), {1}, (0, 2)),  # rank 2 noticed the loss before it had all states
+        (((4,), ()), (0, 2), {1}, (0, 2)),
+    ],
+)
+def test_spares_join_if_all_ranks_hold_the_full_states(
+    admits: tuple[tuple[int, ...], ...],
+    heard: tuple[int, ...],
+    ended: set[int],
+    members: tuple[int, ...] | None,
+) -> None:
+    spares = admits[0]
+    of = {0: admits[0], 2: admits[1]}
+    found = {
+        rank: Report(rank=rank, generation=1, prepared=3, confirmed=3, admits=of.get(rank, spares))
+        for rank in heard
+    }
+    decision = decide(found, [0, 2, 1], ended, spares)
+    assert (decision and decision.members) == members
+    if decision is not None:
+        assert decision.admits == (admits[0] == admits[1])
+
+
+def test_a_spare_does_not_continue_alone() -> None:
+    with pytest.raises(CollectiveError, match="All ranks of the run were lost"):
+        leader([0, 1], {0, 1})
 
 
 @pytest.mark.parametrize(

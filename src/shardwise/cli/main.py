@@ -25,6 +25,7 @@ from shardwise.launch import (
     failure_report,
     program,
     resources,
+    scale_up,
     start,
 )
 from shardwise.launch.flag_table import flags_of
@@ -60,6 +61,11 @@ PIPELINE_TOP = """\
 Find good pipeline stages for a model:   shardwise pipeline-plan --pipeline 4 train.py --epochs 3
 
 shardwise pipeline-plan [flags] SCRIPT.py [its arguments]     runs a few steps on one worker
+"""
+SCALE_UP_TOP = """\
+Add workers to a run with --survive:   shardwise scale-up -n 2
+
+shardwise scale-up [flags]     on the host of the run, while it trains
 """
 NO_SCRIPT_TO_MEASURE = "No script given. Example: shardwise scale -n 1,2 train.py"
 NO_SCRIPT_TO_TIME = "No script given. Example: shardwise pipeline-plan --pipeline 2 train.py"
@@ -377,6 +383,24 @@ def _scale_command() -> Command:
     )
 
 
+def _scale_up(workers: int, run: int | None) -> int:
+    """Run the subcommand `scale-up`."""
+    ranks = scale_up.scale_up(workers, run)
+    click.echo(f"started rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}")
+    return 0
+
+
+def _scale_up_command() -> Command:
+    """Build the `scale-up` subcommand."""
+    return Command(
+        "scale-up",
+        top=SCALE_UP_TOP,
+        callback=_scale_up,
+        params=[*flags_of("scale-up"), command_line.help_all()],
+        short_help="Add workers to a run that trains.",
+    )
+
+
 def _pipeline_plan_command(name: str, callback: Callable[..., int], *, hidden: bool) -> Command:
     """Build the `pipeline-plan` subcommand, with the settings that affect layer time or memory."""
     shared = {"words", "units", "device", "precision", "activations", "micro_batch_size"}
@@ -409,6 +433,7 @@ for _command in (
     _deepspeed_command(),
     _doctor_command(),
     _scale_command(),
+    _scale_up_command(),
     _pipeline_plan_command("pipeline-plan", _pipeline_plan, hidden=False),
     _pipeline_plan_command("split", _split, hidden=True),
     verify_flags.command(),

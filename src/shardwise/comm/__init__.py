@@ -43,6 +43,7 @@ from shardwise.comm.connect import (
     disconnect,
     for_thread,
     place,
+    wait_alone,
 )
 from shardwise.comm.gather_order import GatherOrder
 from shardwise.comm.gloo import Gloo
@@ -84,4 +85,5 @@ __all__ = [
     "ranks_by_host",
     "shard_within_hosts",
     "share_again",
+    "wait_alone",
 ]

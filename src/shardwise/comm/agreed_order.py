@@ -124,6 +124,22 @@ class AgreedOrder:
         self._choices = None
 
     @property
+    def end(self) -> int:
+        """Number of entries of all members so far, including those that have left."""
+        return self._end
+
+    def start_at(self, first: int) -> None:
+        """Forget all members, and number the entries of later members from `first`.
+
+        A rank that joins others calls it, because the others may have had more members.
+        """
+        gone = _Member(0, [""] * first, exchanges=False)
+        self._names, self._owners = list(gone.names), [gone] * first
+        self._staying, self._members, self._by_use = set(), [], []
+        self._known.clear()
+        self._choices = None
+
+    @property
     def _end(self) -> int:
         return len(self._names)
 

@@ -117,6 +117,15 @@ def connect(
     )
 
 
+def wait_alone(identity: Identity) -> Collectives:
+    """Return a group of one rank for a spare, whose status server other ranks can reach."""
+    group = Solo()
+    secret = environment.given_secret(os.environ) or ""
+    group.status_server = StatusServer(identity.rank, identity.size, secret.encode())
+    group.status_server.start([_listen(identity, group)])
+    return group
+
+
 def _nccl(members: Members) -> Collectives:
     identity = members.identity
     group = Nccl(
@@ -166,17 +175,20 @@ def _introduce(identity: Identity, group: Collectives) -> None:
     """Start this rank's status server and exchange all servers' addresses. Collective."""
     if group.size == 1:
         return
+    # These are the first messages over a new transport. If it does not work, it fails here and not
+    # during training.
+    every = group.gather_plain(asdict(_listen(identity, group)))
+    group.status_server.start([RankAddress(**each) for each in every])
+
+
+def _listen(identity: Identity, group: Collectives) -> RankAddress:
     # Process ids are unique only within a PID namespace. Two containers on a host may use the same
     # ids.
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    mine = group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
-    # These are the first messages over a new transport. If it does not work, it fails here and not
-    # during training.
-    every = group.gather_plain(asdict(mine))
-    group.status_server.start([RankAddress(**each) for each in every])
+    return group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
 
 
 def address_of(identity: Identity) -> str:

@@ -88,6 +88,18 @@ class GatherOrder:
         self._order.alone = size == 1
         self.abandon()
 
+    @property
+    def entries(self) -> int:
+        """Number of entries so far, including those of members that have left."""
+        return self._order.end
+
+    def start_at(self, entries: int) -> None:
+        """Forget all members, and number later ones as ranks do that have had `entries`."""
+        self._order.start_at(entries)
+        self._members.clear()
+        self._modes.clear()
+        self._firsts = [0] * entries
+
     # -- members -------------------------------------------------------------------------
 
     def join(

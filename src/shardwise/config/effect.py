@@ -50,6 +50,13 @@ _ISLANDS = ("without --islands N, the number of groups that step on their own", 
 _PIPELINE = ("without --pipeline P, the number of pipeline stages", "--pipeline P")
 _ALL = (
     Need(
+        "spares",
+        lambda settings: settings.survive > 0,
+        ("survive",),
+        "without --survive K",
+        "--survive K",
+    ),
+    Need(
         "sequence_parallel",
         lambda settings: settings.tensor > 1,
         ("tensor",),

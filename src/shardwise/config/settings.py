@@ -302,6 +302,14 @@ class Settings:
         default=0,
         rare=True,
     )
+    spares: int = _setting(
+        "recover",
+        "with --survive: keep S workers ready to replace lost ones",
+        values.whole(0, values.MOST_RANKS),
+        "S",
+        default=0,
+        rare=True,
+    )
     nonfinite: str = _choice(
         "recover", "on a NaN gradient, stop the run or skip the step", ("stop", "skip"), rare=True
     )

@@ -109,6 +109,7 @@ _ELSEWHERE = {
     "stop_after": "sw.init",
     "trial": "sw.init",
     "survive": "sw.init",
+    "spares": "sw.init",
 }
 
 

@@ -454,7 +454,8 @@ class Loader(HintsAtAttributes):
         if repeats:
             self._position = self._step_start
             self._taken -= 1
-        elif self._mesh == self._world.mesh:
+        # After a loss and an admission, the size may be the same as before.
+        elif self._mesh == self._world.mesh and self._arguments.rank == self._world.data_rank:
             return None
         self._share_anew()
         return self._items()

@@ -187,9 +187,12 @@ class LoaderPass:
             # A rank that could finish its step after a loss still has the shares of all ranks.
             if (items := self._shared_again(False)) is not None:
                 self._items = items
-            size, item = self._world.size, self._fetch()
+            world = self._world
+            share, item = (world.rank, world.size), self._fetch()
+            if item is not None and (survival := self.survival) is not None:
+                survival.before_step()
             # An epoch begins with a collective, in which ranks may be lost too.
-            if size == self._world.size:
+            if share == (world.rank, world.size):
                 return item
 
     def _fetch(self) -> Item | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -35,6 +36,7 @@ from shardwise.engine.engine_state import build_state, spec_of
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.recording import recording_of
 from shardwise.engine.repeated_steps import RepeatableBackward, RepeatableSteps
+from shardwise.engine.spares import SpareReturns
 from shardwise.engine.state_access import StateAccess
 from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
@@ -44,6 +46,7 @@ from shardwise.model import checkpointed_scalars
 from shardwise.parallel.context.planned_attention import ContextPlan
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
+from shardwise.states.step_hooks import Returns
 from shardwise.states.step_totals import StepStats
 from shardwise.world.world import current as current_world
 
@@ -135,7 +138,10 @@ class Engine(HintsAtAttributes):
         self._timing = layer_times_of(state)
         self._randoms = RandomState(state)
         self._access = StateAccess(state)
-        self._checkpoints = Checkpoints(state, self._randoms.reseed, state.returns_of)
+        returns_of: Callable[[Checkpoints], Returns | None] = state.returns_of
+        if world.survival is not None:
+            returns_of = partial(SpareReturns, state, world.survival)
+        self._checkpoints = Checkpoints(state, self._randoms.reseed, returns_of)
         self._backward = backward_kind(state, self._randoms, self._timing)
         self._recording = recording_of(state)
         self._stepper = step_kind(

@@ -243,7 +243,7 @@ def build_state(
         crosses or spec.context is not None or (spec.routing is not None and spec.routing.crosses)
     )
     # Exact mode fixes the order of sums even on a single worker.
-    alone = world.size == 1 and spec.micro_shards is None
+    alone = world.is_alone and spec.micro_shards is None
     weighting = GradientWeighting(scale, estimated_by, aggregation, crosses=crosses, alone=alone)
     objects = UserObjects(world, spec, accumulation, weighting, tensor_plan)
     return EngineState(

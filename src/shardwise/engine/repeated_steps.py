@@ -32,6 +32,7 @@ from shardwise.engine.backward import BackwardRunner
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.random_state import RandomState
 from shardwise.engine.step import StepRunner
+from shardwise.engine.user_objects import WholeStates
 from shardwise.errors import PeerLost, UsageError
 from shardwise.model.buffers import version_of, write
 from shardwise.states.step_totals import StepStats, StepTotals
@@ -92,6 +93,8 @@ class RepeatableSteps(StepRunner):
         self._is_layout_due = False
         """True from the loss of a rank until the states are laid out for the remaining ranks."""
         self._is_laying_out = False
+        self._whole: WholeStates | None = None
+        """The full states, if all ranks hold them, until they are laid out."""
         self._leaving: tuple[int, ...] = ()
         """Ranks that leave the run after the current step, because of a signal."""
         self._survival.follow = self._follow_group
@@ -200,23 +203,31 @@ class RepeatableSteps(StepRunner):
         self._randoms.reseed()
         return True
 
-    def _follow_group(self) -> None:
+    def _follow_group(self, *, rebuilds: bool = False) -> None:
         """Update this rank's number after its group has changed.
 
-        Also forget pending calls with the lost ranks.
+        Also forget pending calls with the lost ranks. `rebuilds` is True if the full states are
+        laid out next.
         """
         state = self._state
         state.states.gradients.forget_calls()
         state.aggregation.follow(self._world.data_rank)
-        if state.states.copies is None:
+        if rebuilds:
+            pass
+        elif state.states.copies is None:
             state.states.gradients.follow_group()
         else:
             self._is_layout_due = True
         if not self._is_pending:
             self._randoms.reseed()
 
-    def _lay_out(self) -> None:
-        """If ranks were lost since the last layout, lay the states out again. Collective."""
+    def _lay_out(self, whole: WholeStates | None = None) -> None:
+        """If ranks were lost since the last layout, lay the states out again. Collective.
+
+        If all ranks hold the full states in `whole`, for example because spares join, lay them out.
+        """
+        if whole is not None:
+            self._whole, self._is_layout_due = whole, True
         # If further ranks are lost during the gather, the group calls this again, and then repeats
         # the gather with the same states.
         if not self._is_layout_due or self._is_laying_out:
@@ -224,7 +235,13 @@ class RepeatableSteps(StepRunner):
         self._is_laying_out = True
         if self._accumulation.backwards:
             self._backward.abandon()
-        self._objects.lay_out_without_lost()
+        if self._whole is None:
+            self._objects.lay_out_without_lost()
+        else:
+            # If ranks are lost here, this is repeated, because spares have no other states.
+            self._objects.lay_out(self._whole)
+            self._whole = None
+            self._start.keep_buffers()
         self._is_layout_due = self._is_laying_out = False
         self._survival.loss = None
 
@@ -318,6 +335,8 @@ class _StepStart:
 
         Raises UsageError if a plain loop uses a learning-rate scheduler that is not tracked.
         """
+        # A load, or the script between two steps, may have written to them.
+        self.keep_buffers()
         self._agreed = self._state.buffers.agreed()
         self._calls = self._state.world.calls.kept()
         if not plain:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod, WeakSet
 
 import torch
@@ -46,6 +46,22 @@ from shardwise.world.world import World
 
 living: WeakSet[UserObjects] = WeakSet()
 """The user objects of all open engines in this process."""
+
+
+class WholeStates(NamedTuple):
+    """The full states of an engine, by parameter.
+
+    Args:
+        optimizer: Each trained parameter's optimizer state.
+        masters: The values of trained parameters, in the dtype of their masters.
+        frozen: The values of sharded parameters that are not trained.
+        averages: The averages of `ema_decay`, or None.
+    """
+
+    optimizer: Mapping[nn.Parameter, dict[str, Any]]
+    masters: Mapping[nn.Parameter, Tensor]
+    frozen: Mapping[nn.Parameter, Tensor]
+    averages: Mapping[nn.Parameter, Tensor] | None
 
 
 class UserObjects:
@@ -146,7 +162,7 @@ class UserObjects:
             WeakMethod(self.check_state),
             WeakMethod(self.take_state),
             WeakMethod(self.whole_for_method),
-            alone=self._world.size == 1,
+            alone=self._world.is_alone,
         )
         for optimizer in self.spec.optimizers:
             usage_checks.forbid(optimizer, callbacks)
@@ -221,7 +237,7 @@ class UserObjects:
         models, group, shards = self.spec.models, self.spec.stage_group, self.spec.micro_shards
         say, compares = self._world.say_once, self._has_whole
         if shards is None:
-            alone, synchronised = self._world.size == 1, self._synchronised
+            alone, synchronised = self._world.is_alone, self._synchronised
             buffers = Buffers(models, group, synchronised, alone=alone, compares=compares, say=say)
         else:
             buffers = MicroShardBuffers(models, group, shards, compares=compares, say=say)
@@ -403,22 +419,31 @@ class UserObjects:
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
-        states, group = self.states, self.spec.shard_group
-        assert states.copies is not None
-        copies = states.copies
-
-        def gather() -> tuple[dict[nn.Parameter, Tensor], ...]:
-            held = HeldGather(states.parameters, states.optimizer, copies, group)
-            gathered.clear()
-            gathered.update(held.optimizer_state())
-            return held.masters(), held.frozen()
-
-        gathered: dict[nn.Parameter, dict[str, Any]] = {}
+        assert self.states.copies is not None
         # Nothing is released before every rank has gathered all states.
-        masters, frozen = group.steadily(gather)
+        self.lay_out(self.spec.shard_group.steadily(self.gather_whole))
+
+    def gather_whole(self) -> WholeStates:
+        """Gather the full states of all ranks. The states stay as they are. Collective.
+
+        Raises CollectiveError if a rank and the holder of its second copies are both lost.
+        """
+        states = self.states
+        held = HeldGather(states.parameters, states.optimizer, states.copies, self.spec.shard_group)
+        averages = states.averages
+        return WholeStates(
+            held.optimizer_state(),
+            held.masters(),
+            held.frozen(),
+            None if averages is None else states.gathering.tensors(averages.loaded()),
+        )
+
+    def lay_out(self, whole: WholeStates) -> None:
+        """Recreate the states from `whole`, which is the same on all ranks. Collective."""
         # Replicated parameters may hold values of two steps, if the all-gather was interrupted.
-        build.give_back(self.spec, states, gathered, masters | frozen)
-        self._rebuild_states(masters, None)
+        values = {**whole.masters, **whole.frozen}
+        build.give_back(self.spec, self.states, whole.optimizer, values)
+        self._rebuild_states(whole.masters, whole.averages)
 
     def _optimized(self) -> set[nn.Parameter]:
         """Return the parameters in all optimizers, including frozen ones."""

@@ -290,6 +290,14 @@ def killed_line(rank: int, how: str) -> str:
     return f"shardwise: rank {rank} ended ({how}). The others continue without it (--survive).\n"
 
 
+def spare_line(rank: int, how: str) -> str:
+    """Return the line that the launcher prints if a spare exits before it has joined the others."""
+    return (
+        f"shardwise: spare rank {rank} ended ({how}) before it joined the others. The run "
+        "continues without this spare (--spares).\n"
+    )
+
+
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
     """Return the last line of a run that was stopped without a save, or "" if no step is lost."""
     if progress is None or not progress.step or progress.kept >= progress.step:

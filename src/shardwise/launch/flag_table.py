@@ -210,6 +210,22 @@ RECOVER = (
     ),
 )
 
+SCALE_UP = (
+    row(
+        "-n K",
+        "number of workers to add (default 1)",
+        values.whole(1, values.MOST_ON_A_HOST),
+        names="workers -n",
+        default=1,
+    ),
+    row(
+        "--run PID",
+        "process id of the run's launcher (default: the only run that can grow)",
+        values.whole(1),
+        default=None,
+    ),
+)
+
 WATCH = (
     row(
         "--log-dir DIR",
@@ -483,6 +499,7 @@ TABLE: dict[str, dict[str, tuple[FlagRow, ...]]] = {
     "plan": {"plan": PLAN},
     "verify": {"verify": VERIFY},
     "scale": {"scale": SCALE},
+    "scale-up": {"recover": SCALE_UP},
     "pipeline-plan": {"pipeline_plan": PIPELINE_PLAN},
     "simulate": {"simulate": SIMULATE},
 }

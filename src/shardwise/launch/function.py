@@ -120,6 +120,12 @@ def launch(
     _refuse_nested()
     _check_call(function, args)
     flags = _flags(settings)
+    if flags.get("spares", "0") != "0":
+        raise ConfigError(
+            f"spares={flags['spares']} is not supported by sw.launch, which returns one result of "
+            "each worker. Write a script, and start it with shardwise run -n N --survive K "
+            "--spares S."
+        )
     if workers is not None:
         size = int(_parsed("workers", workers, values.whole(1, values.MOST_ON_A_HOST)))
     else:

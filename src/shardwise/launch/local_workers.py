@@ -6,7 +6,7 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
 from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
-from shardwise.net import error_file, progress
+from shardwise.net import environment, error_file, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
 from shardwise.net.progress import Progress
@@ -99,26 +99,57 @@ class LocalWorkers:
         Args:
             listener: Socket for the rendezvous, which rank 0 inherits, or None.
         """
-        columns = self._streams.window[1] if self._streams.window else None
         for local_rank, rank in enumerate(self._spec.share.numbers):
             # Only the listening rank inherits the socket, so that the port is closed when it exits.
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
-            worker = Worker(rank, partial(self._hear, rank))
-            environ = rank_environment(
-                self._spec,
-                self._identity(local_rank, fds[0] if fds else None),
-                self._meeting,
-                os.environ,
-                reports=self._folder,
-                cores=resources.usable_cores(),
-                columns=columns,
-            )
-            piped = WorkerStreams(piped=self._streams.piped)
-            self._start(worker, environ, fds, self._streams if rank == 0 else piped)
-            # Register each rank immediately, because the launcher may be killed before the next.
-            self._reaper.started(worker.group)
-            self._workers.append(worker)
-            self._watched_over.append(worker)
+            identity = self._identity(local_rank, fds[0] if fds else None)
+            self._start_rank(rank, identity, fds, self._streams if rank == 0 else None)
+        for number in range(self._spec.spares):
+            self.start_spare(self._spec.size + number)
+
+    def start_spare(self, rank: int, *, grows: bool = False) -> None:
+        """Start a spare, which waits until it can replace a lost rank.
+
+        Args:
+            rank: The spare's number in the run: a new one, or that of a lost rank.
+            grows: True if the spare joins at once, as a further rank.
+        """
+        # A lost spare with this number may have joined before.
+        progress.forget(self._folder, rank)
+        # Spares have numbers after those of the ranks that start the run.
+        size = max(self._spec.size + self._spec.spares, rank + 1)
+        identity = replace(
+            self._identity(0, None), rank=rank, size=size, local_rank=rank, local_size=size
+        )
+        spare = environment.GROWS if grows else environment.REPLACES
+        self._start_rank(rank, identity, [], None, spare=spare)
+
+    def _start_rank(
+        self,
+        rank: int,
+        identity: Identity,
+        fds: list[int],
+        streams: WorkerStreams | None,
+        *,
+        spare: str = "",
+    ) -> None:
+        """Start a rank, and forward its output. `streams` are those of rank 0."""
+        worker = Worker(rank, partial(self._hear, rank))
+        environ = rank_environment(
+            self._spec,
+            identity,
+            self._meeting,
+            os.environ,
+            reports=self._folder,
+            cores=resources.usable_cores(),
+            columns=self._streams.window[1] if self._streams.window else None,
+            spare=spare,
+        )
+        self._start(worker, environ, fds, streams or WorkerStreams(piped=self._streams.piped))
+        # Register each rank immediately, because the launcher may be killed before the next.
+        self._reaper.started(worker.group)
+        self._workers.append(worker)
+        self._watched_over.append(worker)
         self.listen()
 
     @property
@@ -169,10 +200,18 @@ class LocalWorkers:
                 worker.send_to_process(signal.SIGKILL)
 
     def clear_away(self, rank: int) -> None:
-        """Kill the processes that the killed `rank` left behind, such as DataLoader workers."""
+        """Kill the processes of `rank`, including those that it left behind.
+
+        These are, for example, DataLoader workers.
+        """
         for worker in self._workers:
             if worker.rank == rank:
                 worker.send_signal(signal.SIGKILL)
+
+    def has_joined(self, rank: int) -> bool:
+        """Return whether `rank`, which started as a spare, has joined the other ranks."""
+        found = progress.read(self._folder, rank)
+        return found is not None and found.joined
 
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to stop by sending them signal `number`. Some save before they exit."""

@@ -2,19 +2,22 @@
 
 import os
 import tempfile
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
+from shardwise.errors import LaunchError
 from shardwise.launch import program, worker
 from shardwise.launch.console import Console
 from shardwise.launch.local_workers import LocalWorkers
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.part_runner import PartRunner
 from shardwise.launch.run_spec import Meeting, RunSpec
+from shardwise.launch.scale_up import ScaleUpSocket
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker import Begin
+from shardwise.launch.worker_output import WorkerOutput
 from shardwise.net import network, private_files, restarts
 from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending
@@ -68,17 +71,15 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
         outputs = spec.outputs(console)
         folder = Path(tempfile.mkdtemp(prefix="shardwise-"))
         with OrphanReaper(folder) as reaper:
-
-            def clear_away(rank: int) -> None:
-                workers.clear_away(rank)
-
             supervisor = Supervisor(
                 console,
                 outputs,
                 signals,
                 grace=spec.grace,
                 joins=spec.joins,
-                continue_without=clear_away if spec.survives else None,
+                survives=spec.survives,
+                spares=spec.spares,
+                output_of=lambda rank: WorkerOutput(rank, console, shown=spec.shows(rank)),
             )
             workers = LocalWorkers(
                 spec,
@@ -92,7 +93,14 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
                 supervisor.left,
                 supervisor.saves_first,
             )
-            with closing(supervisor):
+            supervisor.substitutes = workers
+            with closing(supervisor), ExitStack() as stack:
+                if spec.survives and spec.size > 1:
+                    try:
+                        socket = ScaleUpSocket(supervisor.selector, supervisor.add_workers)
+                        stack.enter_context(closing(socket))
+                    except (OSError, LaunchError) as error:
+                        supervisor.say(f"shardwise: this run cannot be scaled up: {error}\n")
                 workers.start(listener)
                 # Rank 0 has inherited the socket. If this copy stayed open, the kernel would accept
                 # connections even after rank 0 has exited, and ranks would wait instead of failing.

@@ -100,6 +100,11 @@ class RunSpec:
         """True if ranks on a single host continue after one of them was killed (`--survive`)."""
         return len(self.shares) == 1 and self.flags.get("survive", "0") != "0"
 
+    @property
+    def spares(self) -> int:
+        """Number of ranks that wait to replace lost ones (`--spares`)."""
+        return int(self.flags.get("spares", "0")) if self.survives and self.size > 1 else 0
+
     def shows(self, rank: int) -> bool:
         """Return whether the output of `rank` is shown."""
         return self.shown is None or rank in self.shown
@@ -114,11 +119,11 @@ class RunSpec:
             streams: Python streams that replace descriptors 1 and 2 of this process.
         """
         piped = self.log_dir is not None or self.shown is not None or len(self.shares) > 1
-        return Console(self.size, environ, piped=piped, streams=streams)
+        return Console(self.size + self.spares, environ, piped=piped, streams=streams)
 
     def outputs(self, console: Console) -> list[WorkerOutput]:
         """Create the WorkerOutput of each rank. Raises LaunchError if logs cannot be written."""
-        logs = open_logs(self.log_dir, self.size, self.words)
+        logs = open_logs(self.log_dir, self.size + self.spares, self.words)
         return [
             WorkerOutput(rank, console, shown=self.shows(rank), log=log)
             for rank, log in enumerate(logs)
@@ -161,6 +166,7 @@ def rank_environment(
     reports: Path,
     cores: int,
     columns: int | None = None,
+    spare: str = "",
 ) -> dict[str, str]:
     """Return all environment variables of one rank. Does no I/O.
 
@@ -175,6 +181,7 @@ def rank_environment(
         reports: Folder for error files.
         cores: Number of cores of this host.
         columns: Terminal width, excluding the prefix, or None if there is no terminal.
+        spare: If the rank joins the others later: whether it replaces a lost one.
     """
     # Drop variables of an outer run, because they would give the rank a wrong identity.
     kept = {
@@ -183,7 +190,8 @@ def rank_environment(
         if not environment.is_foreign(name)
     }
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // identity.local_size)),
+        # A spare waits until it can take the cores of a lost rank.
+        "OMP_NUM_THREADS": str(max(1, cores // (spec.size if spare else identity.local_size))),
         "PYTHONFAULTHANDLER": "1",  # print Python stacks after a crash in native code
     }
     if meeting.interface is not None:
@@ -208,7 +216,9 @@ def rank_environment(
         "MASTER_PORT": str(meeting.master_port),
     }
     if spec.survives and identity.local_size == identity.size:
-        given[environment.SURVIVES_VARIABLE] = "1"
+        given[environment.SURVIVES_VARIABLE] = str(spec.spares)
+    if spare:
+        given[environment.SPARE_VARIABLE] = spare
     if columns is not None:
         given["COLUMNS"] = str(columns)
     # In order of precedence, lowest first: defaults, the user's variables, required variables.

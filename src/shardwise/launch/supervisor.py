@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from shardwise.errors import LaunchError
 from shardwise.launch import failure_report, nccl_watchdog
 from shardwise.launch.console import STDERR, Console
 from shardwise.launch.local_workers import RankExit
@@ -55,6 +56,22 @@ class Site(Protocol):
         """Pass on the new size of the terminal (rows, columns)."""
 
 
+class Substitutes(Protocol):
+    """Replaces lost ranks by spares, with `--spares`. See LocalWorkers."""
+
+    def clear_away(self, rank: int) -> None:
+        """Kill the processes of `rank`, and those that it left behind."""
+
+    def start_spare(self, rank: int, *, grows: bool = False) -> None:
+        """Start a spare with the number `rank`. If `grows` is true, it need not replace a rank.
+
+        Raises LaunchError if that fails.
+        """
+
+    def has_joined(self, rank: int) -> bool:
+        """Return whether `rank`, which started as a spare, has joined the other ranks."""
+
+
 class Supervisor:
     """The launcher's event loop, from starting the ranks to the final message.
 
@@ -65,8 +82,10 @@ class Supervisor:
         grace: Seconds between SIGTERM and SIGKILL.
         joins: True if the ranks are expected to call sw.init.
         hosts: Host name of each rank, or None on a single host.
-        continue_without: Called with the number of a killed rank, if the other ranks continue
-            without it (`--survive`). None if the run ends when a rank is killed.
+        survives: True if the other ranks continue after one was killed (`--survive`). Set
+            `substitutes` before `watch`.
+        spares: Number of ranks that wait to replace lost ones. They are the last ones of `outputs`.
+        output_of: Returns the output of a rank that is added later, if the run may grow.
     """
 
     def __init__(
@@ -78,20 +97,29 @@ class Supervisor:
         grace: float,
         joins: bool = False,
         hosts: Mapping[int, str] | None = None,
-        continue_without: Callable[[int], None] | None = None,
+        survives: bool = False,
+        spares: int = 0,
+        output_of: Callable[[int], WorkerOutput] | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.every_turn: list[Callable[[], float | None]] = []
         """Callbacks to call in each turn. Each returns the seconds until its next call, or None."""
         self._console = console
-        self._outputs = outputs
+        self._outputs = list(outputs)
+        self._output_of = output_of
         self._signals = signals
         self._grace = grace
         self._joins = joins
         self._hosts = hosts or {}
-        self._continue_without = continue_without
+        self._survives = survives
+        self.substitutes: Substitutes | None = None
         self._killed: set[int] = set()
-        """Ranks that were killed, and that the others continue without."""
+        """Ranks whose exits do not end the run: the others continue without them."""
+        self._spares = set(range(len(outputs) - spares, len(outputs)))
+        """Ranks that started as spares."""
+        self._has_spares = spares > 0
+        self._dismissed: set[int] = set()
+        """Spares that are killed because the other ranks have exited."""
         self._sites: Sequence[Site] = ()
         self._plan = SignalSchedule()
         self._running = set(range(len(outputs)))
@@ -154,16 +182,82 @@ class Supervisor:
         if rank_exit.end.code == 0 and rank_exit.alone:
             for site in self._sites:
                 site.ended_well(rank_exit.end.rank)
-        # A rank that raises an error has found a mistake that the others would find too. A rank
-        # that was killed has not.
-        may = self._continue_without if self._running and self._is_patient else None
-        if may is not None and rank_exit.end.code < 0:
-            self._killed.add(rank_exit.end.rank)
-            self.say(failure_report.killed_line(rank_exit.end.rank, rank_exit.how))
-            may(rank_exit.end.rank)
+        if self._survives and self._is_dispensable(rank_exit):
             return
         if self._is_patient:
             self._settle()
+
+    def _is_dispensable(self, rank_exit: RankExit) -> bool:
+        """Return whether the other ranks continue without a rank that has exited.
+
+        If so, start a spare in its place with `--spares`.
+        """
+        workers, rank = self.substitutes, rank_exit.end.rank
+        assert workers is not None
+        if self._waits_to_join(rank):
+            if self._asked is None and self._is_patient and rank not in self._dismissed:
+                # Otherwise a refusal is only shown at the end of the run.
+                if rank_exit.report is not None and rank_exit.report.refusal:
+                    self._outputs[rank].hear(STDERR, as_utf8(rank_exit.report.text))
+                self.say(failure_report.spare_line(rank, rank_exit.how))
+            workers.clear_away(rank)
+            del self._exits[rank]  # it has not changed the result of the run
+            return True
+        waiting = {each for each in self._running if self._waits_to_join(each)}
+        is_last = self._running <= waiting
+        # A rank that raises an error has found a mistake that the others would find too. A rank
+        # that was killed has not.
+        is_killed = rank_exit.end.code < 0 and self._is_patient and not is_last
+        if is_killed:
+            self._killed.add(rank)
+            self.say(failure_report.killed_line(rank, rank_exit.how))
+            workers.clear_away(rank)
+            if self._has_spares and self._asked is None:
+                self._start_spare(rank)
+        elif is_last:
+            # No rank is left that a spare could join.
+            self._dismissed |= waiting
+            for each in waiting:
+                workers.clear_away(each)
+        return is_killed
+
+    def add_workers(self, count: int) -> list[int]:
+        """Start `count` more workers, which join the others, and return their ranks.
+
+        Raises LaunchError if the run is ending, or if a worker cannot be started.
+        """
+        assert self.substitutes is not None
+        assert self._output_of is not None
+        if self._asked is not None or self._stopping or not self._running - self._dismissed:
+            raise LaunchError("The run is ending, so no worker can join it.")
+        added = []
+        for _ in range(count):
+            rank = len(self._outputs)
+            self._outputs.append(self._output_of(rank))
+            self._spares.add(rank)
+            self.substitutes.start_spare(rank, grows=True)
+            self._running.add(rank)
+            added.append(rank)
+        self.say(f"shardwise: started rank{'s' * (count > 1)} {', '.join(map(str, added))}\n")
+        return added
+
+    def _waits_to_join(self, rank: int) -> bool:
+        """Return whether `rank` is a spare that has not joined the other ranks."""
+        assert self.substitutes is not None
+        return rank in self._spares and not self.substitutes.has_joined(rank)
+
+    def _start_spare(self, rank: int) -> None:
+        """Start the lost `rank` again, as a spare."""
+        assert self.substitutes is not None
+        try:
+            self.substitutes.start_spare(rank)
+        except LaunchError as error:
+            self.say(f"shardwise: rank {rank} is not replaced: {error}\n")
+            return
+        del self._exits[rank]
+        self._killed.discard(rank)
+        self._spares.add(rank)
+        self._running.add(rank)
 
     def lost(self, ranks: Sequence[int], why: str) -> None:
         """Stop all other ranks, because the host of `ranks` was lost.

@@ -27,7 +27,22 @@ JOIN_VARIABLE = PREFIX + "JOIN"
 """Holds MODULE:FUNCTION, the function that joins the ranks, if it is not `comm.connect`."""
 
 SURVIVES_VARIABLE = PREFIX + "SURVIVES"
-"""Set if the launcher lets the other ranks continue after one was killed (`--survive`)."""
+"""Set if the launcher lets the other ranks continue after one was killed (`--survive`).
+
+Holds the number of spares (`--spares`).
+"""
+
+SPARE_VARIABLE = PREFIX + "SPARE"
+"""Set in a rank that joins the others while they train: REPLACES or GROWS."""
+
+REPLACES = "replaces"
+"""The rank waits until it can replace a lost one (`--spares`)."""
+
+GROWS = "grows"
+"""The rank joins as a further one (`shardwise scale-up`)."""
+
+MEMBERS_FILE = "members"
+"""File in the reports folder with the addresses of the ranks that a spare can join."""
 
 RUN_VARIABLE = PREFIX + "RUN"
 """Holds the unique name of a run, which stays the same when the run is restarted."""

@@ -1,6 +1,6 @@
 """Records a rank's progress in a memory-mapped file that its launcher reads.
 
-    saves_when_asked | ended | resumes | steps, kept of engine 0 | steps, kept of engine 1 | ...
+    saves_when_asked | ended | resumes | joined | steps, kept of engine 0 | steps, kept of ...
 
 Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
 almost nothing. The launcher can read the record even after the rank has been killed.
@@ -24,7 +24,7 @@ ENGINES = 60
 
 _living: WeakSet[ProgressWriter] = WeakSet()
 
-_SAVES, _ENDED, _RESUMES, _FIRST = range(4)
+_SAVES, _ENDED, _RESUMES, _JOINED, _FIRST = range(5)
 _NUMBERS = _FIRST + 2 * ENGINES
 
 
@@ -38,6 +38,7 @@ class Progress:
         saves_when_asked: True if the rank saves a checkpoint when it is asked to stop.
         ended: True if the rank was asked to stop, has saved, and is exiting.
         resumes: True if the script resumes from the newest checkpoint when it starts.
+        joined: True if the rank started as a spare, and has joined the other ranks.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Progress:
     saves_when_asked: bool = False
     ended: bool = False
     resumes: bool = False
+    joined: bool = False
 
 
 class ProgressWriter:
@@ -91,6 +93,10 @@ class ProgressWriter:
         """Record that this rank will resume from the newest checkpoint after a restart."""
         self._numbers[_RESUMES] = 1
 
+    def joined(self) -> None:
+        """Record that this rank, which started as a spare, has joined the other ranks."""
+        self._numbers[_JOINED] = 1
+
     def stepped(self, engine: int, steps: int) -> None:
         """Record that engine number `engine` has completed `steps` steps."""
         if engine < ENGINES:
@@ -119,7 +125,13 @@ def read(folder: Path, rank: int) -> Progress | None:
         saves_when_asked=bool(numbers[_SAVES]),
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
+        joined=bool(numbers[_JOINED]),
     )
+
+
+def forget(folder: Path, rank: int) -> None:
+    """Remove the progress of a lost `rank`, whose number another process will use."""
+    _path(folder, rank).unlink(missing_ok=True)
 
 
 def _path(folder: Path, rank: int) -> Path:

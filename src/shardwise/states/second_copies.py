@@ -190,13 +190,11 @@ class SecondCopies:
 
 
 class _Held:
-    """This rank's optimizer state and its copy of the owner's, presented as one state."""
+    """This rank's optimizer state and its copy of the owner's, if any, presented as one state."""
 
-    def __init__(
-        self, buckets: Sequence[Bucket], own: OptimizerState, copy: OptimizerState
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], states: Sequence[OptimizerState]) -> None:
         self._buckets = buckets
-        self._states = (own, copy)
+        self._states, own = states, states[0]
         self.groups, self.intervals = own.groups, own.intervals
         self.is_flat = own.is_flat
 
@@ -229,7 +227,7 @@ class HeldGather(IntervalGather):
     Args:
         parameters: The parameters in buckets.
         optimizer: This rank's optimizer state.
-        copies: This rank's copy of its owner's state.
+        copies: This rank's copy of its owner's state, or None if this rank holds all states.
         group: The remaining ranks.
 
     Raises:
@@ -240,14 +238,15 @@ class HeldGather(IntervalGather):
         self,
         parameters: Parameters,
         optimizer: OptimizerState,
-        copies: SecondCopies,
+        copies: SecondCopies | None,
         group: Collectives,
     ) -> None:
-        held = _Held(parameters.buckets, optimizer, copies.optimizer)
-        super().__init__(parameters, held, ShardGroups(group), scattered=True)
+        states = [optimizer] if copies is None else [optimizer, copies.optimizer]
+        held = _Held(parameters.buckets, states)
+        super().__init__(parameters, held, ShardGroups(group), scattered=copies is not None)
         self._held = held
         self._copies = copies
-        self._holders = holders(copies.members, group.places)
+        self._holders = [] if copies is None else holders(copies.members, group.places)
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         return self.tensors(self._held.master(i) for i in range(len(self._parameters.buckets)))
@@ -255,12 +254,13 @@ class HeldGather(IntervalGather):
     def frozen(self) -> dict[nn.Parameter, Tensor]:
         """Return the full values of sharded parameters that are not trained."""
         values: dict[nn.Parameter, Tensor] = {}
-        for bucket, copy in zip(self._parameters.frozen, self._copies.frozen, strict=True):
+        for number, bucket in enumerate(self._parameters.frozen):
             numel, dtype, device = bucket.kind
             flat = torch.zeros(numel, dtype=dtype, device=device)
             bucket.load(flat)
-            first, end = bucket.layout.interval(self._copies.owner)
-            flat[first:end] = copy
+            if self._copies is not None:
+                first, end = bucket.layout.interval(self._copies.owner)
+                flat[first:end] = self._copies.frozen[number]
             views = bucket.views(self._spread(bucket.layout, flat))
             values |= dict(zip(bucket.parameters, views, strict=True))
         return values

@@ -308,6 +308,19 @@ class StatusServer:
         question = {"ask": "let go", "channel": channel, "to": to, "awaited": awaited}
         self._ask([rank], question, ANSWER_SECONDS)
 
+    def ask_at(self, place: RankAddress, question: Message) -> Message:
+        """Send `question` to the server at `place`, which may not be in this rank's group.
+
+        Returns the answer, or {} if there is none.
+        """
+        end = rpc.Endpoint(place.address, place.port, place.role)
+        found: Message = rpc.call_all({0: end}, self.secret, question, ANSWER_SECONDS).get(0, {})
+        return found
+
+    def is_silent(self, place: RankAddress) -> bool:
+        """Return whether the process at `place`, on this host, has exited or is stopped."""
+        return self._state_here(place) in process_status.SILENT
+
     def ask_one(self, rank: int, question: Message) -> Message:
         """Send `question` to `rank`, and return the answer, or {} if `rank` does not answer."""
         found: Message = self._ask([rank], question, ANSWER_SECONDS).get(rank, {})
@@ -431,6 +444,20 @@ class StatusServer:
         self._generation = generation
         self.abort, self.is_aborting = None, False
         self._places = {rank: place for rank, place in self._places.items() if rank in ranks}
+
+    def introduce(self, places: Sequence[RankAddress], run: str | None = None) -> None:
+        """Add the addresses of further ranks. A spare adopts the name of the run too."""
+        self._places |= {place.rank: place for place in places}
+        self._name = run or self._name
+
+    @property
+    def run_name(self) -> str:
+        """The random name that identifies the run. All ranks have adopted rank 0's."""
+        return self._name
+
+    def places_of(self, ranks: Sequence[int]) -> list[RankAddress]:
+        """Return the addresses of `ranks`."""
+        return [self._places[rank] for rank in ranks]
 
     def refuse_after_failure(self) -> None:
         """Raise this rank's error again if it has aborted, so that it starts no new wait."""

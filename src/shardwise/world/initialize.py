@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -100,6 +102,8 @@ def enter(
         host_memory.keep(os.environ)
     survival.check(chosen, identity, device, os.environ)
     group = _join(identity, device, chosen, on_meeting)
+    if environment.SPARE_VARIABLE in os.environ:  # until it joins the others
+        identity = replace(identity, rank=0, size=1, local_rank=0, local_size=1)
     world = World(identity, group, device, ProgressWriter(os.environ), keywords)
     _configure(world, keywords)
     if identity.launcher == "torchrun" and (line := collectives.exposed()) and not chosen.quiet:
@@ -114,7 +118,7 @@ def enter(
     # Seed after everything that could draw random numbers: the script continues from these seeds.
     _seed_ranks(world, keywords)
     process_status.show_on_signal()
-    if world.size > 1:
+    if world.size > 1 or world.survival is not None:
         world.without_engine = StepsWithoutEngine(world.size, world.say_once)
         world.watchdog = Watchdog(group.status_server, chosen.warn_after, chosen.timeout)
     set_current(world)
@@ -136,12 +140,19 @@ def _join(
         join = getattr(import_module(module), name)
         joined: collectives.Collectives = join(identity, device, chosen, on_meeting)
         return joined
+    survives = partial(
+        collectives.SurvivorGroup,
+        timeout=chosen.timeout,
+        most=chosen.survive,
+        spares=chosen.spares,
+    )
+    if environment.SPARE_VARIABLE in os.environ:
+        alone = collectives.wait_alone(identity)
+        return survives(alone, number=identity.rank, run_size=identity.size)
     group = collectives.connect(
         identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
     )
-    if chosen.survive and group.size > 1:
-        return collectives.SurvivorGroup(group, chosen.timeout, chosen.survive)
-    return group
+    return survives(group) if chosen.survive and group.size > 1 else group
 
 
 def divide(world: World, axes: dict[str, int]) -> None:
@@ -190,7 +201,9 @@ def _configure(world: World, keywords: dict[str, Any]) -> None:
     world.settings = settings = world.settle(**keywords)
     config.check_contradictions(settings)
     world.cut(mesh_of(settings, world.size, count_groups(settings, world.collectives)))
-    folder = None if settings.record is None else Path(settings.record)
+    # A spare has no number of its own yet.
+    is_spare = world.survival is not None and world.survival.group.is_waiting
+    folder = None if settings.record is None or is_spare else Path(settings.record)
     world.step_log = StepLog(folder, world.rank, settings.stop_after, counts=world.counts)
     _share_cores(world)
     if settings.exact is not None:

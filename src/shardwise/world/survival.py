@@ -42,34 +42,45 @@ class Survival:
         has_counted: True if a loop without gradients has used this rank's rows, and no collective
             has combined the ranks' results since.
         repeated: Number of steps that were repeated.
-        follow: Makes the engine use the remaining ranks. Set by the engine.
-        lay_out: Divides sharded states among the remaining ranks. Set by the engine.
+        follow: Makes the engine use the remaining ranks. Set by the engine. Called with `rebuilds`
+            if `lay_out` follows with the full states.
+        lay_out: Divides sharded states among the remaining ranks. Set by the engine. With the full
+            states as argument, divides these among all ranks.
         confirm: Reduces and confirms the current step, if there is one, and returns True if it must
             be repeated. Called with True in a plain loop. Set by the engine.
         remember: Called with `plain` when a loop starts a step. Set by the engine.
+        admit: Called before a Loader returns the first rows of a training step. Spares may join
+            then. Set by the engine.
         return_tracked: Called after the body of a plain loop, before the step is repeated. Undoes
             the body's changes to schedulers. Set by the engine.
     """
 
     def __init__(self, group: SurvivorGroup, say: Callable[[str], None]) -> None:
         self.group = group
-        group.between_steps = self._continue_between_steps
+        group.between_steps = self.continue_between_steps
         group.tolerates = self._tolerates
         self._say = say
         self.loss: PeerLost | None = None
         self.in_step = self.has_counted = False
         self.repeated = 0
-        self.follow: Callable[[], None] | None = None
-        self.lay_out: Callable[[], None] | None = None
+        self.follow: Callable[..., None] | None = None
+        self.lay_out: Callable[..., None] | None = None
         self.confirm: Callable[[bool], bool] | None = None
         self.remember: Callable[..., None] | None = None
         self.return_tracked: Callable[[], None] | None = None
+        self.admit: Callable[[], None] | None = None
         self._is_due = False
         self._is_noticing = False
         self._open: str | None = None
         """The kind of the loop whose step is in progress: "plain" or "steps"."""
 
     # -- called by the Loader -----------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Let spares join, before the rows of the next training step are returned."""
+        self.in_step = False  # if a step is repeated, no rank has its rows now
+        if self.admit is not None:
+            self.admit()
 
     def begins(self, *, plain: bool) -> None:
         """Record that a Loader returns the first rows of a training step.
@@ -161,7 +172,7 @@ class Survival:
             )
         return stands
 
-    def _continue_between_steps(self, loss: Loss) -> None:
+    def continue_between_steps(self, loss: Loss) -> None:
         """Continue on the remaining ranks after a loss outside a step, such as in a save."""
         if self.follow is not None:
             self.follow()
@@ -181,11 +192,24 @@ class Survival:
         how = _how(stands=loss.stands)
         self._announce(loss.lost, loss.seconds, f"outside of a step: the call is {how}")
 
+    def announce_joined(self, ranks: Sequence[int], loss: Loss, step: int) -> None:
+        """Print which spares have joined after step `step`, and which ranks were lost meanwhile."""
+        if loss.lost:
+            self._announce(loss.lost, loss.seconds, f"after step {step}")
+        if ranks:
+            size = self.group.size
+            self._say(
+                f"shardwise: {_named(ranks)} joined after step {step}, and {size} workers continue"
+            )
+
     def _announce(self, lost: Sequence[int], seconds: float, what: str) -> None:
-        named = f"rank{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
         size = self.group.size
         workers = "1 worker continues" if size == 1 else f"{size} workers continue"
-        self._say(f"shardwise: lost {named} {what}, and {workers} after {seconds:.2f} s")
+        self._say(f"shardwise: lost {_named(lost)} {what}, and {workers} after {seconds:.2f} s")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _how(*, stands: bool) -> str:
@@ -196,6 +220,12 @@ def check(
     settings: Settings, identity: Identity, device: torch.device, environ: Mapping[str, str]
 ) -> None:
     """Raise ConfigError if this run cannot continue after losing a rank."""
+    if settings.spares and environ.get(environment.SURVIVES_VARIABLE) != str(settings.spares):
+        raise ConfigError(
+            f"--spares {settings.spares} needs `shardwise run -n N --survive K --spares "
+            f"{settings.spares}` with two or more workers on one host. This run was started by "
+            f"{identity.launcher}, as {identity.size} worker(s). Leave the flag out."
+        )
     if not settings.survive or identity.size == 1:
         return
     if environment.SURVIVES_VARIABLE not in environ:

@@ -235,6 +235,11 @@ class World(BatchRows, HintsAtAttributes):
         return [group for group in groups if group is not self.collectives]
 
     @property
+    def is_alone(self) -> bool:
+        """True if this is the only rank, and no other will join it."""
+        return self.size == 1 and self.survival is None
+
+    @property
     def expert_size(self) -> int:
         """Number of ranks across which a layer's experts are divided."""
         return self.mesh.expert

@@ -5,7 +5,8 @@
 With `writes`, SGD trains, one parameter is frozen, and the script changes two after some steps.
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
-this moment of the step, or so many seconds later.
+this moment of the step, or so many seconds later. Step -1 is the first step that has this moment.
+With `--spares`, steps take longer while ranks are missing, so that spares can join.
 """
 
 import os
@@ -22,6 +23,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint.atomic_folders import Draft
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.checkpoint.saver import CheckpointSaver
 from shardwise.comm import SurvivorGroup
 from shardwise.comm.socket_mesh import SocketMesh
@@ -32,12 +34,14 @@ from shardwise.states.parameters.unshard import WholeUnits
 
 loop, kind, out, *kills = sys.argv[1:]
 world = sw.init(seed=3, precision="fp64")
-number, process = world.rank, os.getpid()
+number, process = int(os.environ["RANK"]), os.getpid()
+full = int(os.environ.get("TESTS_RANKS", "0"))
+is_replaced = number < full and "SHARDWISE_LAUNCH_SPARE" in os.environ  # lost before
 planned = [[*kill.split(":"), *["KILL", "0"][kill.count(":") - 2 :]] for kill in kills]
 mine = {
     (moment, int(at)): (getattr(signal, f"SIG{name}"), float(seconds))
     for rank, moment, at, name, seconds in planned
-    if int(rank) == number
+    if int(rank) == number and not is_replaced
 }
 torch.set_default_dtype(torch.float64)
 drawn = torch.Generator().manual_seed(5)
@@ -58,12 +62,11 @@ engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
 engine.track(loader=loader)
-engine.resume("checkpoints")
 
 
 def reach(moment: str) -> None:
     """Send this process its signal if it is due at this moment."""
-    if (found := mine.pop((moment, engine.steps), None)) is None:
+    if (found := mine.pop((moment, engine.steps), mine.pop((moment, -1), None))) is None:
         return
     sent, seconds = found
     if seconds:
@@ -129,9 +132,14 @@ if mine:
     around(CheckpointSaver, "_begin", after="begun")
     around(CheckpointSaver, "_write", after="written")
     around(WholeUnits, "unshard", before="gather", after="gathered")
+    around(SurvivorGroup, "invite", before="invite", after="invited")
+    around(SurvivorGroup, "admit", before="admit", after="admitted")
+    around(SurvivorGroup, "enter", before="enter", after="entered")
+    around(Checkpoints, "come_back", before="come_back", after="loaded")
     halfway(SocketMesh, "send")
     halfway(torch.distributed, "isend")
 
+engine.resume("checkpoints")
 losses: list[float] = []
 used: list[int] = []
 
@@ -139,6 +147,8 @@ used: list[int] = []
 def train(x: torch.Tensor, y: torch.Tensor) -> None:
     """Run a forward and a backward pass."""
     reach("forward")
+    if world.size < full:
+        time.sleep(0.5)
     scores = model(x)
     if ("backward", engine.steps) in mine:
         scores.register_hook(lambda grad: reach("backward"))

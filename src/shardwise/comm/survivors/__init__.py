@@ -2,13 +2,14 @@
 
     membership.py   decides which ranks are left, and whether a pending step must be finished
     agreement.py    ranks exchange reports until all remaining ranks know the same decision
+    admission.py    lets spares join between two steps
     connecting.py   connects the remaining ranks, over a new store and a new transport
     replaceable.py  groups whose transport is replaced after a loss
     group.py        the group of all remaining ranks
     fence.py        kills ranks that are stopped for too long
 
 A rank that loses another one closes its transport at once, so that every other rank notices too.
-All remaining ranks then report to the lowest of them, which decides. That rank also hosts a new
+All remaining ranks then report to the first of them, which decides. That rank also hosts a new
 store, over which they create a new transport.
 """
 

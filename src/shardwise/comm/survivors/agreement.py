@@ -1,11 +1,11 @@
 """Exchanges reports after a loss, until all remaining ranks know the same decision.
 
-    rank that lost another ── report ─▶ status server of the lowest rank that has not exited
+    rank that lost another ── report ─▶ status server of the first rank that has not exited
                            ◀─ decision, or "wait": then it asks again
 
-The lowest rank decides once it has a report from every rank whose process has not exited. If the
-lowest rank exits before all ranks have met, the next one decides, and the others report to that
-one.
+The first rank decides once it has a report from every rank whose process has not exited. If the
+first rank exits before all ranks have met, the next one decides, and the others report to that
+one. Spares that join the run report in the same way.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ REGROUP = "regroup"
 PAUSE = 0.01
 """Seconds after which a rank that waits for the decision reports again."""
 
+SPARE_SECONDS = 10.0
+"""Maximum seconds to wait for a spare's report. The others then continue without this spare."""
+
+
+class NotAdmitted(Exception):
+    """The other ranks have formed a group without this spare."""
+
 
 class Agreement:
     """The reports that this rank has received, and its last decision.
@@ -47,27 +54,33 @@ class Agreement:
         server.answers[REGROUP] = self._answer
 
     def reach(
-        self, mine: Report, members: Sequence[int], timeout: float
+        self, mine: Report, members: Sequence[int], timeout: float, spares: Sequence[int] = ()
     ) -> tuple[Decision, socket.socket | None]:
-        """Report to the lowest remaining rank, and return the decision.
+        """Report to the first remaining rank, and return the decision.
 
         Args:
             mine: This rank's report.
             members: The ranks that were in the group before the loss.
             timeout: Limit for the wait, in seconds.
+            spares: The ranks that join.
 
         Returns:
             The decision and, on its first member, the socket that accepts the others.
 
         Raises:
             CollectiveError: A rank has not reported in time, or the reports contradict each other.
+            NotAdmitted: This rank is a spare, and the other ranks continue without it.
         """
-        until = time.monotonic() + timeout
+        now = time.monotonic()
+        until, until_spares = now + timeout, now + min(SPARE_SECONDS, timeout / 2)
         while True:
-            ended = {rank for rank in members if self._server.has_ended(rank)}
+            ended = {rank for rank in (*members, *spares) if self._server.has_ended(rank)}
+            if time.monotonic() > until_spares:
+                with self._lock:
+                    ended |= set(spares) - self._reports.keys() - {mine.rank}
             leader = membership.leader(members, ended)
             if leader == mine.rank:
-                if (found := self._decide(mine, members, ended)) is not None:
+                if (found := self._decide(mine, members, ended, spares)) is not None:
                     return found
             elif (decision := self._ask(leader, mine)) is not None:
                 return decision, None
@@ -83,12 +96,12 @@ class Agreement:
             time.sleep(PAUSE)
 
     def _decide(
-        self, mine: Report, members: Sequence[int], ended: set[int]
+        self, mine: Report, members: Sequence[int], ended: set[int], spares: Sequence[int]
     ) -> tuple[Decision, socket.socket] | None:
         """Return the decision and a listening socket, or None if a report is missing."""
         with self._lock:
             self._reports[mine.rank] = mine
-            decision = membership.decide(self._reports, members, ended)
+            decision = membership.decide(self._reports, members, ended, spares)
             if decision is None:
                 return None
             # Listen first, because a rank that receives the decision connects at once.
@@ -101,18 +114,23 @@ class Agreement:
 
     def _ask(self, leader: int, mine: Report) -> Decision | None:
         question = {"ask": REGROUP, "report": asdict(mine)}
-        found = self._server.ask_one(leader, question).get("decision")
+        answer = self._server.ask_one(leader, question)
+        if "without" in answer and mine.rank in mine.admits:
+            raise NotAdmitted
+        found = answer.get("decision")
         if found is None:
             return None
         return Decision(**(found | {"members": tuple(found["members"])}))
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer another rank's report. Runs in the status server's thread."""
-        report = Report(**question["report"])
+        found = question["report"]
+        report = Report(**found | {"admits": tuple(found["admits"])})
         with self._lock:
             made = self._decision
             if made is not None and made.generation > report.generation:
                 # The other ranks continue without a rank that was stopped until now.
-                return {"decision": asdict(made)} if report.rank in made.members else {}
+                is_in = report.rank in made.members
+                return {"decision": asdict(made)} if is_in else {"without": made.generation}
             self._reports[report.rank] = report
         return {}

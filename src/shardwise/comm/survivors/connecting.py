@@ -54,6 +54,7 @@ def connect(
     server: StatusServer,
     listener: socket.socket | None,
     memory: Arena | None,
+    shares: bool,
     channels: int,
     timeout: float,
 ) -> tuple[RunStore | None, Collectives, list[Collectives]]:
@@ -67,7 +68,8 @@ def connect(
         run_size: Number of ranks at the start of the run.
         server: This rank's status server.
         listener: The listening socket, on the first member only.
-        memory: This rank's shared memory, if the lost transport used any.
+        memory: This rank's shared memory from an earlier transport, if there was any.
+        shares: True if the ranks share memory.
         channels: Number of separate channels to create.
         timeout: Limit for every wait, in seconds.
 
@@ -109,7 +111,7 @@ def connect(
             status_server=server,
             timeout=seconds,
         )
-        if memory is not None:
+        if shares:
             made = share_memory(made, timeout, required=False, arena=memory)
         separate += (made.second_group() for _ in range(channels))
         # A group stands once every member has come this far. If one ends before, its socket is

@@ -6,19 +6,27 @@ References to the group stay valid after a loss: only its `rank`, `size` and tra
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple, TypeVar
+from dataclasses import asdict
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives
+from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors import connecting, membership
-from shardwise.comm.survivors.agreement import Agreement
+from shardwise.comm.survivors.admission import Admission, Applicant, Entry, publish_members
+from shardwise.comm.survivors.agreement import Agreement, NotAdmitted
 from shardwise.comm.survivors.fence import Fence
 from shardwise.comm.survivors.membership import Report
 from shardwise.comm.survivors.replaceable import PassChannel, ReplaceableGroup
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
+from shardwise.watch.status_server import RankAddress
+
+_JOINS = 2.0
+"""Added to a rank's flag in a confirmation if it knows of spares that wait to join."""
 
 T = TypeVar("T")
 
@@ -30,11 +38,14 @@ class Loss(NamedTuple):
         stands: True if all ranks have prepared the pending commit, in which case this rank
             completes it.
         lost: The lost ranks, by their numbers in the run.
+        admits: True if spares could join, because all ranks hold the full states. No rank needs
+            the second copies then.
         seconds: Time from the start of the agreement until all ranks had a new transport.
     """
 
     stands: bool
     lost: tuple[int, ...]
+    admits: bool
     seconds: float
 
 
@@ -45,8 +56,12 @@ class SurvivorGroup(ReplaceableGroup):
         inner: The transport of all ranks, which must be CPU ranks on one host.
         timeout: Limit for every wait, in seconds.
         most: Maximum number of ranks that may be lost at once.
+        spares: Number of ranks that wait to replace lost ones.
+        number: This rank's number in the run if it is a spare. `inner` then has one rank.
 
     Attributes:
+        is_waiting: True if this rank is a spare that has not joined the others.
+        joins_due: True if spares wait to join, as all ranks know from the last confirmation.
         prepared: Number of commits that this rank could finish alone. A commit is a step, or a call
             of `steadily`.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
@@ -55,9 +70,19 @@ class SurvivorGroup(ReplaceableGroup):
             True if the pass belongs to a step, which will be repeated.
     """
 
-    def __init__(self, inner: Collectives, timeout: float, most: int) -> None:
+    def __init__(
+        self,
+        inner: Collectives,
+        timeout: float,
+        most: int,
+        *,
+        spares: int = 0,
+        number: int | None = None,
+        run_size: int | None = None,
+    ) -> None:
         super().__init__(inner)
-        self.members: tuple[int, ...] = tuple(range(inner.size))
+        self.is_waiting, self.joins_due = number is not None, False
+        self.members: tuple[int, ...] = tuple(range(inner.size)) if number is None else (number,)
         """The ranks of the run that are left. Their numbers in the run never change."""
         self.generation = 0
         self.prepared = self.confirmed = 0
@@ -65,19 +90,32 @@ class SurvivorGroup(ReplaceableGroup):
         self.tolerates: Callable[[PeerLost], bool] = lambda error: False
         self._timeout = timeout
         self._most = most
-        self._number = inner.rank
-        self._run_size = inner.size
+        self._number = inner.rank if number is None else number
+        self._run_size = inner.size + spares if run_size is None else run_size
+        self._full_size = self._run_size - spares
+        """Largest number of ranks so far. Lost ones are replaced up to this number."""
+        self._shares = isinstance(inner, SharedMemory)
+        self._memory: Arena | None = None
+        """Shared memory of an earlier transport, while this rank is alone."""
         self._store: connecting.RunStore | None = None
         self._made: list[Collectives] = []
         self._channels: list[PassChannel] = []
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
         self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
+        self._admission = Admission(inner.status_server)
+        if number is None:
+            self._publish()
         self._fence = Fence(inner.status_server, lambda: self.members, timeout / 2)
 
     @property
     def places(self) -> Sequence[int]:
         return self.members
+
+    @property
+    def leads(self) -> bool:
+        # A spare must not repeat what the main rank has printed and written.
+        return self.rank == 0 and not self.is_waiting
 
     def watch_members(self, changed: Callable[[], None]) -> None:
         self._changed.append(changed)
@@ -93,7 +131,7 @@ class SurvivorGroup(ReplaceableGroup):
         """
         self.prepared = self.confirmed + 1
         flags = torch.zeros(self.size)
-        flags[self.rank] = float(leaves)
+        flags[self.rank] = float(leaves) + _JOINS * bool(self.rank == 0 and self._invitable())
         # A rank calls this only once it could finish the commit alone. So a rank that has the sum
         # of all flags knows that the others can finish without it. A sum takes one message to each
         # rank, as a barrier does.
@@ -101,7 +139,8 @@ class SurvivorGroup(ReplaceableGroup):
         handle.wait()
         handle.reusable()
         self.confirmed += 1
-        return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag)
+        self.joins_due = bool(flags[0] >= _JOINS)
+        return tuple(rank for rank, flag in zip(self.members, flags, strict=True) if flag % _JOINS)
 
     def allows(self, leaving: Sequence[int]) -> bool:
         """Return whether the run can continue if the ranks in `leaving` leave at once."""
@@ -127,8 +166,101 @@ class SurvivorGroup(ReplaceableGroup):
             if loss.stands:  # then `work` has returned on every rank
                 return found
 
-    def replace(self) -> Loss:
+    # -- spares -------------------------------------------------------------------------------
+
+    def _invitable(self) -> list[RankAddress]:
+        """Return the spares that may join now."""
+        return self._admission.waiting(self._full_size - self.size)
+
+    def invite(self, offer: Mapping[str, Any]) -> list[RankAddress]:
+        """Let waiting spares load a checkpoint, and return those that have loaded it. Collective.
+
+        Args:
+            offer: The "id" of the offer, and a "record" that describes the checkpoint.
+        """
+        mine = [asdict(place) for place in self._invitable()]
+        spares = [RankAddress(**place) for place in self.gather_plain(mine)[0]]
+        self._admission.invite(spares, offer)
+        ready: list[RankAddress] = []
+        if self.rank == 0:
+            ready = self._admission.wait_until_ready(spares, self._timeout / 2)
+        found = self.gather_plain([asdict(place) for place in ready])[0]
+        return [RankAddress(**place) for place in found]
+
+    def admit(self, spares: Sequence[RankAddress], state: Mapping[str, Any]) -> Loss:
+        """Connect to the remaining ranks and to `spares`, as `replace` does. Collective.
+
+        Every rank has gathered the full states before. `state` is passed to the spares.
+        """
+        server = self.status_server
+        entry = Entry(
+            run=server.run_name,
+            generation=self.generation,
+            confirmed=self.confirmed,
+            members=tuple(server.places_of(self.members)),
+            spares=tuple(spares),
+            full_size=self._full_size,
+            shares=self._shares,
+            channels=len(self._channels),
+            state=state,
+        )
+        server.introduce(spares)
+        self._admission.admit(entry)
+        loss = self.replace([place.rank for place in spares])
+        if loss.admits:
+            self._full_size = max(self._full_size, self.size)
+            self.dismiss([place.rank for place in spares])
+        return loss
+
+    def dismiss(self, spares: Sequence[int] = ()) -> None:
+        """End an admission, after which `spares` no longer wait."""
+        self._admission.finish(spares)
+        self.joins_due = False
+
+    def apply(self) -> Mapping[str, Any]:
+        """Wait until the other ranks offer this spare a checkpoint, and return its record."""
+        self._applicant = Applicant(
+            self.status_server, self.status_server.places_of([self._number])[0], self._timeout
+        )
+        return self._applicant.wait_for_offer()
+
+    def enter(self) -> Mapping[str, Any]:
+        """Join the other ranks, and return the `state` that they passed. Collective.
+
+        Raises LaunchError if they have gone on without this rank.
+        """
+        while True:
+            entry = self._applicant.wait_for_entry()
+            self.status_server.introduce([*entry.members, *entry.spares], entry.run)
+            self.generation = entry.generation
+            self.prepared = self.confirmed = entry.confirmed
+            self._shares = entry.shares
+            if entry.channels != len(self._channels):
+                raise LaunchError(
+                    f"Spare rank {self._number} has {len(self._channels)} channels, and the other "
+                    f"ranks have {entry.channels}: the script has built other models here."
+                )
+            self.members = tuple(place.rank for place in entry.members)
+            try:
+                self.replace([place.rank for place in entry.spares])
+            except NotAdmitted:
+                continue
+            self.is_waiting = False
+            self._full_size = max(entry.full_size, self.size)
+            return entry.state
+
+    def _publish(self) -> None:
+        if self.rank == 0:
+            with suppress(OSError):  # a full disk: no spare can join
+                publish_members(self.status_server.places_of(self.members))
+
+    # -- after a loss -------------------------------------------------------------------------
+
+    def replace(self, spares: Sequence[int] = ()) -> Loss:
         """Agree on which ranks are left, and connect to them over a new transport. Collective.
+
+        Args:
+            spares: Ranks that join. This rank holds the full states, unless it is one of them.
 
         Raises:
             CollectiveError: More ranks are lost at once than the run tolerates, or a rank that has
@@ -138,7 +270,7 @@ class SurvivorGroup(ReplaceableGroup):
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
         for channel in self._channels:
             connecting.retire_channel(channel.inner)
-        memory = connecting.retire(self.inner)
+        self._memory = connecting.retire(self.inner) or self._memory
         with suppress(CollectiveError):
             for made in self._made:
                 made.close()
@@ -146,14 +278,16 @@ class SurvivorGroup(ReplaceableGroup):
         if self._store is not None:
             self._store.close()
             self._store = None
+        present, joining = before, tuple(spares)
         while True:
             mine = Report(
                 rank=self._number,
                 generation=self.generation,
                 prepared=self.prepared,
                 confirmed=self.confirmed,
+                admits=tuple(spares),
             )
-            decision, listener = self._agreement.reach(mine, before, self._timeout)
+            decision, listener = self._agreement.reach(mine, present, self._timeout, joining)
             self.generation = decision.generation
             try:
                 membership.check_number(before, decision.members, self._most)
@@ -162,6 +296,9 @@ class SurvivorGroup(ReplaceableGroup):
                     listener.close()
                 raise
             self.status_server.continue_with(decision.members, decision.generation)
+            # From now on this rank does not know the processes of the others.
+            present = tuple(rank for rank in present if rank in decision.members)
+            joining = tuple(rank for rank in joining if rank in decision.members)
             try:
                 self._store, inner, channels = connecting.connect(
                     decision,
@@ -169,7 +306,8 @@ class SurvivorGroup(ReplaceableGroup):
                     self._run_size,
                     self.status_server,
                     listener,
-                    memory,
+                    self._memory,
+                    self._shares,
                     len(self._channels),
                     self._timeout,
                 )
@@ -192,7 +330,9 @@ class SurvivorGroup(ReplaceableGroup):
         lost = tuple(rank for rank in before if rank not in decision.members)
         stands = membership.stands(decision, mine)
         self.prepared = self.confirmed = decision.confirmed
-        return Loss(stands, lost, time.monotonic() - began)
+        self.joins_due = False
+        self._publish()
+        return Loss(stands, lost, decision.admits, time.monotonic() - began)
 
     def second_group(self) -> Collectives:
         channel = PassChannel(self.inner.second_group(), self._tolerate)

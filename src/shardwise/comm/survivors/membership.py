@@ -29,12 +29,14 @@ class Report:
         prepared: Number of commits that the reporting rank could finish alone.
         confirmed: Number of commits that every rank was prepared for, as far as the reporting
             rank knows.
+        admits: Spares that may join, because the reporting rank holds the full states.
     """
 
     rank: int
     generation: int
     prepared: int
     confirmed: int
+    admits: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +45,10 @@ class Decision:
 
     Args:
         generation: Number of this decision, which is higher than in every report.
-        members: The remaining ranks of the run, in ascending order. The first one hosts the
-            store that connects them.
+        members: The remaining ranks of the run, in the order in which they joined it, and then
+            the spares that join. The first one hosts the store that connects them.
         confirmed: Number of commits that all members finish before they continue.
+        admits: True if all remaining ranks hold the full states, so that spares can join.
         address: Address at which the first member listens.
         port: Port at which the first member listens.
     """
@@ -53,32 +56,46 @@ class Decision:
     generation: int
     members: tuple[int, ...]
     confirmed: int
+    admits: bool = False
     address: str = ""
     port: int = 0
 
 
 def leader(members: Sequence[int], ended: Collection[int]) -> int:
-    """Return the rank that decides: the lowest of `members` whose process has not exited."""
-    return min(rank for rank in members if rank not in ended)
+    """Return the rank that decides: the first of `members` whose process has not exited."""
+    found = next((rank for rank in members if rank not in ended), None)
+    if found is None:
+        raise CollectiveError("All ranks of the run were lost while this spare joined them.")
+    return found
 
 
 def decide(
-    reports: Mapping[int, Report], members: Sequence[int], ended: Collection[int]
+    reports: Mapping[int, Report],
+    members: Sequence[int],
+    ended: Collection[int],
+    spares: Sequence[int] = (),
 ) -> Decision | None:
     """Return the decision, or None if a rank that has not exited has not yet reported.
 
     Args:
         reports: The reports so far, by rank.
         members: The ranks that were in the group before the loss.
-        ended: The members whose processes have exited.
+        ended: The members and spares whose processes have exited.
+        spares: The spares that join, as far as the deciding rank knows.
 
     Raises:
         CollectiveError: The reports contradict each other.
     """
-    left = tuple(sorted(rank for rank in members if rank not in ended))
+    left = tuple(rank for rank in members if rank not in ended)
     if any(rank not in reports for rank in left):
         return None
     heard = [reports[rank] for rank in left]
+    # A rank that has not gathered the full states would need a lost rank's copies in a layout that
+    # spares do not know.
+    admits = bool(spares) and all(set(spares) <= set(report.admits) for report in heard)
+    joining = tuple(rank for rank in spares if admits and rank not in ended)
+    if any(rank not in reports for rank in joining):
+        return None
     confirmed = max(report.confirmed for report in heard)
     unprepared = [report.rank for report in heard if report.prepared < confirmed]
     if unprepared:
@@ -90,7 +107,9 @@ def decide(
     # A rank that reports an older generation does not know of a later decision. That decision's
     # group was never formed, because its first member ended.
     generation = 1 + max(report.generation for report in heard)
-    return Decision(generation=generation, members=left, confirmed=confirmed)
+    return Decision(
+        generation=generation, members=left + joining, confirmed=confirmed, admits=admits
+    )
 
 
 def stands(decision: Decision, mine: Report) -> bool:

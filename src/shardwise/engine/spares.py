@@ -1,0 +1,120 @@
+"""Lets spares join between two steps, and lets this rank join if it is a spare (`--spares`).
+
+A spare runs the script alone up to its first training batch. It loads the other ranks' checkpoint
+in `engine.resume`. Before that batch, it joins them, and all ranks lay the states out again:
+
+    other ranks   a step ─▶ before the next batch: save ─▶ gather the states ─▶ lay them out
+    spare         engine.resume ─▶ load ─────────────────▶ first batch ───────▶ lay them out
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.comm import SurvivorGroup
+from shardwise.engine.engine_state import EngineState
+from shardwise.engine.user_objects import WholeStates
+from shardwise.errors import UsageError
+from shardwise.states.step_hooks import HookedCheckpoints
+from shardwise.world.survival import Survival
+
+
+class SpareReturns:
+    """Admits spares, and lets this rank join the others if it is a spare.
+
+    Args:
+        engine: This rank's engine.
+        survival: The state of the run.
+        checkpoints: Saves and loads the checkpoint for spares.
+    """
+
+    def __init__(
+        self, engine: EngineState, survival: Survival, checkpoints: HookedCheckpoints
+    ) -> None:
+        self._engine = engine
+        self._checkpoints = checkpoints
+        self._survival = survival
+        self._resumes = False
+        survival.admit = self._before_step
+
+    @property
+    def is_due(self) -> bool:
+        """True if this rank is a spare that has not joined the others yet."""
+        return self._survival.group.is_waiting
+
+    def are_expected(self) -> None:
+        """Record that the script resumes, which spares need."""
+        self._resumes = True
+
+    def come_back(self) -> None:
+        """Wait until the other ranks need this spare, and load their checkpoint."""
+        self._checkpoints.come_back(self._survival.group.apply())
+
+    def _before_step(self) -> None:
+        """Join the other ranks, or admit spares if any wait. Called before a step's first batch.
+
+        Collective if it admits spares.
+        """
+        group, engine = self._survival.group, self._engine
+        if not self._resumes:
+            if not group.is_waiting and not engine.spec.settings.spares:
+                return  # nobody can join this run
+            raise UsageError(
+                "--spares and shardwise scale-up need engine.resume(folder) before the first "
+                "training batch: a new worker loads the state of the other workers there. Call it "
+                "after engine.track(...), or start without --spares."
+            )
+        if group.is_waiting:
+            self._join(group)
+        elif group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed:
+            self._admit(group)
+
+    def _join(self, group: SurvivorGroup) -> None:
+        whole = self._engine.objects.gather_whole()
+        state = group.enter()
+        self._engine.weighting.unit = state["unit"]
+        self._engine.spec.gather_order.start_at(state["entries"])
+        self._lay_out(whole)
+        if state["wide"] and not self._engine.states.gradients.wide:
+            self._engine.states.gradients.widen()
+        self._engine.world.progress.joined()
+
+    def _admit(self, group: SurvivorGroup) -> None:
+        engine, survival = self._engine, self._survival
+        record = self._checkpoints.save_for_return()
+        if record is None:  # the save has failed, so the spares wait for the next step
+            group.joins_due = False
+            return
+        # The state of this step. If a rank is lost meanwhile, the checkpoint stays valid.
+        offer = {"id": f"{engine.world.steps_made} {record['path']}", "record": record}
+        spares = group.steadily(lambda: group.invite(offer))
+        if not spares:
+            group.dismiss()
+            return
+        whole = group.steadily(engine.objects.gather_whole)
+        while not (loss := group.admit(spares, self._common_state())).admits:
+            # Another rank noticed a loss before it had all states, and lays them out without them.
+            survival.continue_between_steps(loss)
+        self._lay_out(whole)
+        joined = [place.rank for place in spares if place.rank in group.members]
+        survival.announce_joined(joined, loss, engine.steps)
+
+    def _common_state(self) -> dict[str, Any]:
+        """Return what the other ranks have agreed on, and a spare must know."""
+        engine = self._engine
+        return {
+            "unit": engine.weighting.unit,
+            "wide": engine.states.gradients.wide,
+            "entries": engine.spec.gather_order.entries,
+        }
+
+    def _lay_out(self, whole: WholeStates) -> None:
+        """Lay the full states out on all ranks, and forget what only some ranks know."""
+        engine, survival = self._engine, self._survival
+        assert survival.follow is not None
+        assert survival.lay_out is not None
+        survival.follow(rebuilds=True)
+        # All ranks agree on these again in the next step.
+        engine.buffers.go_back(([], set(), 0))
+        engine.world.calls.clear()
+        survival.lay_out(whole)
