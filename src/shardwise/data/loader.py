@@ -215,7 +215,7 @@ class Loader(HintsAtAttributes):
             "pin_memory": self._pinned,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
-            "worker_init_fn": partial(source.show_own_dataset, worker_init_fn),
+            "worker_init_fn": partial(source.init_worker, worker_init_fn),
             "timeout": timeout,
         }
         self._build()

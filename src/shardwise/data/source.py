@@ -9,6 +9,8 @@ not advanced.
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import sys
 import time
 from collections import deque
@@ -489,8 +491,12 @@ class WrappedStream(IterableDataset[Any]):
     dataset: Any
 
 
-def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Initialise a DataLoader worker: set `get_worker_info().dataset` to the user's dataset."""
+def init_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Initialise a DataLoader worker: end it with its parent, and show the user's dataset.
+
+    `get_worker_info().dataset` becomes the dataset that the user passed to the Loader.
+    """
+    torch_worker.ManagerWatchdog = _ParentWatchdog  # type: ignore[misc, assignment]
     info = get_worker_info()
     assert info is not None
     dataset = info.dataset.dataset  # type: ignore[attr-defined]
@@ -499,6 +505,26 @@ def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) 
     object.__setattr__(info, "dataset", dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)
+
+
+class _ParentWatchdog:
+    """Ends a DataLoader worker whose parent has been killed. Replaces torch's watchdog.
+
+    Torch's watchdog reads the parent's pid when the worker is already running. If the parent was
+    killed before that, the worker would wait forever, and keep inherited connections open.
+    """
+
+    def is_alive(self) -> bool:
+        """Return True, or exit if the parent is gone. torch calls this every few seconds."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        # The parent of a process from a fork server is the server. A forked process cannot rely on
+        # the sentinel, which other children of its parent keep open.
+        served = multiprocessing.get_start_method() == "forkserver"
+        if parent.is_alive() if served else os.getppid() == parent.pid:
+            return True
+        # A normal exit would wait until somebody reads the batches in the queue.
+        os._exit(1)
 
 
 def as_is(batch: Any) -> Any:
