@@ -29,8 +29,8 @@ from torch.utils.data._utils import worker as torch_worker
 from shardwise.data.batch_cuts import BatchCut
 from shardwise.data.files.indexed_files import FileDataset
 from shardwise.errors import DataError
-from shardwise.world.cpu_generators import CpuGenerators, SavedGenerators, preserved, seed_cpu
-from shardwise.world.randomness import seed_from
+from shardwise.world.generator_states import GeneratorStates, SavedGenerators, preserved
+from shardwise.world.randomness import seed_cpu, seed_from
 
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of samples that have been skipped."""
@@ -126,7 +126,7 @@ class _SeededCollate:
         seed_cpu(seed_from(self._seed, "collate", *coordinates))
         if self._has_run:
             return self._collate(rows)
-        before = CpuGenerators.now()
+        before = GeneratorStates.now()
         data = self._collate(rows)
         self.draws, self._has_run = before.has_changed(), True
         return data
@@ -169,7 +169,7 @@ class MapSource:
         self._seed_samples = seed_samples if may_draw else False
         self._may_draw = may_draw
         self._has_not_drawn = False  # if true, compare the generators around each micro-batch
-        self._states: CpuGenerators | None = None  # before the latest micro-batch
+        self._states: GeneratorStates | None = None  # before the latest micro-batch
 
     def __getitems__(self, request: MapRequest) -> tuple[Any, bool]:
         """Return the collated data, and whether `collate_fn` draws random numbers."""
@@ -215,7 +215,7 @@ class MapSource:
         draws, seconds = False, 0.0
         for index in request.indices:
             self._seed_for("sample", request.epoch, index)
-            before = CpuGenerators.now()
+            before = GeneratorStates.now()
             began = time.perf_counter()
             rows.append(self.dataset[index])
             seconds += time.perf_counter() - began
@@ -234,7 +234,7 @@ class MapSource:
             for trial in range(TRIALS):
                 place = trial % len(rows)
                 self._seed_for("trial", trial, request.indices[place])
-                before = CpuGenerators.now()
+                before = GeneratorStates.now()
                 again = self.dataset[request.indices[place]]
                 if before.has_changed() or not _is_same(rows[place], again):
                     return True
@@ -246,7 +246,7 @@ class MapSource:
         """Read samples without seeds. Return None if the dataset has drawn random numbers."""
         before = self._states
         if before is None or before.has_changed():  # by the training loop
-            before = self._states = CpuGenerators.now()
+            before = self._states = GeneratorStates.now()
         try:
             rows = [self.dataset[index] for index in request.indices]
         except Exception:
