@@ -72,6 +72,13 @@ def test_states_survive_conversion_to_json(kept):
     assert [float(draw()) for draw in DRAWS.values() if draw() is not None] == drawn
 
 
+@pytest.mark.parametrize("kept", ["", "numpy normal", "gauss"])
+def test_seeded_returns_the_current_states(kept):
+    if kept:
+        DRAWS[kept]()
+    assert GeneratorStates.seeded(5) == GeneratorStates.now()
+
+
 def test_another_bit_generator_of_numpy_is_saved_and_restored():
     own = np.random.get_bit_generator()
     try:
