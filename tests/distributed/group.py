@@ -229,10 +229,14 @@ class Group:
         deadline = time.monotonic() + limit
         impatient = None
         while len(outcomes) < self.size and (left := deadline - time.monotonic()) > 0:
-            waiting = {rank.connection: rank for rank in self._ranks if rank.number not in outcomes}
-            for ready in wait(list(waiting), min(left, 0.2)):
-                rank = waiting[ready]
-                outcomes[rank.number] = rank.outcome()
+            pending = [rank for rank in self._ranks if rank.number not in outcomes]
+            # Also on the processes: after a rank has died, a child of it may hold the connection.
+            awaited: list[Any] = [rank.connection for rank in pending]
+            awaited += [rank.process.sentinel for rank in pending]
+            ready = wait(awaited, min(left, 0.2))
+            for rank in pending:
+                if rank.connection in ready or rank.process.sentinel in ready:
+                    outcomes[rank.number] = rank.outcome()
             failed = [number for number, outcome in outcomes.items() if outcome.error]
             if failed and impatient is None:
                 impatient = time.monotonic() + GRACE
@@ -256,7 +260,8 @@ class Group:
 
     def _stacks(self, numbers: list[int]) -> str:
         for number in numbers:
-            os.kill(self._ranks[number].process.pid, signal.SIGUSR2)
+            with contextlib.suppress(ProcessLookupError):  # it has died since
+                os.kill(self._ranks[number].process.pid, signal.SIGUSR2)
         time.sleep(0.5)
         return "\n".join(self._ranks[number].output() for number in numbers)
 
@@ -310,6 +315,8 @@ class _Rank:
     def outcome(self) -> Outcome:
         """Return this rank's outcome, or an error if the process has exited."""
         try:
+            if not self.connection.poll():
+                raise EOFError
             said = self.connection.recv()
         except (EOFError, OSError):
             self.process.join()

@@ -36,6 +36,13 @@ def _sleep(world, guilty):
         time.sleep(60)
 
 
+def _die_before_child(world):
+    if os.fork() == 0:  # has a copy of the rank's connection
+        time.sleep(60)
+        os._exit(0)
+    os._exit(3)
+
+
 @pytest.mark.parametrize(
     ("size", "rows"), [(1, [[0, 1, 2, 3, 4]]), (2, [[0, 1], [2, 3, 4]]), (3, [[0], [1, 2], [3, 4]])]
 )
@@ -69,6 +76,23 @@ def test_a_rank_that_dies_is_an_error_of_its_own(group):
     assert errors[1] == ("Died", "exit code 3")
     assert errors[0] is not None
     assert errors[0][0] == "PeerLost"
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_death_of_rank_is_noticed_while_its_child_lives(group):
+    assert group(1).errors(_die_before_child, limit=20) == [("Died", "exit code 3")]
+
+
+def test_stacks_leave_out_rank_that_has_died():
+    groups = Groups()
+    try:
+        assert groups(1)(_pid)
+        (rank,) = groups(1)._ranks
+        rank.process.kill()
+        rank.process.join()
+        assert "printed by rank 0" in groups(1)._stacks([0])
+    finally:
+        groups.close()
 
 
 def test_a_time_out_shows_where_the_rank_was():

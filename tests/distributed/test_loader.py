@@ -1,7 +1,12 @@
 """The Loader on real ranks: the same order and every sample once, for any number of ranks."""
 
+import os
 import random
+import signal
+import time
+from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -439,3 +444,59 @@ def rows_case(world):
 
 def test_a_tensor_is_a_dataset(group):
     assert group(2)(rows_case) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+def _kill_parent_before_first_sample(folder, worker):
+    (folder / "worker").write_text(f"{os.getpid()}")
+    parent = os.getppid()
+    os.kill(parent, signal.SIGKILL)
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+
+class KillsParent(Dataset):
+    """Its last sample kills the process that reads the batches."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        if index == 3:
+            (self.folder / "worker").write_text(f"{os.getpid()}")
+            os.kill(os.getppid(), signal.SIGKILL)
+        return b"more than a pipe holds" * 10_000
+
+
+def _lose_rank_before_first_sample(world, folder):
+    init = partial(_kill_parent_before_first_sample, folder)
+    next(iter(sw.Loader(range(8), 4, num_workers=1, worker_init_fn=init)))
+
+
+def _lose_rank_with_unread_batches(world, folder):
+    loader = sw.Loader(
+        KillsParent(folder), 1, num_workers=1, prefetch_factor=4, collate_fn=list, seed_samples=True
+    )
+    iterator = loader._items()  # starts the worker
+    next(iterator)
+    time.sleep(60)
+
+
+def _is_running(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+@pytest.mark.parametrize("lose", [_lose_rank_before_first_sample, _lose_rank_with_unread_batches])
+def test_worker_process_ends_with_its_killed_rank(group, tmp_path, lose):
+    (outcome,) = group(1).outcomes(lose, tmp_path)
+    assert outcome.error == ("Died", "exit code -9")
+    worker, deadline = int((tmp_path / "worker").read_text()), time.monotonic() + 20
+    while _is_running(worker):
+        assert time.monotonic() < deadline, f"worker {worker} is still running"
+        time.sleep(0.1)

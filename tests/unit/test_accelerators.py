@@ -10,7 +10,8 @@ import torch
 
 import shardwise
 from shardwise.horovod import streams
-from shardwise.world.randomness import GeneratorStates, generator_of
+from shardwise.world.generator_states import GeneratorStates
+from shardwise.world.randomness import generator_of
 
 SOURCES = Path(shardwise.__file__).parent
 CUDA_ALONE = {

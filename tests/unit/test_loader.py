@@ -36,6 +36,7 @@ from shardwise.data import Loader, batch_schedule, source
 from shardwise.data.steps import to_device
 from shardwise.engine import Engine
 from shardwise.errors import DataError, UsageError
+from shardwise.world import generator_states
 from shardwise.world import world as worlds
 
 # torch compares num_workers with the cores of this machine, which is not the point here
@@ -755,10 +756,17 @@ def test_a_dataset_that_draws_without_a_trace_is_seeded(solo, draw):
     assert len(set(expected.values())) == 10
 
 
-def test_samples_are_seeded_only_until_the_dataset_is_known(solo, monkeypatch):
-    seeds = []
+@pytest.fixture
+def seeds(monkeypatch):
+    """The seeds of samples and collations, in place of seeding."""
+    found = []
+    for module in (source, generator_states):
+        monkeypatch.setattr(module, "seed_cpu", found.append)
+    return found
+
+
+def test_samples_are_seeded_only_until_the_dataset_is_known(solo, monkeypatch, seeds):
     monkeypatch.setattr(source, "SLOW", math.inf)
-    monkeypatch.setattr(source, "seed_cpu", lambda seed: seeds.append(seed))
     quiet = Rarely(lambda: 0.0)
     loader = Loader(quiet, 2)
     for _ in range(2):
@@ -813,13 +821,11 @@ def test_a_class_derived_from_one_that_never_draws_is_seeded(solo, seed_samples,
     assert _by_index(Loader(data, 4, seed_samples=seed_samples, **options)) == expected
 
 
-def test_samples_without_a_value_to_compare_are_seeded(solo, monkeypatch):
+def test_samples_without_a_value_to_compare_are_seeded(solo, seeds):
     class Objects(Rarely):
         def __getitem__(self, index):
             return object()
 
-    seeds = []
-    monkeypatch.setattr(source, "seed_cpu", lambda seed: seeds.append(seed))
     list(Loader(Objects(None), 2, collate_fn=len))
     assert len(seeds) == 10 + 1 + 5  # each sample, one of them again, and each collation
 

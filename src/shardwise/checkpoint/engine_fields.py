@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.checkpoint.engine_view import EngineView
 from shardwise.errors import BrokenCheckpoint
-from shardwise.world.randomness import GeneratorStates
+from shardwise.world.generator_states import GeneratorStates
 
 
 class EngineField(ABC):

@@ -16,7 +16,7 @@ from shardwise.data import order
 from shardwise.data.files.indexed_files import FileDataset
 from shardwise.data.mixture import Mixture
 from shardwise.errors import DataError
-from shardwise.world.cpu_generators import SavedGenerators
+from shardwise.world.generator_states import SavedGenerators
 from shardwise.world.randomness import seed_from
 from shardwise.world.world import World
 

@@ -10,7 +10,7 @@ from shardwise.data import order
 from shardwise.data.position import PartOrder
 from shardwise.data.source import WrappedStream
 from shardwise.errors import DataError
-from shardwise.world.cpu_generators import SavedGenerators
+from shardwise.world.generator_states import SavedGenerators
 from shardwise.world.randomness import seed_from
 
 

@@ -105,7 +105,7 @@ class Loader(HintsAtAttributes):
         name: Name of the Loader in messages (default: `Loader(<type of the dataset>)`).
         seed_samples: Seed torch, numpy and random by (seed, epoch, index) before each sample of a
             map-style dataset, so that augmentation is the same for any number of ranks and
-            workers. By default, samples that are read in less than 0.2 ms are only seeded if the
+            workers. By default, samples that are read in less than 0.5 ms are only seeded if the
             dataset draws random numbers, with the same results. To find out, the Loader reads 16
             samples of the first micro-batch again, in each process that reads. If a dataset first
             draws in a later micro-batch, the Loader reads that micro-batch again. Write True if
@@ -215,7 +215,7 @@ class Loader(HintsAtAttributes):
             "pin_memory": self._pinned,
             "persistent_workers": persistent_workers,
             "prefetch_factor": prefetch_factor,
-            "worker_init_fn": partial(source.show_own_dataset, worker_init_fn),
+            "worker_init_fn": partial(source.init_worker, worker_init_fn),
             "timeout": timeout,
         }
         self._build()

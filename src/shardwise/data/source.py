@@ -9,6 +9,8 @@ not advanced.
 from __future__ import annotations
 
 import copy
+import multiprocessing
+import os
 import sys
 import time
 from collections import deque
@@ -16,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -27,21 +30,22 @@ from torch.utils.data._utils import worker as torch_worker
 from shardwise.data.batch_cuts import BatchCut
 from shardwise.data.files.indexed_files import FileDataset
 from shardwise.errors import DataError
-from shardwise.world.cpu_generators import CpuGenerators, SavedGenerators, preserved, seed_cpu
-from shardwise.world.randomness import seed_from
+from shardwise.world.generator_states import GeneratorStates, SavedGenerators, preserved
+from shardwise.world.randomness import seed_cpu, seed_from
 
 REPORT_SECONDS = 5.0
 """Seconds between two reports of the number of samples that have been skipped."""
-SLOW = 2e-4
-"""Seconds per sample. Above this, seeding every sample adds less than a tenth to the reading."""
+SLOW = 5e-4
+"""Seconds per sample. Above this, seeding every sample adds less than a twentieth to the reading.
+"""
 TRIALS = 16
 """Number of samples that are read again with other seeds."""
 Collate = Callable[[list[Any]], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)  # not frozen: that takes four times as long, in every step
 class MicroBatch:
-    """One micro-batch of this rank: number `part` of the `parts` in its step."""
+    """One micro-batch of this rank: number `part` of the `parts` in its step. Never changed."""
 
     epoch: int
     part: int
@@ -121,10 +125,11 @@ class _SeededCollate:
         self._has_run = False
 
     def __call__(self, rows: list[Any], *coordinates: int | str) -> Any:
-        seed_cpu(seed_from(self._seed, "collate", *coordinates))
+        seed = seed_from(self._seed, "collate", *coordinates)
         if self._has_run:
+            seed_cpu(seed)
             return self._collate(rows)
-        before = CpuGenerators.now()
+        before = GeneratorStates.seeded(seed)
         data = self._collate(rows)
         self.draws, self._has_run = before.has_changed(), True
         return data
@@ -167,7 +172,7 @@ class MapSource:
         self._seed_samples = seed_samples if may_draw else False
         self._may_draw = may_draw
         self._has_not_drawn = False  # if true, compare the generators around each micro-batch
-        self._states: CpuGenerators | None = None  # before the latest micro-batch
+        self._states: GeneratorStates | None = None  # before the latest micro-batch
 
     def __getitems__(self, request: MapRequest) -> tuple[Any, bool]:
         """Return the collated data, and whether `collate_fn` draws random numbers."""
@@ -184,6 +189,8 @@ class MapSource:
                 rows = [[(next(samples), size) for size in row] for row in request.packed]
             if isinstance(collate, _SeededCollate):
                 data = collate(rows, request.epoch, str(request.indices[0]))
+                if get_worker_info() is not None:
+                    self._states = None  # seeded, and not restored
                 return data, collate.draws
             return collate(rows), False
 
@@ -197,11 +204,11 @@ class MapSource:
         if self._seed_samples:
             rows = []
             for index in request.indices:
-                self._seed_for("sample", request.epoch, index)
+                seed_cpu(self._seed_of("sample", request.epoch, index))
                 rows.append(self.dataset[index])
             return rows
         if self._may_draw:
-            self._seed_for("batch", request.epoch, request.indices[0])
+            seed_cpu(self._seed_of("batch", request.epoch, request.indices[0]))
         batched = getattr(self.dataset, "__getitems__", None)
         if batched is not None:
             return list(batched(list(request.indices)))
@@ -210,15 +217,15 @@ class MapSource:
     def _read_first(self, request: MapRequest) -> list[Any]:
         """Read the first micro-batch with seeds, and determine whether the dataset has drawn."""
         rows: list[Any] = []
-        draws, seconds = False, 0.0
+        draws, seconds = False, list[float]()
         for index in request.indices:
-            self._seed_for("sample", request.epoch, index)
-            before = CpuGenerators.now()
+            before = GeneratorStates.seeded(self._seed_of("sample", request.epoch, index))
             began = time.perf_counter()
             rows.append(self.dataset[index])
-            seconds += time.perf_counter() - began
+            seconds.append(time.perf_counter() - began)
             draws = draws or before.has_changed()
-        is_slow = seconds > SLOW * len(rows)
+        # The median, because the first samples may open files or touch new memory.
+        is_slow = median(seconds) > SLOW
         self._seed_samples = draws or is_slow or self._depends_on_seed(request, rows)
         self._has_not_drawn = not self._seed_samples
         return rows
@@ -231,8 +238,9 @@ class MapSource:
         try:
             for trial in range(TRIALS):
                 place = trial % len(rows)
-                self._seed_for("trial", trial, request.indices[place])
-                before = CpuGenerators.now()
+                before = GeneratorStates.seeded(
+                    self._seed_of("trial", trial, request.indices[place])
+                )
                 again = self.dataset[request.indices[place]]
                 if before.has_changed() or not _is_same(rows[place], again):
                     return True
@@ -243,8 +251,9 @@ class MapSource:
     def _read_without_draws(self, request: MapRequest) -> list[Any] | None:
         """Read samples without seeds. Return None if the dataset has drawn random numbers."""
         before = self._states
-        if before is None or before.has_changed():  # by the training loop
-            before = self._states = CpuGenerators.now()
+        # The training loop may have drawn. In a worker, only the Loader draws.
+        if before is None or (get_worker_info() is None and before.has_changed()):
+            before = self._states = GeneratorStates.now()
         try:
             rows = [self.dataset[index] for index in request.indices]
         except Exception:
@@ -257,9 +266,9 @@ class MapSource:
         self._has_not_drawn, self._seed_samples = False, True
         return None
 
-    def _seed_for(self, what: str, epoch: int, index: Any) -> None:
-        # Do not seed by worker or rank, because the draws must be the same for any number of them.
-        seed_cpu(seed_from(self._seed, what, epoch, str(index)))
+    def _seed_of(self, what: str, epoch: int, index: Any) -> int:
+        # Not by worker or rank, because the draws must be the same for any number of them.
+        return seed_from(self._seed, what, epoch, str(index))
 
 
 class StreamSource:
@@ -489,8 +498,12 @@ class WrappedStream(IterableDataset[Any]):
     dataset: Any
 
 
-def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
-    """Initialise a DataLoader worker: set `get_worker_info().dataset` to the user's dataset."""
+def init_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Initialise a DataLoader worker: end it with its parent, and show the user's dataset.
+
+    `get_worker_info().dataset` becomes the dataset that the user passed to the Loader.
+    """
+    torch_worker.ManagerWatchdog = _ParentWatchdog  # type: ignore[misc, assignment]
     info = get_worker_info()
     assert info is not None
     dataset = info.dataset.dataset  # type: ignore[attr-defined]
@@ -499,6 +512,26 @@ def show_own_dataset(worker_init_fn: Callable[[int], None] | None, worker: int) 
     object.__setattr__(info, "dataset", dataset)
     if worker_init_fn is not None:
         worker_init_fn(worker)
+
+
+class _ParentWatchdog:
+    """Ends a DataLoader worker whose parent has been killed. Replaces torch's watchdog.
+
+    Torch's watchdog reads the parent's pid when the worker is already running. If the parent was
+    killed before that, the worker would wait forever, and keep inherited connections open.
+    """
+
+    def is_alive(self) -> bool:
+        """Return True, or exit if the parent is gone. torch calls this every few seconds."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        # The parent of a process from a fork server is the server. A forked process cannot rely on
+        # the sentinel, which other children of its parent keep open.
+        served = multiprocessing.get_start_method() == "forkserver"
+        if parent.is_alive() if served else os.getppid() == parent.pid:
+            return True
+        # A normal exit would wait until somebody reads the batches in the queue.
+        os._exit(1)
 
 
 def as_is(batch: Any) -> Any:

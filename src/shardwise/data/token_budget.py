@@ -34,7 +34,7 @@ from shardwise.data.source import MicroBatch
 from shardwise.errors import DataError
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import MicroShards
-from shardwise.world.cpu_generators import preserved
+from shardwise.world.generator_states import preserved
 from shardwise.world.world import World
 
 T = TypeVar("T")

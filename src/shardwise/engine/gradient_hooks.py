@@ -18,7 +18,7 @@ from shardwise.errors import UsageError
 from shardwise.messages.printable import from_here
 from shardwise.states.parameters.named_parameters import NamedParameter
 from shardwise.states.parameters.parameters_at_rest import unguarded
-from shardwise.world.cpu_generators import preserved
+from shardwise.world.generator_states import preserved
 
 Hook = Callable[[Tensor], Tensor | None]
 

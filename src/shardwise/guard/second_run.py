@@ -34,7 +34,7 @@ from shardwise.layout.fingerprints import can_be_taken, hash_of
 from shardwise.model import recomputation, unit_attributes
 from shardwise.model.buffers import version_of
 from shardwise.model.module_hooks import Hooked, attach
-from shardwise.world.randomness import GeneratorStates
+from shardwise.world.generator_states import GeneratorStates
 
 _OBSERVING = (
     "shardwise.guard.",

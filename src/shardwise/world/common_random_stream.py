@@ -18,7 +18,7 @@ from weakref import WeakMethod
 import torch
 
 from shardwise.errors import UsageError
-from shardwise.world.randomness import GeneratorStates
+from shardwise.world.generator_states import GeneratorStates
 
 T = TypeVar("T")
 

@@ -28,9 +28,9 @@ from shardwise.tiers import host_memory
 from shardwise.watch import process_status
 from shardwise.watch.watchdog import Watchdog
 from shardwise.world import randomness, survival
+from shardwise.world.generator_states import GeneratorStates
 from shardwise.world.loop_checks import StepsWithoutEngine
 from shardwise.world.mesh import Mesh, mesh_of
-from shardwise.world.randomness import GeneratorStates
 from shardwise.world.step_log import StepLog
 from shardwise.world.world import World, count_groups, refuse_second, set_current, start_timeline
 

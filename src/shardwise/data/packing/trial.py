@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from shardwise.data.packing.collate import PackedCollate
 from shardwise.data.packing.varlen_attention import on_reference, uses_flash
 from shardwise.errors import DataError
-from shardwise.world.cpu_generators import preserved
+from shardwise.world.generator_states import preserved
 
 MOST_PARAMETERS = 50_000_000
 """Size of the largest model that is tested. In fp64, its copy and two sets of gradients take

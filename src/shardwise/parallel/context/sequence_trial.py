@@ -41,8 +41,7 @@ from shardwise.parallel.context.transformers_inputs import (
     with_cases,
 )
 from shardwise.parallel.tensor.without_dropout import SharedRandomness, WithoutRandomness
-from shardwise.world.cpu_generators import preserved
-from shardwise.world.randomness import GeneratorStates
+from shardwise.world.generator_states import GeneratorStates, preserved
 from shardwise.world.sequence_parts import dim_of, lengths_of
 
 ROWS, TOKENS = 2, 3
@@ -216,14 +215,15 @@ class SequenceTrial:
         for name, module in clone.named_modules():
             module.register_forward_hook(results.recorder(name, module))
         args, kwargs = pytree.tree_map(self._widened, inputs)
-        generators = GeneratorStates.now(torch.device("cpu"))
+        generators = GeneratorStates.now()
         try:
             with weights, fixed:
                 output = clone(*args, **kwargs)
-            torch.set_rng_state(generators.cpu)
             # `fixed` sees only torch's draws.
-            if GeneratorStates.now(torch.device("cpu")).digest() != generators.digest():
+            now = GeneratorStates.now()
+            if (now.python, now.numpy) != (generators.python, generators.numpy):
                 raise SharedRandomness
+            generators.restore()
             if self._run.agree is not None:
                 self._run.agree("end", None)
         except _StoppedError as error:

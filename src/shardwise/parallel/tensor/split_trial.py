@@ -30,7 +30,7 @@ from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
 from shardwise.parallel.tensor.split_rules import ModuleSplit, SplitGroup
 from shardwise.parallel.tensor.user_hooks import silence_hooks
 from shardwise.parallel.tensor.without_dropout import WithoutRandomness
-from shardwise.world.cpu_generators import preserved
+from shardwise.world.generator_states import preserved
 
 ROWS, LENGTH = 2, 5
 LIMIT = 60.0

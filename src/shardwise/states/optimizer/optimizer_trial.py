@@ -45,7 +45,7 @@ from shardwise.states.optimizer.optimizer_kind import (
     wrapped_optimizer,
 )
 from shardwise.states.optimizer.optimizer_options import without_hooks
-from shardwise.world.cpu_generators import preserved
+from shardwise.world.generator_states import preserved
 
 _RATE = 0.1
 _TOLERANCE = 1e-3

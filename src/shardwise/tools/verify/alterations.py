@@ -36,8 +36,7 @@ import shardwise
 from shardwise.model.module_records import joined
 from shardwise.tools.verify import watching
 from shardwise.world import randomness
-from shardwise.world.cpu_generators import seed_cpu
-from shardwise.world.randomness import seed_from
+from shardwise.world.randomness import seed_cpu, seed_from
 from shardwise.world.world import World, current
 
 MAKE_LOADERS = ("transformers.", "shardwise.deepspeed.")
