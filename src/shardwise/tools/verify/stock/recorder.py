@@ -34,6 +34,7 @@ from shardwise.tools.verify.outside import _has_closure, _named_models
 from shardwise.tools.verify.stock import alterations, draws, own_files, precision, readers
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
 from shardwise.tools.verify.stock.script_facts import ScriptFacts
+from shardwise.tools.verify.stock.stateful_forwards import StatefulForwards
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
 VARIABLE = "SHARDWISE_VERIFY_STOCK"
@@ -140,6 +141,10 @@ class StockRecorder:
             lambda: len(self._events) - 1,
         )
         self._draws = draws.DrawLog() if request["draws"] else None
+        self._alterations = dict(request["alter"])
+        self._stateful = StatefulForwards(
+            lambda: self._is_in_backward, self._alterations.pop("keep_buffers", None)
+        )
 
     @property
     def _is_here(self) -> bool:
@@ -172,7 +177,7 @@ class StockRecorder:
         self._follow_exit()
         self._follow_spawns()
         # Hooks run in order of registration, so the recorded gradients include alterations.
-        alterations.apply(self._request["alter"])
+        alterations.apply(self._alterations)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         atexit.register(self._leave)
@@ -294,6 +299,7 @@ class StockRecorder:
             if self._request["reference"]:
                 followed.follow_contributions()
             self._script_facts.know(followed.models, followed.names)
+            self._stateful.know(followed.models)
         if not followed.names:
             self._unnamed = readers.partitioning_library(optimizer)
             return
@@ -400,6 +406,7 @@ class StockRecorder:
             "unnamed": self._unnamed,
             "spawns": self._spawns,
             "draws": [] if self._draws is None else self._draws.entries,
+            "stateful": self._stateful.plain(),
             **self._script_facts.plain(),
         }
         path = self._folder / "stock.facts"
