@@ -4,6 +4,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from itertools import pairwise
 from operator import add
 
@@ -126,6 +127,31 @@ def test_verbs(group, transport, cut, dtype):
 def test_verbs_in_memory_of_the_transport(group, transport, cut, dtype):
     size, cuts = cut
     group(size, transport=transport)(verbs_in_our_memory, dtype, cuts)
+
+
+def reused_at_once(world, length):
+    """Overwrite sent memory as soon as it is reusable, while slower ranks have not read it yet."""
+    group, size = world.collectives, world.size
+    counts = [[length] * size] * size
+    expected = torch.arange(size).repeat_interleave(length).double()
+    private = torch.empty(size * length, dtype=torch.float64)
+    ours = group.allocate(size * length, torch.float64, torch.device("cpu"))
+    for sent in (private, ours):
+        for _ in range(3):
+            received = torch.empty_like(expected)
+            sent.fill_(world.rank)
+            handle = group.all_to_all(sent, counts, received)
+            time.sleep(0.02 * world.rank)
+            handle.reusable()
+            sent.fill_(-1)
+            handle.wait()
+            assert torch.equal(received, expected)
+
+
+@pytest.mark.parametrize("length", [3, 5_000])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_sent_rows_may_be_overwritten_once_reusable(group, transport, length):
+    group(3, transport=transport)(reused_at_once, length)
 
 
 def many_in_flight(world, length):

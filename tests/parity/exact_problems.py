@@ -133,8 +133,10 @@ MODELS = {"gpt": DroppingGPT, "convnet": problems.ConvNet, "lstm": LSTM}
 EXPERTS = {
     "moe": MoEGPT,
     "planned": partial(MoEGPT, PlannedBlock),
-    "mixtral": partial(Mixtral, 11, "eager"),  # a group of 64 elements crosses experts
+    # Experts of 288 and 144 elements, so that a group of 64 would cross them.
+    "mixtral": partial(Mixtral, 12, "eager"),
     "mixtral-grouped": partial(Mixtral, 12, "grouped_mm"),
+    "mixtral-odd": partial(Mixtral, 11, "eager"),
 }
 KINDS = {"gpt": "gpt", "convnet": "convnet", "lstm": "gpt"} | dict.fromkeys(EXPERTS, "gpt")
 

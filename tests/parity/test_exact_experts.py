@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, UsageError
+from tests.parity import exact_problems
 from tests.parity.test_exact_mode import alone, trained  # noqa: F401, the fixture `alone`
 from tests.tables import covering
 from tests.unit.experts.naive import moe
@@ -45,12 +46,12 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_experts, self.hidden_dim = 4, 6
-        self.up = nn.Parameter(torch.randn(4, 6, 6))
+        self.num_experts, self.hidden_dim = 4, 4
+        self.up = nn.Parameter(torch.randn(4, 4, 4))
         self.rate = 0.0
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """(T, 6) to the same."""
+        """(T, 4) to the same."""
         total = torch.zeros_like(hidden_states)
         for e in range(self.num_experts):
             gate = (top_k_weights * (top_k_index == e)).sum(1, keepdim=True)
@@ -63,11 +64,11 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(6, 4)
+        self.router = nn.Linear(4, 4)
         self.experts = Dropping()
 
     def forward(self, x):
-        """(T, 6) to the same."""
+        """(T, 4) to the same."""
         gates, chosen = self.router(x).softmax(-1).topk(2, -1)
         return self.experts(x, chosen, gates)
 
@@ -96,8 +97,9 @@ def refused(world: sw.World) -> dict[str, tuple[str, str]]:
     drops = Routed()
     random = engine(drops)
     drops.experts.rate = 0.5
-    note("random", lambda: drops(x.float()))
+    note("random", lambda: drops(x[:, :4].float()))
     random.close()
+    note("odd", lambda: engine(exact_problems.EXPERTS["mixtral-odd"]()))
     return found
 
 
@@ -107,4 +109,6 @@ def test_refuses_what_is_not_exact(group):
         assert "parameters in torch.bfloat16" in found["narrow"][1]
         assert found["twice"][0] == found["random"][0] == "UsageError"
         assert "a mixture-of-experts layer ran twice before this backward pass" in found["twice"][1]
+        assert found["odd"][0] == "ConfigError"
+        assert "has 1056 bytes, which is no multiple of 64" in found["odd"][1]
         assert "experts that share tensors (E, ...) drew random numbers" in found["random"][1]

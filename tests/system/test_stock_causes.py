@@ -38,6 +38,9 @@ OF_THREADS = {
     "13_tied_weights": "tied weights that came apart",
     "14_average_of_shards": "EMA of shards",
     "15_stream_of_all": "same data on every rank",
+    "16_bias_in_evaluation": "evaluation changes the training",
+    "17_bias_in_recomputation": "buffers change again in recomputation",
+    "18_bias_of_one_rank": "buffers not synchronised",
 }
 PLANTED = {
     "wrong_group": "reduced over the wrong group",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import LaunchError
 from shardwise.tools.verify.runs import RunFailed
@@ -134,3 +135,73 @@ def test_names_the_operation_without_a_seed(tmp_path: Path) -> None:
         found.append(record(tmp_path / name, script, draws=True).ranks[0]["draws"])
     assert "rand in test_stock_flow.py:" in str(draws.first_without_seed(*found))
     assert draws.first_without_seed(found[0], found[0]) is None
+
+
+class Counting(nn.Module):
+    """A layer whose output depends on the number of its forward passes, if `matters`."""
+
+    def __init__(self, matters: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("passes", torch.zeros(()))
+        self.matters = matters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        scale = 1 + self.passes if self.matters else 1.0
+        return (self.weight * x).exp() * scale
+
+
+def counting(folder: Path, name: str, case: str, *, copies: int = 1, **request: Any) -> Any:
+    """Return the record of a training whose layer counts in evaluations or recomputations."""
+
+    def script() -> None:
+        layer = Counting("harmless" not in case)
+        model = nn.Sequential(layer, nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.full((8 * copies, 4), 2.0**-step).double()
+            again = "recomputation" in case
+            y = checkpoint(layer, x, use_reentrant=False) if again else layer(x)
+            model[1](y).mean().backward()
+            optimizer.step()
+            if "evaluation" in case:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+
+    (folder / name).mkdir()
+    return record(folder / name, script, **request)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("evaluation", "evaluation changes the training"),
+        ("recomputation", "buffers change again in recomputation"),
+        ("harmless evaluation", None),
+        ("harmless recomputation", None),
+        ("neither", None),
+    ],
+)
+def test_evaluation_and_recomputation_must_not_change_the_training(
+    tmp_path: Path, case: str, name: str | None
+) -> None:
+    made = twice(counting(tmp_path, "ranks", case))
+    asked = []
+
+    class Trials(Runs):
+        def reference(self, words: str, **more: Any) -> StockRecords:
+            asked.append(more.get("alter"))
+            folder = f"reference-{len(asked)}"
+            return counting(tmp_path, folder, case, copies=2, alter=more.get("alter") or {})
+
+    result = stock_flow.verify(Trials(made, made))  # type: ignore[arg-type]
+    assert [each.name for each in result.findings] == ([] if name is None else [name])
+    # The runs agree, because one process has the same mistake.
+    assert result.own.within(1e-8)
+    assert (result.verdict is TrainingVerdict.DIFFERS) == (name is not None)
+    # Only a script whose buffers change needs further runs.
+    assert len(asked) == (1 if case == "neither" else 3)

@@ -159,7 +159,12 @@ class SharedMemory(MappedMemory):
 
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
         begin = self.opening("all-to-all", sent.new_empty(0), hash(tuple(map(tuple, counts))))
-        return self._work.start(begin, self._all_to_all(begin, sent, counts, received))
+        # Memory of autograd is private. Waiting for its readers would cost one more round of
+        # messages per exchange, in which every rank waits for the slowest one.
+        is_private = self.buffers.arena.locate(sent) is None
+        work = self._work.start(begin, self._all_to_all(begin, sent, counts, received))
+        work.reads_copy = is_private
+        return work
 
     def barrier(self) -> None:
         begin = self.opening("barrier", torch.empty(0))

@@ -53,6 +53,8 @@ class SharedWork(Handle):
         self.steps = steps
         self.stage = READY
         self.pending: PendingWork | None = None
+        self.reads_copy = False
+        """True if the other ranks read a copy of this rank's buffer, never the buffer itself."""
 
     def reach(self, step: int | PendingWork) -> None:
         """Set what the call waits for next: a stage of this host's ranks, or work between hosts."""
@@ -85,7 +87,8 @@ class SharedWork(Handle):
         self._work.until(self, DONE)
 
     def reusable(self) -> None:
-        self._work.until(self, OVER)
+        # A copy stays in use until all ranks are done, but the caller need not wait for them.
+        self._work.until(self, DONE if self.reads_copy else OVER)
 
 
 class ProcessWork:

@@ -29,6 +29,9 @@ from shardwise.parallel.tensor.split_model import TensorParallelModels
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
 
+CACHE_LINE = 64
+"""Bytes to which torch aligns memory. Matrix products may round differently otherwise."""
+
 
 def begin(
     world: World,
@@ -58,6 +61,8 @@ def begin(
             found = _find_experts(world, models, layers, planned, is_exact=is_exact)
             layers += [(block.name, block.layer) for block in planned]
         _check(world, settings, layers, models)
+        if size > 1 and found is not None and is_exact:
+            _check_exact(world, settings, models, found)
     except (ConfigError, ModelError):  # on all ranks
         _restore_blocks(planned)
         raise
@@ -184,8 +189,6 @@ def _check(
     size = world.expert_size
     if size == 1:
         return
-    if settings.exact is not None:
-        _check_exact(world, settings, models)
     if settings.shard_within == "host":
         raise ConfigError(
             f"--expert {size} cannot be combined with --shard-within host yet. Remove one of the "
@@ -201,8 +204,10 @@ def _check(
                 )
 
 
-def _check_exact(world: World, settings: Settings, models: Sequence[nn.Module]) -> None:
-    """Raise ConfigError if `--exact` cannot be combined with `--expert`."""
+def _check_exact(
+    world: World, settings: Settings, models: Sequence[nn.Module], found: ExpertParallelModels
+) -> None:
+    """Raise ConfigError if `--exact` cannot be combined with `--expert` for these models."""
     exact = settings.exact
     if not world.expert_copies.knows_tree:
         raise ConfigError(
@@ -219,6 +224,17 @@ def _check_exact(world: World, settings: Settings, models: Sequence[nn.Module]) 
             f"in {dtype}: a worker would round the sum of several micro-shards' gradients to 16 "
             "bits. Keep parameters in fp32 (--precision bf16-mixed), or remove one of the two."
         )
+
+    for name, fused in found.fused:
+        for key, parameter in fused.module.named_parameters():
+            size = parameter.shape[1:].numel() * parameter.itemsize
+            if size % CACHE_LINE:
+                raise ConfigError(
+                    f"--exact {exact} cannot be combined with --expert {world.expert_size} for "
+                    f"{name}: an expert of {key} has {size} bytes, which is no multiple of "
+                    f"{CACHE_LINE}. Its alignment in memory, and so its rounding, would depend on "
+                    "which experts a worker holds. Choose other sizes, or remove one of the two."
+                )
 
 
 def _connected(spec: EngineSpec) -> ExpertParallelModels | None:

@@ -168,6 +168,10 @@ class FusedExperts:
     def connect(self, run: RoutingRun) -> None:
         """Replace the module's `forward`."""
         self._run, self._plain = run, self.module.forward
+        if run.is_exact:
+            # A kernel for all experts reads an expert's rows where they are in a larger tensor, so
+            # rounding would depend on the other experts. The definition copies them.
+            self._plain = partial(inspect.unwrap(type(self.module).forward), self.module)
         module_hooks.replace(self.module, "forward", self)
 
     def disconnect(self) -> None:

@@ -41,6 +41,7 @@ from shardwise.tools.verify.stock import (
 )
 from shardwise.tools.verify.stock.batches import BatchRecorder, BatchReplay, LoaderKeys
 from shardwise.tools.verify.stock.script_facts import ScriptFacts
+from shardwise.tools.verify.stock.stateful_forwards import StatefulForwards
 from shardwise.tools.verify.stock.zero_shards import ZeroShards
 from shardwise.world.tensor_log import FeedTotals, Part, TensorLog
 
@@ -150,6 +151,10 @@ class StockRecorder:
             lambda: len(self._events) - 1,
         )
         self._draws = draws.DrawLog() if request["draws"] else None
+        self._alterations = dict(request["alter"])
+        self._stateful = StatefulForwards(
+            lambda: self._is_in_backward, self._alterations.pop("keep_buffers", None)
+        )
 
     @property
     def _is_here(self) -> bool:
@@ -183,7 +188,7 @@ class StockRecorder:
         self._follow_exit()
         self._follow_spawns()
         # Hooks run in order of registration, so the recorded gradients include alterations.
-        alterations.apply(self._request["alter"])
+        alterations.apply(self._alterations)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         zero_shards.follow(self._before_zero_step, self._after_zero_step)
@@ -304,6 +309,7 @@ class StockRecorder:
             if self._request["reference"]:
                 followed.follow_contributions()
             self._script_facts.know(followed.models, followed.names)
+            self._stateful.know(followed.models)
         if not followed.names:
             self._unnamed = readers.partitioning_library(optimizer)
             return
@@ -434,6 +440,7 @@ class StockRecorder:
             "unnamed": self._unnamed,
             "spawns": self._spawns,
             "draws": [] if self._draws is None else self._draws.entries,
+            "stateful": self._stateful.plain(),
             **self._script_facts.plain(),
         }
         path = self._folder / "stock.facts"

@@ -6,11 +6,14 @@ ranks and one process                   done if they are identical or within 1e-
 both in fp64                            within 1e-8: equal within rounding
 one process in fp64 again               differs: the script is not deterministic
 ranks, without a suspect                agree: the suspect is the cause
+
+If buffers change in evaluations or recomputations, one process runs again without these changes.
+It is a mistake if it then trains differently, even if the runs above agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +26,7 @@ from shardwise.tools.verify.runs import RunFailed
 from shardwise.tools.verify.stock import draws, metrics
 from shardwise.tools.verify.stock.batches import UnjoinableBatches
 from shardwise.tools.verify.stock.findings import Finding, findings, parts_of_ranks, some
+from shardwise.tools.verify.stock.stateful_forwards import EVALUATION, RECOMPUTATION
 from shardwise.tools.verify.stock.stock_runs import StockRecords, StockRuns
 from shardwise.tools.verify.stock.suspects import StockSuspect, of_bf16, suspects
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict
@@ -95,6 +99,8 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
         return _unproved(
             result, f"{some(parts)} have other sizes on the ranks than in one process."
         )
+    if not result.findings and finds_causes:
+        result = replace(result, findings=list(_stateful_forwards(runs, reference)))
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)
     if why := _other_data(reference, made) or _uneven(made):
@@ -287,6 +293,44 @@ def _uneven(made: StockRecords) -> str | None:
 
 
 # -- causes ---------------------------------------------------------------------------------
+
+
+def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Finding]:
+    """Yield a finding if evaluations or recomputations change the training through buffers."""
+    for kind, name, advice in (
+        (
+            EVALUATION,
+            "evaluation changes the training",
+            "Change them only if module.training is true.",
+        ),
+        (
+            RECOMPUTATION,
+            "buffers change again in recomputation",
+            "Change them in the training loop, once per optimizer step.",
+        ),
+    ):
+        if not (names := reference.ranks[0]["stateful"][kind]):
+            continue
+        try:
+            kept = runs.reference(f"trial: {name}", alter={"keep_buffers": kind})
+            again = runs.reference("one process again")
+        except RunFailed:
+            continue  # a trial that fails proves nothing
+        # Buffers themselves may differ, such as a counter of evaluations.
+        differs, is_random = (
+            any(
+                step.loss > TOLERANCE or any(t.kind != "buffer" for t in step.beyond(TOLERANCE))
+                for step in compare(reference.training, other.training).steps
+            )
+            for other in (kept, again)
+        )
+        if differs and not is_random:
+            yield Finding(
+                name,
+                f"Forward passes of {'an evaluation' if kind == EVALUATION else 'a recomputation'} "
+                f"change buffers ({some(names)}), and these change the training. {advice} One "
+                "process has the same mistake, so the ranks may agree with it.",
+            )
 
 
 def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
