@@ -56,13 +56,13 @@ def test_activations_are_divided_by_the_number_of_parts(group, size):
 class Deep(nn.Module):
     """Attention, and then many layers, whose weights need more memory than anything else."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(8, 1024)
-        self.layers = nn.ModuleList([nn.Linear(1024, 1024) for _ in range(8)])
+        self.words = nn.Embedding(8, width)
+        self.layers = nn.ModuleList([nn.Linear(width, width) for _ in range(6)])
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return (rows, tokens, 1024)."""
+        """Return (rows, tokens, width)."""
         heads = self.words(ids).unflatten(-1, (4, -1)).transpose(1, 2)
         attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
         x = attended.transpose(1, 2).flatten(2)
@@ -79,19 +79,23 @@ def peak() -> int:
 
 def growth_in_trial(world: sw.World) -> tuple[int, int]:
     """Return by how many bytes a trial raises the peak, and the model's bytes in fp64."""
-    model = Deep()
-    engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
-    (ids,) = world.share((torch.arange(14).view(2, 7) % 8,))
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = peak()
-    with torch.no_grad():
-        model(ids)
-    growth = peak() - before
-    engine.close()
+    growth = 0
+    # The first trial loads libraries. glibc returns each matrix of 2112 x 2112 x 8 bytes to the
+    # system when it is freed, because it is larger than 32 MiB.
+    for width in (8, 2112):
+        model = Deep(width)
+        engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
+        (ids,) = world.share((torch.arange(14).view(2, 7) % 8,))
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+        before = peak()
+        with torch.no_grad():
+            model(ids)
+        growth = peak() - before
+        engine.close()
     return growth, 8 * sum(p.numel() for p in model.parameters())
 
 
 def test_trial_needs_no_copy_of_the_model(group):
     for growth, whole in group(2, context=2)(growth_in_trial):
-        # A few weights and their gradients, but not all of them.
+        # One of the six weights, its gradient and another copy, but not all of them.
         assert growth < 0.7 * whole

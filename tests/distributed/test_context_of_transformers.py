@@ -1,5 +1,6 @@
 """`--context` with language models of Transformers, which get positions and return logits."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,7 +202,9 @@ def with_default_dropout(world: sw.World, recomputes: bool) -> list[float]:
     torch.manual_seed(3)
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**DROPPING)).train()
     if recomputes:
-        model.gradient_checkpointing_enable()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # the method's name will change
+            model.gradient_checkpointing_enable()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1), quiet=True)
     losses = []
     for step in range(8):

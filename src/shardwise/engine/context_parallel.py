@@ -164,7 +164,9 @@ class ContextParallel:
                 "the attention that exchanges tokens. If it was compiled and run before, create "
                 "the engine first."
             )
-        if self._method == "auto" and self.run.method is not None and not self._is_told:
+        # Without calls, the costs are those of the trial.
+        is_first = not self._is_told and output is not None and self.run.calls > 0
+        if self._method == "auto" and self.run.method is not None and is_first:
             self._is_told = True
             choice = self._choice(self.run.method, self.run.costs)
             self._world.print(f"  context parallel: {choice}")

@@ -55,6 +55,7 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._device = device
         self._weights: dict[int, _Weight] = {}
         """Maps the addresses of storages to their weights."""
+        self._vectors: dict[int, Tensor] = {}
         self._sketches: dict[nn.Parameter, Tensor] = {}
 
     def parameter_like(self, shapes: Tensor, *, centre: float) -> nn.Parameter:
@@ -71,22 +72,28 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # About the scale of usual initial values, so that deep models stay finite.
         deviation = 0.1 if shapes.ndim < 2 else max(shapes[0].numel(), 1) ** -0.5
         self._weights[storage._cdata] = _Weight(storage, shapes.numel(), seed, centre, deviation)
-        rows = shapes.shape if shapes.ndim < 2 else shapes.shape[:1]
+        rows = shapes.shape if shapes.ndim < 2 else shapes.shape[:-1]
         self._sketches[parameter] = self._empty(rows).zero_()
-        # One random number for each element of a row.
-        width = shapes[0].numel() if shapes.ndim > 1 else 0
+        vector = self._vector(shapes.size(-1)) if shapes.ndim > 1 else None
 
         def take(reached: Tensor) -> None:
             grad, reached.grad = reached.grad, None
             assert grad is not None
             grad = grad.to_dense() if grad.layout is not torch.strided else grad
-            if width:
-                draw = _generator(self._device, _VECTORS + seed)
-                grad = grad.reshape(-1, width) @ self._empty((width,)).normal_(generator=draw)
-            self._sketches[parameter] += grad
+            self._sketches[parameter] += grad if vector is None else grad @ vector
 
         parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
         return parameter
+
+    def _vector(self, width: int) -> Tensor:
+        """Return the random vector (width,) that the rows of gradients are multiplied by.
+
+        It is drawn here, because draws in the backward pass may be replaced by fixed numbers.
+        """
+        if width not in self._vectors:
+            draw = _generator(self._device, _VECTORS + width)
+            self._vectors[width] = self._empty((width,)).normal_(generator=draw)
+        return self._vectors[width]
 
     def _empty(self, shape: Sequence[int]) -> Tensor:
         return torch.empty(shape, dtype=torch.float64, device=self._device)
@@ -97,7 +104,7 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         The vectors have the same values on all ranks. A sum of sketches is the sketch of a sum.
 
         Returns:
-            Shape (rows,), or the parameter's shape if it has fewer than two dimensions.
+            The parameter's shape without the last dimension, or with it if it is the only one.
         """
         return self._sketches[parameter]
 
@@ -122,7 +129,7 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _VECTORS = 1 << 32
-"""Added to a weight's seed for the random vector of its gradient, which must be independent."""
+"""Added to the seeds of the vectors, which must be independent of the weights."""
 
 
 def _generator(device: torch.device, seed: int) -> torch.Generator:

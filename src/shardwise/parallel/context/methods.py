@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
 import torch
@@ -182,15 +183,30 @@ def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collective
         shares = CausalShares(lengths, group)
         results = []
         for query, (first, end) in zip(shares.spread(call.query), shares.chunks, strict=True):
-            # The queries are the last tokens that these keys have, but torch's is_causal would
-            # align them with the first.
-            ones = torch.ones(end - first, end, dtype=torch.bool, device=query.device)
-            results.append(
-                call.compute(query, key[:, :, :end], value[:, :, :end], ones.tril(first))
-            )
+            # `plan` has several modes of fake tensors, which must not meet.
+            mode = getattr(query, "fake_mode", None)
+            bias = _causal_bias(first, end, query.dtype, query.device, mode)
+            results.append(call.compute(query, key[:, :, :end], value[:, :, :end], bias))
         return shares.collect(results)
     mask = None if call.mask is None else _mask_of_queries(call.mask, lengths, group)
     return call.compute(call.query, key, value, mask)
+
+
+@lru_cache(maxsize=2)  # a rank computes two chunks
+def _causal_bias(
+    first: int, end: int, dtype: torch.dtype, device: torch.device, mode: object
+) -> Tensor:
+    """Return a mask (end - first, end) for the queries of tokens `first` to `end`, and their keys.
+
+    The queries are the last of these tokens, but torch's `is_causal` would align them with the
+    first. The mask is added to scores, because torch would convert a mask of bools, and keep the
+    result for the backward pass, in each layer.
+    """
+    del mode
+    with torch.inference_mode(mode=False):  # also used in training
+        allowed = torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)
+        bias = torch.zeros(end - first, end, dtype=dtype, device=device)
+        return bias.masked_fill_(~allowed, -torch.inf)
 
 
 def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
