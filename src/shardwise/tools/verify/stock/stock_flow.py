@@ -192,7 +192,15 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
     if noise := _noise(runs, reference, wide):
         return _unproved(result, noise)
     tried = suspects(reference, made, result.judged, TOLERANCE) if finds_causes else ()
-    return _caused(result, _confirmed(runs, tried, reference, wide))
+    cause = _confirmed(runs, tried, reference, wide)
+    first = result.judged.first(TOLERANCE)
+    if cause is None and first is not None and first.largest < OF_FP32:
+        return _unproved(
+            result,
+            f"it differs by {first.largest:.1e} {verdicts.name_step(first)} in fp64. This may be "
+            "the rounding of an operation that computes in fp32 even then.",
+        )
+    return _caused(result, cause)
 
 
 def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
