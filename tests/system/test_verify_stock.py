@@ -80,7 +80,11 @@ def test_names_the_mistake(shardwise: Launcher, tmp_path: Path, mistake: str) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "library", ["fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_bf16", "zero", "tensor", "accelerate"]
+    "library",
+    [
+        *("fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_bf16"),
+        *("zero", "tensor", "accelerate", "accelerate_fsdp2"),
+    ],
 )
 def test_correct_script_of_a_library(shardwise: Launcher, tmp_path: Path, library: str) -> None:
     words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_libraries"), library)

@@ -45,8 +45,8 @@ _LOSSES: set[Any] = {
 with torch 2.9."""
 
 
-_WITH_DTYPE: set[Any] = {Tensor.softmax, Tensor.log_softmax}
-"""Methods that torch.nn.functional calls with a dtype that the script has requested."""
+_WITH_DTYPE: set[Any] = {functional.softmax, functional.log_softmax}
+"""Functions with an argument dtype that torch's own Python code passes to a mode."""
 
 
 class PromoteToFp64(TorchFunctionMode):
