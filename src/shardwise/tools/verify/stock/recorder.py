@@ -318,8 +318,7 @@ class StockRecorder:
         with torch.no_grad():
             if not followed.steps:
                 self._write(followed, [], {})
-            # A closure, or DeepSpeed's optimizer, computes the final gradients inside of the step.
-            followed.reads_later = _has_closure(args, kwargs) or followed.zero is not None
+            followed.has_closure = _has_closure(args, kwargs)
             if not followed.reads_later:
                 followed.gradients = list(followed.read_gradients(self._rank))
 
@@ -529,8 +528,7 @@ class FollowedOptimizer:
         self.number = number
         self.steps = 0
         self.gradients: list[Part] = []
-        self.reads_later = False
-        """Whether to read the gradients after the step, and not before it."""
+        self.has_closure = False
         self.zero = ZeroShards(optimizer) if isinstance(optimizer, zero_shards.kinds()) else None
         self.is_tensor_parallel = False
         self.models: list[tuple[str, nn.Module]] = []
@@ -572,6 +570,11 @@ class FollowedOptimizer:
         return True
 
     @property
+    def reads_later(self) -> bool:
+        """Whether a closure or DeepSpeed's optimizer computes the gradients inside of the step."""
+        return self.has_closure or self.zero is not None
+
+    @property
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters))
 
@@ -599,6 +602,8 @@ class FollowedOptimizer:
         added, the first of these gradients, and the last one. Other parameters are left out.
         """
         taken, self._contributions = self._contributions, {}
+        if self.has_closure:
+            return []  # it clears the gradients before each of its backward passes
         return [
             readers.part(kind, self.names[parameter], each, rank)
             for parameter, values in taken.items()
@@ -631,7 +636,9 @@ class FollowedOptimizer:
         if self.zero is not None:
             yield from self.zero.state(parameter)
         else:
-            yield from self._optimizer.state.get(parameter, {}).items()
+            for key, state in self._optimizer.state.get(parameter, {}).items():
+                if key != "prev_loss":  # LBFGS stores the loss of this rank's rows
+                    yield key, state
 
     def read_gradients(self, rank: int) -> Iterator[Part]:
         """Yield each trained parameter's full gradient."""
