@@ -174,7 +174,8 @@ class StockRecorder:
         if self._request["replay"]:
             self._replay = BatchReplay(Path(self._request["replay"]), bool(self._request["wide"]))
             self._replay.follow()
-            zero_shards.join_ranks(self._replay.size)
+            if self._replay.window is not None:
+                zero_shards.join_ranks(self._replay.window)
         else:
             self._batches.follow()
         self._follow_losses()
@@ -432,6 +433,7 @@ class StockRecorder:
             "dtypes": sorted(self._dtypes),
             "unnamed": self._unnamed,
             "spawns": self._spawns,
+            "window": next((e.zero.window for e in followed if e.zero is not None), None),
             "draws": [] if self._draws is None else self._draws.entries,
             **self._script_facts.plain(),
         }
