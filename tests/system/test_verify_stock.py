@@ -94,7 +94,7 @@ def test_correct_script_of_a_library(shardwise: Launcher, tmp_path: Path, librar
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["ddp", "fabric", "fabric_fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fabric"])
 def test_correct_script_of_lightning(shardwise: Launcher, tmp_path: Path, kind: str) -> None:
     pytest.importorskip("lightning", reason="the lightning package is not there")
     words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_lightning"), kind)

@@ -9,9 +9,7 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 kind = sys.argv[1]
@@ -20,7 +18,7 @@ x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x.prod(1, keepdim=True))
 options: dict[str, Any] = {
     "accelerator": "cpu",
-    "strategy": "ddp" if kind.startswith("fabric") else kind,
+    "strategy": "ddp" if kind == "fabric" else kind,
     "devices": int(os.environ.get("WORLD_SIZE", "1")),
 }
 
@@ -50,22 +48,12 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01, foreach=False)
 
 
-def shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """Shard the network with FSDP2."""
-    for module in (model[0], model[2], model):
-        fully_shard(module, mesh=mesh["data_parallel"])
-    return model
-
-
-if kind in ("fabric", "fabric_fsdp2"):
-    if kind == "fabric_fsdp2":
-        sizes = {"data_parallel_size": options["devices"], "tensor_parallel_size": 1}
-        options["strategy"] = ModelParallelStrategy(shard, **sizes)
+if kind == "fabric":
     fabric = lightning.Fabric(**options)
     fabric.launch()
-    model = fabric.setup_module(network())
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    optimizer = fabric.setup_optimizers(optimizer)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(data, batch_size=8))
     for a, b in loader:
         fabric.backward(nn.functional.mse_loss(model(a), b))
