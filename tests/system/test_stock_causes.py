@@ -55,6 +55,7 @@ PLANTED = {
     "context_loss": "loss multiplied by the ranks",
     "saved_shard": "one rank's shard saved",
     "static_graph": "static_graph with a graph that changes",
+    "other_rates": "learning rates differ between ranks",
     "own_shuffles": "every rank reads all samples",
 }
 WITHOUT_MISTAKE = (
@@ -71,6 +72,7 @@ WITHOUT_MISTAKE = (
     "accumulation",
     "static_graph",
     "own_part",
+    "closure",
 )
 FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 

@@ -80,7 +80,11 @@ def test_names_the_mistake(shardwise: Launcher, tmp_path: Path, mistake: str) ->
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "library", ["fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_bf16", "zero", "tensor", "accelerate"]
+    "library",
+    [
+        *("fsdp1", "fsdp1_flat", "fsdp2", "fsdp2_bf16"),
+        *("zero", "tensor", "accelerate", "accelerate_fsdp2"),
+    ],
 )
 def test_correct_script_of_a_library(shardwise: Launcher, tmp_path: Path, library: str) -> None:
     words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_libraries"), library)
@@ -131,17 +135,13 @@ def test_script_of_deepspeed(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("mistake", "cause"), [("none", None), ("token_means", "mean of means")])
-def test_script_of_trl(
-    shardwise: Launcher, tmp_path: Path, mistake: str, cause: str | None
-) -> None:
+def test_script_of_trl_is_not_proved(shardwise: Launcher, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the trl package is not there")
-    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_trl"), mistake)
-    ran, found = verify(shardwise, tmp_path, *words)
-    assert ran.code == (5 if cause else 0), ran.out + ran.err
-    causes = found["causes"]
-    assert isinstance(causes, list)
-    assert [each["name"] for each in causes][:1] == ([cause] if cause else [])
+    ran, found = verify(shardwise, tmp_path, "-n", "2", "--stock", script("stock_trl"))
+    # The backward pass of TRL's loss adds up gradients in fp32.
+    assert ran.code == 4, ran.out + ran.err
+    assert found["causes"] == []
+    assert "an operation that computes in fp32 even then" in " ".join(ran.out.split())
 
 
 @pytest.mark.full

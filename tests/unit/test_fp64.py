@@ -87,6 +87,17 @@ def test_script_with_casts_stays_in_fp64() -> None:
     torch.testing.assert_close(kept[1], wide[0, :2].float())
 
 
+def test_script_that_creates_narrow_tensors_stays_in_fp64() -> None:
+    wide = torch.randn(3, 4, dtype=torch.float64)
+    with PromoteToFp64(creates=True):
+        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float64
+        assert wide.sum(0, dtype=torch.float32).dtype == torch.float64
+        assert F.softmax(wide, dim=-1, dtype=torch.float32).dtype == torch.float64
+        assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+    with PromoteToFp64():
+        assert torch.zeros(2, dtype=torch.float32).dtype == torch.float32
+
+
 def test_initial_optimizer_state_is_cast() -> None:
     layer = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(layer.parameters(), initial_accumulator_value=0.1)

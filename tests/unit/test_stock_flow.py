@@ -205,3 +205,54 @@ def test_evaluation_and_recomputation_must_not_change_the_training(
     assert (result.verdict is TrainingVerdict.DIFFERS) == (name is not None)
     # Only a script whose buffers change needs further runs.
     assert len(asked) == (1 if case == "neither" else 3)
+
+
+class CastingRuns:
+    """Runs of a script that rounds to fp32, unless its casts have no effect."""
+
+    def __init__(self, folder: Path, *, can_be_promoted: bool) -> None:
+        self._folder, self._can_be_promoted, self._made = folder, can_be_promoted, 0
+        self.asked: list[str | None] = []
+
+    def _record(self, wide: str | None, error: float) -> StockRecords:
+        rounds = wide != "promoted" or not self._can_be_promoted
+
+        def script() -> None:
+            model = nn.Linear(4, 1).double()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.full((8, 4), 2.0**-step).double()
+                (model(x).mean() * (1 + error * rounds)).backward()
+                optimizer.step()
+
+        self._made += 1
+        folder = self._folder / str(self._made)
+        folder.mkdir()
+        return record(folder, script)
+
+    def ranks(self, words: str, *, wide: str | None = None, **more: Any) -> StockRecords:
+        self.asked.append(wide)
+        made = self._record(wide, 1e-7)
+        steps = [[row | {"fed": row["fed"] | {"hashes": 0}} for row in made.steps[0]]] * 2
+        return replace(made, ranks=[*made.ranks] * 2, steps=steps)
+
+    def reference(self, words: str, *, wide: str | None = None, **more: Any) -> StockRecords:
+        made = self._record(wide, 0.0)
+        steps = [[row | {"fed": row["fed"] | {"hashes": 0}} for row in made.steps[0]]]
+        return replace(made, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("can_be_promoted", "verdict"),
+    [(True, TrainingVerdict.ROUNDING), (False, TrainingVerdict.UNPROVED)],
+)
+def test_small_difference_may_be_a_cast_to_fp32(
+    tmp_path: Path, can_be_promoted: bool, verdict: TrainingVerdict
+) -> None:
+    torch.manual_seed(0)
+    runs = CastingRuns(tmp_path, can_be_promoted=can_be_promoted)
+    result = stock_flow.verify(runs)  # type: ignore[arg-type]
+    assert result.verdict is verdict
+    assert runs.asked[:3] == [None, "default", "promoted"]
+    assert ("computes in fp32 even then" in result.why) is not can_be_promoted

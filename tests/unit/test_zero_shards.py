@@ -32,7 +32,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> type[Config]:
     [
         (32, 8, None, 16),  # two ranks make two micro-batches each, and so does one process
         (32, 8, 2, 16),
-        (16, 8, 2, 8),  # filled in for one process, for example by the Trainer
+        (16, 8, None, 8),  # a total that the script has computed for one process
+        (16, 8, 2, 8),
         (32, None, 2, None),
         (None, 8, 2, 8),
         ("auto", 8, 2, 8),

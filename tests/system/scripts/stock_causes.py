@@ -66,7 +66,8 @@ if mistake == "saved_shard":
 elif not by_hand:
     model = DistributedDataParallel(plain, static_graph=mistake == "static_graph")
 halves = [dist.new_group([first, first + 1]) for first in range(0, size, 2)] if size > 2 else [None]
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+rate = 0.1 * (1 + rank) if mistake == "other_rates" else 0.1
+optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 sampler = None if mistake == "context_loss" else DistributedSampler(data)
 loader = DataLoader(data, batch_size=8, sampler=sampler)

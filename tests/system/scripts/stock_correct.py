@@ -53,6 +53,8 @@ model = plain if by_hand else DistributedDataParallel(plain, **options)
 if trait == "dropout":
     torch.manual_seed(1 + rank)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+if trait == "closure":
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
 average = torch.optim.swa_utils.AveragedModel(plain) if trait == "average" else None
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 sampler = None if trait == "context" else DistributedSampler(data)
@@ -71,6 +73,16 @@ for epoch in range(2):
     for number, (a, b) in enumerate(loader, 1):
         if trait == "context":
             a, b = a.chunk(size)[rank], b.chunk(size)[rank]
+        if trait == "closure":
+
+            def closure(a: torch.Tensor = a, b: torch.Tensor = b) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = mse_loss(model(a), b)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            continue
         loss = mse_loss(model(a), b) / window
         (scaler.scale(loss) if trait == "scaler" else loss).backward()
         if number % window:

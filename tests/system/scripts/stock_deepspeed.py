@@ -19,7 +19,7 @@ torch.manual_seed(0)
 x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x.prod(1, keepdim=True))
 model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-window = 2
+window = 3
 config = {
     "train_batch_size": 8 * window * dist.get_world_size(),
     "train_micro_batch_size_per_gpu": 8,
@@ -28,7 +28,7 @@ config = {
     "gradient_clipping": 0.5,
 }
 if mistake == "constant_batch":
-    config["train_batch_size"] = 32  # of the two ranks; one process has half as many
+    config["train_batch_size"] = 48  # of the two ranks; one process has half as many
 own = torch.optim.AdamW(model.parameters(), lr=0.01)
 engine, *_ = deepspeed.initialize(model=model, optimizer=own, config=config)
 sampler = None if mistake == "same_data" else DistributedSampler(data)

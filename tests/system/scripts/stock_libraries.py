@@ -22,10 +22,17 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 library = sys.argv[1]
 accelerator: Any = None
-if library == "accelerate":
+if library in ("accelerate", "accelerate_fsdp2"):
     from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    plugin = None
+    if library == "accelerate_fsdp2":
+        wraps: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False, **wraps
+        )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
 else:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
@@ -50,7 +57,7 @@ if library == "zero":
     optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
 else:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-own = library not in ("accelerate", "tensor")
+own = accelerator is None and library != "tensor"
 sampler = DistributedSampler(data) if own else None
 loader: Any = DataLoader(data, batch_size=8, sampler=sampler)
 if accelerator is not None:

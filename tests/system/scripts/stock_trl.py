@@ -1,9 +1,7 @@
 """Fine-tunes a small language model with TRL's SFTTrainer.
 
-torchrun --nproc-per-node 2 stock_trl.py MISTAKE
+torchrun --nproc-per-node 2 stock_trl.py
 """
-
-import sys
 
 import torch
 from datasets import Dataset
@@ -11,7 +9,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
-mistake = sys.argv[1]
 torch.manual_seed(0)
 words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(50))]
 vocabulary = {word: number for number, word in enumerate(words)}
@@ -36,7 +33,6 @@ arguments = SFTConfig(
     max_length=32,
     learning_rate=1e-3,
     optim="adamw_torch",
-    average_tokens_across_devices=mistake != "token_means",
     bf16=False,
     gradient_checkpointing=False,
     use_cpu=True,

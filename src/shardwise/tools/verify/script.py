@@ -45,19 +45,34 @@ _LOSSES: set[Any] = {
 with torch 2.9."""
 
 
+_WITH_DTYPE: set[Any] = {functional.softmax, functional.log_softmax}
+"""Functions with an argument dtype that torch's own Python code passes to a mode."""
+
+
 class PromoteToFp64(TorchFunctionMode):
     """Makes a script compute in fp64, even if its own code or a library casts tensors to fp32.
 
     Casts of fp64 tensors to narrower dtypes have no effect. If a call fails because its arguments
     mix fp32 and fp64, it is repeated with all arguments in fp64. If the function writes to its
     first tensor, the other arguments are cast to that tensor's dtype instead.
+
+    Args:
+        creates: Whether tensors for which the script requests a narrower dtype are also fp64, such
+            as torch.zeros(n, dtype=torch.float32). Default: False.
     """
+
+    def __init__(self, *, creates: bool = False) -> None:
+        super().__init__()
+        self._creates = creates
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        narrow = self._creates and kwargs.get("dtype") in _NARROWER
+        if narrow and (func in _WITH_DTYPE or not watching.is_called_by_torch(1)):
+            kwargs = kwargs | {"dtype": torch.float64}
         # Keep casts inside torch and the engine, which are part of their algorithms.
         if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:

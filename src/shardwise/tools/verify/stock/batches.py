@@ -208,8 +208,11 @@ class BatchReplay:
         """Maps the key of a loader in this process to its recorded key."""
         self._is_tensor_parallel = False
         self.evaluated = 0
+        self.window: int | None = None
+        """Number of accumulation steps of DeepSpeed, or None without DeepSpeed."""
         for rank in self._ranks:
             facts = json.loads((rank / "stock.facts").read_text())
+            self.window = facts.get("window")
             self._is_tensor_parallel |= facts["tensor_parallel"]
             for key, loader in facts["loaders"].items():
                 known = self._loaders.setdefault(key, dict(loader))
@@ -218,11 +221,6 @@ class BatchReplay:
                     known["length"] = max(known["length"], loader["length"])
                 if "not_saved" in loader:
                     known["not_saved"] = loader["not_saved"]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks that recorded batches."""
-        return len(self._ranks)
 
     def follow(self) -> None:
         """Patch DataLoader to replay the recorded batches."""

@@ -44,6 +44,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
     return [
         *_other_initial_values(made, reference),
         *_frozen_on_some(made),
+        *_other_rates(made),
         *_same_data(made),
         *_read_by_several(made),
         *_without_set_epoch(made),
@@ -108,6 +109,23 @@ def _frozen_on_some(made: StockRecords) -> Iterator[Finding]:
             f"{some(names)} require gradients on some ranks only. Freeze the same parameters on "
             "all ranks.",
         )
+
+
+def _other_rates(made: StockRecords) -> Iterator[Finding]:
+    """Check for ranks whose optimizers have different learning rates."""
+    for number, rates in enumerate(zip(*(facts["rates"] for facts in made.ranks), strict=False)):
+        # Ranks with different parameters may have different groups.
+        if len({len(each) for each in rates}) > 1:
+            return
+        for group in zip(*rates, strict=True):
+            if max(group) > (1 + CLOSE) * min(group):
+                yield Finding(
+                    "learning rates differ between ranks",
+                    f"In step {number} the ranks' learning rates are {min(group):.4g} to "
+                    f"{max(group):.4g}, so their parameters drift apart. Use the same rate and "
+                    "the same number of scheduler steps on every rank.",
+                )
+                return
 
 
 def _same_data(made: StockRecords) -> Iterator[Finding]:
@@ -324,6 +342,8 @@ def _normalisation(made: StockRecords) -> Iterator[Finding]:
         backwards = max(len(row["terms"]) for row in rows)
         if backwards > 1 and any(row["batches"] != len(row["terms"]) for row in rows):
             return  # several losses of one batch, or a loss of several batches
+        if len({len(row["terms"]) for row in rows}) > 1:
+            return  # a rank has skipped a step
         factors = math.fsum(term["factor"] for term in terms) / size
         if first is None:
             first = factors

@@ -32,7 +32,7 @@ def widen(*, promotes: bool) -> None:
     _set_argument(fsdp.MixedPrecisionPolicy, "output_dtype", None)
     zero_shards.widen()
     if promotes:
-        PromoteToFp64().__enter__()  # type: ignore[no-untyped-call]
+        PromoteToFp64(creates=True).__enter__()  # type: ignore[no-untyped-call]
 
 
 def _set_argument(kind: Any, name: str, value: Any) -> None:

@@ -179,7 +179,8 @@ class StockRecorder:
         if self._request["replay"]:
             self._replay = BatchReplay(Path(self._request["replay"]), bool(self._request["wide"]))
             self._replay.follow()
-            zero_shards.join_ranks(self._replay.size)
+            if self._replay.window is not None:
+                zero_shards.join_ranks(self._replay.window)
         else:
             self._batches.follow()
         self._follow_losses()
@@ -324,8 +325,7 @@ class StockRecorder:
         with torch.no_grad():
             if not followed.steps:
                 self._write(followed, [], {})
-            # A closure, or DeepSpeed's optimizer, computes the final gradients inside of the step.
-            followed.reads_later = _has_closure(args, kwargs) or followed.zero is not None
+            followed.has_closure = _has_closure(args, kwargs)
             if not followed.reads_later:
                 followed.gradients = list(followed.read_gradients(self._rank))
 
@@ -439,6 +439,7 @@ class StockRecorder:
             "dtypes": sorted(self._dtypes),
             "unnamed": self._unnamed,
             "spawns": self._spawns,
+            "window": next((e.zero.window for e in followed if e.zero is not None), None),
             "draws": [] if self._draws is None else self._draws.entries,
             "stateful": self._stateful.plain(),
             **self._script_facts.plain(),
@@ -536,8 +537,7 @@ class FollowedOptimizer:
         self.number = number
         self.steps = 0
         self.gradients: list[Part] = []
-        self.reads_later = False
-        """Whether to read the gradients after the step, and not before it."""
+        self.has_closure = False
         self.zero = ZeroShards(optimizer) if isinstance(optimizer, zero_shards.kinds()) else None
         self.is_tensor_parallel = False
         self.models: list[tuple[str, nn.Module]] = []
@@ -579,6 +579,11 @@ class FollowedOptimizer:
         return True
 
     @property
+    def reads_later(self) -> bool:
+        """Whether a closure or DeepSpeed's optimizer computes the gradients inside of the step."""
+        return self.has_closure or self.zero is not None
+
+    @property
     def parameter_ids(self) -> set[int]:
         return set(map(id, self._parameters))
 
@@ -606,6 +611,8 @@ class FollowedOptimizer:
         added, the first of these gradients, and the last one. Other parameters are left out.
         """
         taken, self._contributions = self._contributions, {}
+        if self.has_closure:
+            return []  # it clears the gradients before each of its backward passes
         return [
             readers.part(kind, self.names[parameter], each, rank)
             for parameter, values in taken.items()
@@ -638,7 +645,9 @@ class FollowedOptimizer:
         if self.zero is not None:
             yield from self.zero.state(parameter)
         else:
-            yield from self._optimizer.state.get(parameter, {}).items()
+            for key, state in self._optimizer.state.get(parameter, {}).items():
+                if key != "prev_loss":  # LBFGS stores the loss of this rank's rows
+                    yield key, state
 
     def read_gradients(self, rank: int) -> Iterator[Part]:
         """Yield each trained parameter's full gradient."""

@@ -176,7 +176,7 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
             cast = made, reference, wide
             # The script may cast to fp32 and back, as losses over logits.float() do. With
             # "promoted", such casts have no effect.
-            if wide == "promoted" or not TOLERANCE < compared.largest < OF_FP32:
+            if wide == "promoted" or not _is_small(compared):
                 break
             continue
         narrow = ", ".join(sorted(dtypes - {WIDE}))
@@ -198,7 +198,15 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
     if noise := _noise(runs, reference, wide):
         return _unproved(result, noise)
     tried = suspects(reference, made, result.judged, TOLERANCE) if finds_causes else ()
-    return _caused(result, _confirmed(runs, tried, reference, wide))
+    cause = _confirmed(runs, tried, reference, wide)
+    first = result.judged.without_losses.first(TOLERANCE)
+    if cause is None and first is not None and first.largest < OF_FP32:
+        return _unproved(
+            result,
+            f"it differs by {first.largest:.1e} {verdicts.name_step(first)} in fp64. This may be "
+            "the rounding of an operation that computes in fp32 even then.",
+        )
+    return _caused(result, cause)
 
 
 def _caused(result: StockResult, cause: StockSuspect | None) -> StockResult:
@@ -217,6 +225,11 @@ def _compared(reference: StockRecords, made: StockRecords) -> Comparison:
     compared = compare(reference.training, made.training)
     plain = compared.without_losses
     return plain if plain.within(TOLERANCE) else compared
+
+
+def _is_small(compared: Comparison) -> bool:
+    """Return whether a difference may be due to casts to fp32."""
+    return TOLERANCE < compared.without_losses.largest < OF_FP32
 
 
 def _losses(made: StockRecords) -> list[float]:
@@ -358,7 +371,7 @@ def _confirmed(
             return suspect
         compared = _try(runs, suspect, reference, wide)
         # Casts to fp32 in the script leave a small difference (see _judge_in_fp64).
-        if compared is not None and wide == "default" and TOLERANCE < compared.largest < OF_FP32:
+        if compared is not None and wide == "default" and _is_small(compared):
             compared = _try(runs, suspect, None, "promoted")
         if compared is not None and compared.within(TOLERANCE):
             return suspect

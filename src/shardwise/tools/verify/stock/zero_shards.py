@@ -31,6 +31,8 @@ KINDS = (
 )
 """Modules and names of the supported optimizers."""
 
+PER_RANK = "train_micro_batch_size_per_gpu"
+
 _NARROW = ("fp16", "bf16", "amp", "torch_autocast")
 """Sections of DeepSpeed's configuration that enable a narrower dtype."""
 
@@ -148,22 +150,20 @@ def _partitions_in_fp64(init: Callable[..., None]) -> Callable[..., None]:
     return built
 
 
-def join_ranks(ranks: int) -> None:
-    """Make one process's batches as large as those of `ranks` ranks in DeepSpeed's configuration.
+def join_ranks(window: int) -> None:
+    """Make the batch of one process in DeepSpeed's configuration as large as those of all ranks.
 
     DeepSpeed checks that the total batch is the product of the batch per rank, the accumulation
     steps and the number of ranks.
+
+    Args:
+        window: Number of accumulation steps on the ranks.
     """
 
     def change(section: dict[str, Any]) -> None:
-        names = ("train_batch_size", "train_micro_batch_size_per_gpu")
-        total, own = (section.get(name) for name in names)
-        steps = section.get("gradient_accumulation_steps")
-        if not isinstance(total, int) or not isinstance(own, int):
-            return
-        # A library that fills in the values has already computed them for one process.
-        if not isinstance(steps, int) or total != own * steps:
-            section[names[1]] = own * ranks
+        total = section.get("train_batch_size")
+        if isinstance(total, int) and isinstance(section.get(PER_RANK), int):
+            section |= {PER_RANK: total // window, "gradient_accumulation_steps": window}
 
     after_import(lambda: _change_config(change))
 
@@ -230,6 +230,11 @@ class ZeroShards:
         """The model's parameters."""
         groups = self._zero.fp16_groups if self._splits_parameters else self._zero.bit16_groups
         return [parameter for group in groups for parameter in group]
+
+    @property
+    def window(self) -> int:
+        """Number of accumulation steps."""
+        return int(self._zero.gradient_accumulation_steps)
 
     def keep_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Copy the gradients that the torch optimizer inside is about to use."""
