@@ -109,7 +109,7 @@ def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
     process = shardwise.start(
         *("run", *flags, script("survives"), "steps", "adamw", "out"), env={"TESTS_RANKS": "3"}
     )
-    wait_until(lambda: any((shardwise.folder / "checkpoints").glob("step-*")), 60)
+    wait_until(lambda: any((shardwise.folder / "temporary").glob("*/scale-up-*")), 60)
     asked = shardwise.run("scale-up", "-n", "1")
     assert asked.code == 0, asked.err
     assert asked.out == "started rank 2\n"
