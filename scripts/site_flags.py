@@ -150,7 +150,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--disk": ("", "--disk /scratch"),
     "--page": ("", "--page runs/plan"),
     "--failures": ("", "--failures rsc1"),
-    "--spares": ("workers, or hosts in simulate", "--spares 1"),
+    "--spares": ("workers", "--spares 1"),
     "--min-hosts": ("hosts", "--min-hosts 3"),
     "--days": ("days", "--days 54"),
     "--step": ("seconds", "--step 10"),
@@ -178,6 +178,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
 
 FOR_COMMAND: dict[tuple[str, str], tuple[str, str]] = {
     ("scale", "-n"): ("workers", "-n 1,2,4"),
+    ("simulate", "--spares"): ("hosts", "--spares 50"),
     ("scale-up", "-n"): ("workers", "-n 2"),
     ("scale-up", "--run"): ("", "--run 4711"),
     ("plan", "--islands"): ("islands", "--islands 1"),

@@ -30,6 +30,7 @@ PASSED_ON = {
     ("horovod/background.py", "why"): "why the operations in flight cannot be completed",
     ("islands/elastic/hosts.py", "host.remote.fault"): "the fault that the agent reported",
     ("islands/elastic/hosts.py", "command.refusals(faults)"): "the faults of all hosts",
+    ("launch/scale_up.py", "answer['error']"): "the error that the launcher reported",
     ("launch/ssh/agents.py", "command.refusals(faults)"): "the faults of all hosts",
     ("net/launchers/detection.py", "str(error).replace(signs.WAYS, signs.WAYS_OF_COMMAND)"): (
         "the same error, with what to do for a command"

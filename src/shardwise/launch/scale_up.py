@@ -23,7 +23,10 @@ from shardwise.net import private_files
 
 _PREFIX = "scale-up-"
 SECONDS = 5.0
-"""Limit for the wait for a request or for the answer."""
+"""Limit for the wait for the launcher's answer."""
+
+HEARING = 0.5
+"""Limit for the wait for a request, during which the launcher does nothing else."""
 
 
 class ScaleUpSocket:
@@ -55,10 +58,11 @@ class ScaleUpSocket:
         self._path.unlink(missing_ok=True)
 
     def _serve(self) -> None:
-        with suppress(OSError, ValueError, KeyError):  # the other end has closed, or is not ours
+        # The other end has closed, or sends something else.
+        with suppress(OSError, ValueError, KeyError, TypeError):
             connection, _ = self._listener.accept()
             with connection, connection.makefile("rw") as file:
-                connection.settimeout(SECONDS)
+                connection.settimeout(HEARING)
                 question = json.loads(file.readline())
                 answer: dict[str, Any]
                 try:
