@@ -2,6 +2,7 @@
 
 import json
 import random
+import struct
 
 import numpy as np
 import pytest
@@ -70,6 +71,14 @@ def test_states_survive_conversion_to_json(kept):
     drawn = [float(draw()) for draw in DRAWS.values() if draw() is not None]
     again.restore()
     assert [float(draw()) for draw in DRAWS.values() if draw() is not None] == drawn
+
+
+@pytest.mark.parametrize("part", ["python", "numpy"])
+def test_rejects_states_of_the_wrong_length(part):
+    plain = GeneratorStates.now().plain()
+    plain[part][1] = plain[part][1][:-2]
+    with pytest.raises((ValueError, struct.error)):
+        GeneratorStates.of_plain(plain)
 
 
 @pytest.mark.parametrize("kept", ["", "numpy normal", "gauss"])

@@ -177,6 +177,27 @@ class TestWhereabouts:
         names = [line.split(" in ")[1].split(":")[0] for line in process_status.stack_lines(frame)]
         assert names[-4:] == ["main", "backward", "_go", "hook"]
 
+    @pytest.mark.parametrize(
+        ("files", "verb"),
+        [
+            (["lightning/sharing.py"], ""),
+            (["lightning/sharing.py", "engine/initial_values.py"], ""),
+            (["lightning/sharing.py", "torch/nn/modules/module.py", "model/units.py"], "forward"),
+            (["torch/nn/modules/module.py", "model/units.py"], "forward"),
+        ],
+        ids=str,
+    )
+    def test_calls_of_a_bridge_are_a_forward_only_in_a_module(self, files, verb):
+        scope: dict[str, object] = {"sys": sys}
+        call = "sys._getframe()"
+        for number, file in reversed(list(enumerate(files))):
+            folder = "/lib/site-packages/" if file.startswith("torch") else process_status.OURS
+            source = f"def call{number}():\n    return {call}\n"
+            exec(compile(source, f"{folder}{file}", "exec"), scope)
+            call = f"call{number}()"
+        exec(compile(f"def main():\n    return {call}\n", "train.py", "exec"), scope)
+        assert process_status.library_call(scope["main"]()) == verb
+
     def test_libraries_of_another_interpreter_are_no_lines_of_the_user(self):
         """A venv that uses packages of another interpreter has torch in that one's folder."""
         scope: dict[str, object] = {"sys": sys}

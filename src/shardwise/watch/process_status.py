@@ -20,6 +20,11 @@ from shardwise.messages.printable import from_here
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 
+BRIDGES = tuple(
+    f"{OURS}{name}{os.sep}" for name in ("accelerate", "bridging", "lightning", "transformers")
+)
+"""Packages whose functions another library calls, such as a Trainer, and not the user."""
+
 STDERR = 2
 
 DEPTH = 6
@@ -42,6 +47,10 @@ FUNCTIONS = {
     "leave": "the end of the script",
     "Alike.__iter__": "world.alike",
 }
+
+FORWARD = "forward"
+
+_MODULE = os.path.join("torch", "nn", "modules", "module.py")
 
 
 def main_frame() -> FrameType | None:
@@ -66,11 +75,15 @@ def users_line(frame: FrameType | None) -> str:
 
 def library_call(frame: FrameType | None) -> str:
     """Return the library function that user code has called, such as "engine.backward", or ""."""
-    called = ""
-    while frame is not None and not _is_users(frame.f_code.co_filename):
+    called, in_module = "", False
+    while frame is not None and not _is_users(file := frame.f_code.co_filename):
         # Overwrite on the way outward, because the user called the outermost library function.
-        if frame.f_code.co_filename.startswith(OURS):
+        if file.startswith(BRIDGES):
+            # A bridge also calls internal functions outside a forward pass, for example in a setup.
+            called = "" if called == FORWARD and not in_module else called
+        elif file.startswith(OURS):
             called = _as_called(frame.f_code.co_qualname)
+        in_module = in_module or file.endswith(_MODULE)
         frame = frame.f_back
     return called
 
@@ -104,7 +117,7 @@ def _as_called(qualified: str) -> str:
         return f"sw.{owner}"
     if owner in OBJECTS and not name.startswith("_"):
         return f"{OBJECTS[owner]}.{name}"
-    return FUNCTIONS.get(qualified, "forward")
+    return FUNCTIONS.get(qualified, FORWARD)
 
 
 _SITES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"

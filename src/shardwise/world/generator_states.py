@@ -137,6 +137,8 @@ class GeneratorStates(NamedTuple):
         if "numpy" in plain:
             kind, encoded, *rest = plain["numpy"]
             numpy = (kind, base64.b85decode(encoded), *rest)
+            if kind != "MT19937" or len(numpy[1]) != WORDS:
+                raise ValueError(f"NumPy's {kind} has {len(numpy[1])} bytes, not {WORDS}")
         return cls(
             base64.b85decode(plain["cpu"]),
             base64.b85decode(plain["gpu"]) if "gpu" in plain else None,
