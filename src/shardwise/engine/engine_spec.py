@@ -73,6 +73,8 @@ class EngineSpec:
     """Connects the models' mixture-of-experts layers; None if there are none."""
     experts: ExpertParallelModels | None = None
     """Expert parallelism: this rank's experts, or None if every rank has all of them."""
+    unsplit_experts: ExpertParallelModels | None = None
+    """Modules whose `forward` exact mode replaces although every rank has all experts."""
     context: ContextParallel | None = None
     """Context parallelism: runs attention over the ranks that have parts of the same sequences."""
     chunked_losses: tuple[ChunkedLoss, ...] = ()
@@ -204,12 +206,17 @@ class EngineSpec:
         shards = (s.shards.get(parameter) for s in splits if isinstance(parameter, nn.Parameter))
         return next((shard for shard in shards if shard is not None), None)
 
+    @property
+    def connected_experts(self) -> ExpertParallelModels | None:
+        """The mixture-of-experts modules whose `forward` is replaced, if there are any."""
+        return self.experts or self.unsplit_experts
+
     @cached_property
     def summation(self) -> Summation:
         """The order in which gradients are added across passes and ranks: any order, or a tree."""
         if self.micro_shards is None:
             return Summation()
-        found = self.experts or (self.routing and self.routing.unsplit)
+        found = self.connected_experts
         # Workers with other numbers of experts must square the same elements together.
         tensors = [p for _, each in found.fused for p in each.module.parameters()] if found else []
         return in_tree(self.micro_shards, [p.shape[1:].numel() for p in tensors])

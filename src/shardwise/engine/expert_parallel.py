@@ -39,13 +39,14 @@ def begin(
     models: Sequence[nn.Module],
     plan: ExpertPlan | None,
     tensor: TensorParallelModels | None,
-) -> tuple[RoutingRun | None, ExpertParallelModels | None]:
+) -> tuple[RoutingRun | None, ExpertParallelModels | None, ExpertParallelModels | None]:
     """Find the models' mixture-of-experts layers.
 
-    Returns the RoutingRun that connects the layers, and an ExpertParallelModels that has not split
-    anything yet. Both are None if there are no layers. The second is also None if every rank holds
-    all experts. In exact mode the RoutingRun then has it, because the layers must run the same code
-    as if they were split. The call is collective if there are layers.
+    Returns the RoutingRun that connects the layers, and two ExpertParallelModels, of which one is
+    None. The first has not split anything yet; it is None if every rank holds all experts. The
+    second is for exact mode if every rank holds all experts, because the layers must run the same
+    code as if they were split. All are None if there are no layers. The call is collective if there
+    are layers.
 
     Raises ModelError if there are no experts to split, and ConfigError if settings are incompatible
     with mixture-of-experts layers.
@@ -67,7 +68,7 @@ def begin(
         _restore_blocks(planned)
         raise
     if not layers and (found is None or not found.fused):
-        return None, None
+        return None, None, None
     split = found if size > 1 else None
     if any(layer.has_losses or layer.bias_rate for _, layer in layers):
         _check_islands(world)
@@ -79,7 +80,6 @@ def begin(
         ALONE if is_exact else everyone,
         world.current_batch,
         is_exact=is_exact,
-        unsplit=None if split is not None else found,
     )
     if split is None:
         # All ranks of a replica route the same tokens.
@@ -89,7 +89,7 @@ def begin(
         # Ranks run different rows, so dropout in experts must not advance common generators.
         run.own_randomness = tensor.replica.randomness.region
     run.layers = dict(layers) | dict(() if found is None else found.fused)
-    return run, split
+    return run, split, None if split is not None else found
 
 
 def _restore_blocks(planned: Iterable[PlannedBlock]) -> None:
@@ -237,19 +237,12 @@ def _check_exact(
                 )
 
 
-def _connected(spec: EngineSpec) -> ExpertParallelModels | None:
-    """Return the modules whose `forward` is replaced. In exact mode they may not be split."""
-    if spec.experts is not None or spec.routing is None:
-        return spec.experts
-    return spec.routing.unsplit
-
-
 def split(spec: EngineSpec) -> None:
     """Connect the layers with `spec.routing`, and free other ranks' experts."""
     layers = _layers_of(spec)
     for _, layer in layers:
         layer.join_run(spec.routing)
-    if (connected := _connected(spec)) is not None:
+    if (connected := spec.connected_experts) is not None:
         assert spec.routing is not None
         for block in connected.planned:
             block.connect()
@@ -271,7 +264,7 @@ def restore(spec: EngineSpec) -> None:
 
 
 def _layers_of(spec: EngineSpec) -> list[tuple[str, MoE]]:
-    connected = _connected(spec)
+    connected = spec.connected_experts
     planned = () if connected is None else connected.planned
     return [*find_layers(spec.models), *((block.name, block.layer) for block in planned)]
 
@@ -279,7 +272,7 @@ def _layers_of(spec: EngineSpec) -> list[tuple[str, MoE]]:
 def _disconnect(spec: EngineSpec) -> None:
     for _, layer in _layers_of(spec):
         layer.join_run(None)
-    if (connected := _connected(spec)) is not None:
+    if (connected := spec.connected_experts) is not None:
         _restore_blocks(connected.planned)
         for _, fused in connected.fused:
             fused.disconnect()

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from shardwise.comm import Collectives
 from shardwise.parallel.expert.expert_counts import ExpertCounts, StepCounts
 from shardwise.parallel.expert.token_share import ALONE
 from shardwise.world.current_batch import CurrentBatch
-
-if TYPE_CHECKING:
-    from shardwise.parallel.expert.split_experts import ExpertParallelModels
 
 
 class RoutedLayer(Protocol):
@@ -59,7 +56,6 @@ class RoutingRun:
         reports: False if another rank of the replica has counted the same tokens.
         is_exact: True if results must not depend on the number of ranks (`--exact`). `everyone` is
             then only this rank, because each micro-shard has router losses of its own.
-        unsplit: Modules whose `forward` exact mode replaces although every rank holds all experts.
     """
 
     group: Collectives
@@ -69,7 +65,6 @@ class RoutingRun:
     own_randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     reports: bool = True
     is_exact: bool = False
-    unsplit: ExpertParallelModels | None = None
     loss_seed: float | Tensor = 0.0
     drops: bool | Tensor = False
     has_tokens: bool = False
