@@ -103,6 +103,7 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
     # A lost rank may have joined again as a spare, and a spare may be lost after it has joined.
     places = {int(place): int(rank) for rank, place in _FINISHED.findall(ran.out)}
     left = [places[place] for place in sorted(places)]
+    joined |= {rank for rank in left if rank >= run.size}  # a lost main rank has not printed it
     missing = set(range(run.size)) - lost - set(left)
     if missing or not left or sorted(places) != list(range(len(left))):
         return "ended", f"ranks {sorted(missing)} did not finish: {last}"

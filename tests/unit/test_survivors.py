@@ -170,7 +170,7 @@ def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], na
 
 
 def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:
-    solo.survival = survival = Survival(SimpleNamespace(), print)  # type: ignore[arg-type]
+    solo.survival = survival = Survival(SimpleNamespace(generation=0), print)  # type: ignore[arg-type]
     for _ in Loader(list(range(8)), 4):
         assert survival.in_step
         break

@@ -232,6 +232,7 @@ class Loader(HintsAtAttributes):
     def _build(self) -> None:
         """Create the reader and torch's DataLoader for the current seed, mesh and position."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
+        self._generation = self._world.generation
         part_order = choose_part_order(self._arguments, self._world, self._position)
         self._reader = reader(self._arguments, self._world, part_order)
         self._plan = _plan(self._arguments, self._reader)
@@ -454,8 +455,9 @@ class Loader(HintsAtAttributes):
         if repeats:
             self._position = self._step_start
             self._taken -= 1
-        # After a loss and an admission, the size may be the same as before.
-        elif self._mesh == self._world.mesh and self._arguments.rank == self._world.data_rank:
+        # Not the mesh: after a loss and an admission, a rank may have the same share as before. A
+        # new rank begins to read with a collective, in which all ranks must take part.
+        elif self._generation == self._world.generation:
             return None
         self._share_anew()
         return self._items()

@@ -188,11 +188,11 @@ class LoaderPass:
             if (items := self._shared_again(False)) is not None:
                 self._items = items
             world = self._world
-            share, item = (world.rank, world.size), self._fetch()
+            group, item = world.generation, self._fetch()
             if item is not None and (survival := self.survival) is not None:
                 survival.before_step()
             # An epoch begins with a collective, in which ranks may be lost too.
-            if share == (world.rank, world.size):
+            if group == world.generation:
                 return item
 
     def _fetch(self) -> Item | None:

@@ -235,6 +235,11 @@ class World(BatchRows, HintsAtAttributes):
         return [group for group in groups if group is not self.collectives]
 
     @property
+    def generation(self) -> int:
+        """Number of times that ranks were lost or have joined, with `--survive`."""
+        return 0 if self.survival is None else self.survival.group.generation
+
+    @property
     def is_alone(self) -> bool:
         """True if this is the only rank, and no other will join it."""
         return self.size == 1 and self.survival is None

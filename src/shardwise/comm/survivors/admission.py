@@ -77,6 +77,8 @@ class Admission:
         self._waiting: dict[int, RankAddress] = {}
         self._growing: set[int] = set()
         """Waiting spares that join even if no rank was lost."""
+        self._invited: set[str] = set()
+        """The names of the spares that get the offer. Others keep waiting."""
         self._ready: set[int] = set()
         self._offer: dict[str, Any] | None = None
         self._entry: dict[str, Any] | None = None
@@ -103,7 +105,7 @@ class Admission:
             self._waiting |= {place.rank: place for place in spares}
             if self._offer is None or self._offer["id"] != offer["id"]:
                 self._ready.clear()
-            self._offer = dict(offer)
+            self._offer, self._invited = dict(offer), {place.name for place in spares}
 
     def wait_until_ready(self, spares: Sequence[RankAddress], timeout: float) -> list[RankAddress]:
         """Return the spares that have loaded the checkpoint. Drop those that do not in time."""
@@ -140,7 +142,8 @@ class Admission:
         with self._lock:
             self._waiting[place.rank] = place
             (self._growing.add if question["grows"] else self._growing.discard)(place.rank)
-            offer, entry = self._offer, self._entry
+            offer = self._offer if place.name in self._invited else None
+            entry = self._entry
             if held is None or offer is None or offer["id"] != held:
                 return {"offer": offer}
             self._ready.add(place.rank)
