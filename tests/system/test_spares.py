@@ -20,7 +20,7 @@ pytestmark = [
 CASES = [
     # size, spares, --zero, transport, loop, optimizer, kills
     (2, 1, 2, "auto", "steps", "adamw", ["1:backward:2"]),
-    (3, 1, 0, "gloo", "plain", "sgd", ["0:reduce:2"]),
+    (3, 2, 0, "gloo", "plain", "sgd", ["0:reduce:2", "1:refilled:-1"]),
 ]
 MORE = [
     (2, 1, 3, "auto", "steps", "writes", ["0:forward:1"]),
