@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
+from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
     Decision,
     Report,
@@ -19,6 +21,7 @@ from shardwise.comm.survivors.membership import (
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
 from shardwise.errors import CollectiveError, PeerLost, UsageError
+from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.survival import Survival
 from shardwise.world.world import World
 
@@ -186,3 +189,22 @@ def test_a_plain_loop_may_skip_its_body_after_a_loss(monkeypatch: pytest.MonkeyP
     steps._survival.loss = None
     with pytest.raises(UsageError, match=r"calls engine\.step"):
         steps._confirm(plain=True)
+
+
+def test_a_late_request_of_a_member_does_not_invite_it_again() -> None:
+    server = StatusServer(0, 1)
+    server.is_silent = lambda place: False  # type: ignore[method-assign]
+    admission = Admission(server)
+
+    def ask(rank: int) -> None:
+        place = RankAddress(rank=rank, name=f"{rank}")
+        server.answers[JOIN]({"place": asdict(place), "holds": None, "grows": False})
+
+    ask(2)
+    assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]
+    admission.finish([2])
+    ask(2)  # sent before it joined
+    assert admission.waiting(1, members=(0, 1, 2)) == []
+    assert admission.waiting(1, members=(0, 1)) == []
+    ask(2)  # a new process, after rank 2 was lost
+    assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -82,16 +82,18 @@ class Admission:
         self._entry: dict[str, Any] | None = None
         server.answers[JOIN] = self._answer
 
-    def waiting(self, missing: int) -> list[RankAddress]:
+    def waiting(self, missing: int, members: Collection[int]) -> list[RankAddress]:
         """Return the spares that may join, and whose processes run.
 
         At most `missing` of them replace lost ranks.
         """
         with self._lock:
+            # A request of a spare that is now one of the `members` may be late. If instead a lost
+            # member was started again as a spare, it repeats its request.
             self._waiting = {
                 rank: place
                 for rank, place in self._waiting.items()
-                if not self._server.is_silent(place)
+                if rank not in members and not self._server.is_silent(place)
             }
             growing = [p for rank, p in self._waiting.items() if rank in self._growing]
             others = [p for rank, p in self._waiting.items() if rank not in self._growing]
