@@ -72,12 +72,13 @@ class SpareReturns:
     def _join(self, group: SurvivorGroup) -> None:
         whole = self._engine.objects.gather_whole()
         state = group.enter()
+        # Before the states are laid out, because a rank that is lost there has joined.
+        self._engine.world.progress.joined(self._engine.steps)
         self._engine.weighting.unit = state["unit"]
         self._engine.spec.gather_order.start_at(state["entries"])
         self._lay_out(whole)
         if state["wide"] and not self._engine.states.gradients.wide:
             self._engine.states.gradients.widen()
-        self._engine.world.progress.joined()
 
     def _admit(self, group: SurvivorGroup) -> None:
         engine, survival = self._engine, self._survival
