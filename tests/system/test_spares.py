@@ -128,20 +128,69 @@ def test_scale_up_names_the_runs_that_can_grow(shardwise: Launcher) -> None:
     assert "with --survive: none." in ran.err
 
 
-@pytest.mark.full
-def test_spares_need_a_script_that_resumes(shardwise: Launcher) -> None:
-    (shardwise.folder / "train.py").write_text(
-        "import shardwise as sw, torch\n"
-        "world = sw.init(seed=0)\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "for x in sw.Loader(torch.ones(8, 4), batch_size=4):\n"
-        "    engine.backward(model(x).mean())\n"
-        "    engine.step()\n"
-    )
+LACKING = """
+import time
+import torch
+import shardwise as sw
+
+world = sw.init(seed=0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+engine = sw.Engine(model, optimizer)
+loader = sw.Loader(torch.ones(240, 4), batch_size=4)
+{prepare}
+for step in loader.steps():
+    for x in step:
+        engine.backward(model(x).mean())
+    engine.step()
+    scheduler.step()
+    time.sleep({pause})
+"""
+UNTRACKED_LOADER = "engine.track(scheduler=scheduler); engine.resume('saved')"
+UNTRACKED_SCHEDULER = "engine.track(loader=loader); engine.resume('saved')"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "loop", "message"),
+    [
+        (UNTRACKED_LOADER, "steps", "Loader(Tensor) is not tracked"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (UNTRACKED_LOADER, "plain", "Loader(Tensor) is not tracked"),
+                (UNTRACKED_SCHEDULER, "steps", "a learning-rate scheduler of SGD is not tracked"),
+                ("", "steps", "the script has not called engine.resume(folder)"),
+            ]
+        ),
+    ],
+)
+def test_spares_need_a_script_that_loads_the_whole_state(
+    shardwise: Launcher, prepare: str, loop: str, message: str
+) -> None:
+    text = LACKING.format(prepare=prepare, pause=0)
+    if loop == "plain":
+        loop_over_steps = "for step in loader.steps():\n    for x in step:"
+        text = text.replace(loop_over_steps, "for x in loader:\n    if True:")
+    (shardwise.folder / "train.py").write_text(text)
     ran = shardwise.run("run", "-n", "2", "--survive", "1", "--spares", "1", "train.py")
     assert ran.code == 1
-    assert "--spares needs engine.resume(folder) before the first training batch" in ran.err
+    assert message in ran.err
+    assert not list(shardwise.folder.glob("saved/step*")), "an error before the first step"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prepare", [UNTRACKED_LOADER, UNTRACKED_SCHEDULER])
+def test_scale_up_needs_it_too_and_the_run_continues(shardwise: Launcher, prepare: str) -> None:
+    (shardwise.folder / "train.py").write_text(LACKING.format(prepare=prepare, pause=0.2))
+    process = shardwise.start("run", "-n", "2", "--survive", "1", "--timeout", "60", "train.py")
+    wait_until(lambda: any((shardwise.folder / "temporary").glob("*/scale-up-*")), 60)
+    assert shardwise.run("scale-up").code == 0
+    ran = shardwise.finish(process)
+    assert ran.code == 0, ran.err
+    assert not joined(ran)
+    assert ran.err.count("no worker can join, because ") == 1
+    assert "is not tracked" in ran.err
 
 
 @pytest.mark.parametrize(

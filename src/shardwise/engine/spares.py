@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.comm import SurvivorGroup
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.user_objects import WholeStates
 from shardwise.errors import UsageError
-from shardwise.states.step_hooks import HookedCheckpoints
+from shardwise.world.current_batch import LoaderStream
 from shardwise.world.survival import Survival
-
 
 class SpareReturns:
     """Admits spares, and lets this rank join the others if it is a spare.
@@ -28,9 +28,7 @@ class SpareReturns:
         checkpoints: Saves and loads the checkpoint for spares.
     """
 
-    def __init__(
-        self, engine: EngineState, survival: Survival, checkpoints: HookedCheckpoints
-    ) -> None:
+    def __init__(self, engine: EngineState, survival: Survival, checkpoints: Checkpoints) -> None:
         self._engine = engine
         self._checkpoints = checkpoints
         self._survival = survival
@@ -50,24 +48,40 @@ class SpareReturns:
         """Wait until the other ranks need this spare, and load their checkpoint."""
         self._checkpoints.come_back(self._survival.group.apply())
 
-    def _before_step(self) -> None:
+    def _before_step(self, stream: LoaderStream) -> None:
         """Join the other ranks, or admit spares if any wait. Called before a step's first batch.
 
         Collective if it admits spares.
+
+        Raises UsageError if a spare could not load all of the state in this script.
         """
         group, engine = self._survival.group, self._engine
-        if not self._resumes:
-            if not group.is_waiting and not engine.spec.settings.spares:
-                return  # nobody can join this run
-            raise UsageError(
-                "--spares and shardwise scale-up need engine.resume(folder) before the first "
-                "training batch: a new worker loads the state of the other workers there. Call it "
-                "after engine.track(...), or start without --spares."
-            )
-        if group.is_waiting:
+        needs = group.is_waiting or engine.spec.settings.spares > 0
+        is_due = group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed
+        if not (needs or is_due):
+            return
+        if lacking := self._describe_lacking(stream):
+            if needs:
+                raise UsageError(
+                    "--spares and shardwise scale-up: a new worker must load the whole state of "
+                    f"the other workers before its first training batch, but {lacking}"
+                )
+            # A request to scale up must not end a run that was started without --spares.
+            engine.world.say_once(f"no worker can join, because {lacking}")
+        elif group.is_waiting:
             self._join(group)
-        elif group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed:
+        elif is_due:
             self._admit(group)
+
+    def _describe_lacking(self, stream: LoaderStream) -> str:
+        """Return why a spare would not load the whole state, or ""."""
+        if not self._resumes:
+            return (
+                "the script has not called engine.resume(folder). Call it after engine.track(...)."
+            )
+        streams = [*self._engine.world.current_batch.training_streams(), stream]
+        optimizers = self._engine.spec.optimizers
+        return next(self._checkpoints.tracked.describe_untracked(optimizers, streams), "")
 
     def _join(self, group: SurvivorGroup) -> None:
         whole = self._engine.objects.gather_whole()
