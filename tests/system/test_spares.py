@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -107,6 +108,7 @@ def test_a_lost_rank_starts_again_as_a_spare(shardwise: Launcher) -> None:
 @pytest.mark.full
 def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
     flags = ["-n", "2", "--survive", "1", "--zero", "2", "--timeout", "60"]
+    flags += ["--log-dir", "logs", "--record", "record"]
     process = shardwise.start(
         *("run", *flags, script("survives"), "steps", "adamw", "out"), env={"TESTS_RANKS": "3"}
     )
@@ -119,6 +121,14 @@ def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
     assert joined(ran) == {2}
     assert f"rank 2 is 2 of 3 after step {STEPS}" in ran.out
     check(shardwise.folder, "adamw", [0, 1, 2], joined={2})
+    assert "rank 2 is 2 of 3 after step" in (shardwise.folder / "logs/rank2.log").read_text()
+    first, second = (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        for path in sorted((shardwise.folder / "record").glob("rank-*.jsonl"))[1:]
+    )
+    assert first == list(range(STEPS))
+    assert 0 < len(second) < STEPS
+    assert second == first[-len(second) :]
 
 
 def test_scale_up_names_the_runs_that_can_grow(shardwise: Launcher) -> None:
@@ -191,6 +201,16 @@ def test_scale_up_needs_it_too_and_the_run_continues(shardwise: Launcher, prepar
     assert not joined(ran)
     assert ran.err.count("no worker can join, because ") == 1
     assert "is not tracked" in ran.err
+
+
+@pytest.mark.full
+def test_a_spare_that_has_not_joined_does_not_save(shardwise: Launcher) -> None:
+    prepare = f"engine.save('first'); engine.track(loader=loader); {UNTRACKED_LOADER}"
+    (shardwise.folder / "train.py").write_text(LACKING.format(prepare=prepare, pause=0.2))
+    ran = shardwise.run("run", "-n", "2", "--survive", "1", "--spares", "1", "train.py")
+    assert ran.code == 0, ran.err
+    assert "engine.save on a spare before its first training batch" in ran.err
+    assert "spare rank 2 ended" in ran.err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from shardwise.errors import LaunchError
+from shardwise.engine.spares import RETRY, SpareReturns
+from shardwise.errors import CheckpointNotWritten, LaunchError
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.supervisor import EARLY, MOST_EARLY, Supervisor
@@ -55,7 +56,7 @@ class Run:
         self.substitutes = self.supervisor.substitutes = Substitutes(5)
 
     def kill(self, rank: int, joined: int | None, step: int) -> None:
-        """Let `rank` be killed after `step`."""
+        """Report that `rank` was killed after `step`."""
         found = Progress(step=step, kept=0, joined=joined)
         end = ExitStatus(rank=rank, code=-signal.SIGKILL, time=0)
         exit_ = RankExit(end=end, how="SIGKILL", report=None, progress=found, alone=True)
@@ -104,3 +105,36 @@ def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
     )
     run.kill(2, joined=60, step=61)
     assert run.substitutes.started[-1] == 2
+
+
+class Checkpoints:
+    """The disk is full in the saves for spares."""
+
+    def __init__(self) -> None:
+        self.saves = 0
+        self.tracked = SimpleNamespace(describe_untracked=lambda optimizers, streams: iter(()))
+
+    def save_for_return(self) -> None:
+        self.saves += 1
+        raise CheckpointNotWritten("The disk is full.")
+
+
+def test_a_failed_save_for_spares_is_not_repeated_in_each_step() -> None:
+    said: list[str] = []
+    world = SimpleNamespace(
+        preemption=SimpleNamespace(agreed=False),
+        current_batch=SimpleNamespace(training_streams=list),
+        print=lambda line, file: said.append(line),
+    )
+    settings = SimpleNamespace(spares=1)
+    spec = SimpleNamespace(settings=settings, optimizers=[])
+    engine = SimpleNamespace(spec=spec, world=world, steps=7, is_between_steps=True)
+    group = SimpleNamespace(is_waiting=False, joins_due=True)
+    survival, checkpoints = SimpleNamespace(group=group), Checkpoints()
+    returns = SpareReturns(cast(Any, engine), cast(Any, survival), cast(Any, checkpoints))
+    returns.are_expected()
+    for engine.steps in range(7, 7 + RETRY + 1):
+        survival.admit(None)
+    assert checkpoints.saves == 2
+    line = "shardwise: The disk is full. Spares wait for 50 more steps, because this save failed."
+    assert said == [line] * 2

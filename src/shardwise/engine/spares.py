@@ -9,15 +9,20 @@ in `engine.resume`. Before that batch, it joins them, and all ranks lay the stat
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.comm import SurvivorGroup
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.user_objects import WholeStates
-from shardwise.errors import UsageError
+from shardwise.errors import CheckpointNotWritten, UsageError
 from shardwise.world.current_batch import LoaderStream
 from shardwise.world.survival import Survival
+
+RETRY = 50
+"""Number of steps after a failed save before spares are offered a checkpoint again."""
+
 
 class SpareReturns:
     """Admits spares, and lets this rank join the others if it is a spare.
@@ -33,6 +38,8 @@ class SpareReturns:
         self._checkpoints = checkpoints
         self._survival = survival
         self._resumes = False
+        self._next_try = 0
+        """Number of steps before which no spare is admitted, because a save has failed."""
         survival.admit = self._before_step
 
     @property
@@ -58,6 +65,7 @@ class SpareReturns:
         group, engine = self._survival.group, self._engine
         needs = group.is_waiting or engine.spec.settings.spares > 0
         is_due = group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed
+        is_due = is_due and engine.steps >= self._next_try
         if not (needs or is_due):
             return
         if lacking := self._describe_lacking(stream):
@@ -88,6 +96,10 @@ class SpareReturns:
         state = group.enter()
         # Before the states are laid out, because a rank that is lost there has joined.
         self._engine.world.progress.joined(self._engine.steps)
+        number = group.members[group.rank]
+        self._engine.world.step_log.join(
+            self._engine.world.settings.record, number, state["logged_steps"]
+        )
         self._engine.weighting.unit = state["unit"]
         self._engine.spec.gather_order.start_at(state["entries"])
         self._lay_out(whole)
@@ -96,9 +108,16 @@ class SpareReturns:
 
     def _admit(self, group: SurvivorGroup) -> None:
         engine, survival = self._engine, self._survival
-        record = self._checkpoints.save_for_return()
-        if record is None:  # the save has failed, so the spares wait for the next step
-            group.joins_due = False
+        record, failure = None, ""
+        try:
+            record = self._checkpoints.save_for_return()
+        except CheckpointNotWritten as error:
+            # The run needs no checkpoint to continue without the spares.
+            failure = f"{error} "
+        if record is None:
+            self._next_try = engine.steps + RETRY
+            line = f"{failure}Spares wait for {RETRY} more steps, because this save failed."
+            engine.world.print(f"shardwise: {line}", file=sys.stderr)
             return
         # The state of this step. If a rank is lost meanwhile, the checkpoint stays valid.
         offer = {"id": f"{engine.world.steps_made} {record['path']}", "record": record}
@@ -121,6 +140,7 @@ class SpareReturns:
             "unit": engine.weighting.unit,
             "wide": engine.states.gradients.wide,
             "entries": engine.spec.gather_order.entries,
+            "logged_steps": engine.world.step_log.made,
         }
 
     def _lay_out(self, whole: WholeStates) -> None:

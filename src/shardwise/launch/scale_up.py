@@ -51,7 +51,7 @@ class ScaleUpSocket:
     ) -> None:
         self._selector, self._add = selector, add
         self._requests: dict[socket.socket, bytes] = {}
-        """What each open connection has sent so far, oldest first."""
+        """The bytes received from each open connection, oldest first."""
         self._path = private_files.folder() / f"{_PREFIX}{os.getpid()}"
         draft = self._path.with_name(f".{self._path.name}")
         draft.unlink(missing_ok=True)  # of an earlier process with this id
@@ -84,7 +84,7 @@ class ScaleUpSocket:
             )
 
     def _receive(self, connection: socket.socket) -> None:
-        """Read what has arrived, and answer the request if it is complete."""
+        """Read the received bytes, and answer the request if it is complete."""
         if connection not in self._requests:
             return  # closed by an earlier event of the same turn
         try:
