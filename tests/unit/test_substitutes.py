@@ -107,34 +107,60 @@ def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
     assert run.substitutes.started[-1] == 2
 
 
-class Checkpoints:
-    """The disk is full in the saves for spares."""
+class Saves:
+    """Saves checkpoints for spares, or fails with `error`."""
 
-    def __init__(self) -> None:
-        self.saves = 0
+    def __init__(self, error: CheckpointNotWritten | None = None) -> None:
+        self.error, self.count = error, 0
         self.tracked = SimpleNamespace(describe_untracked=lambda optimizers, streams: iter(()))
 
-    def save_for_return(self) -> None:
-        self.saves += 1
-        raise CheckpointNotWritten("The disk is full.")
+    def save_for_return(self) -> dict[str, str]:
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return {"path": "saved/step-7"}
+
+
+class Member:
+    """A rank that admits spares after step 7, without other ranks."""
+
+    def __init__(self, saves: Saves, steps_made: int = 7) -> None:
+        self.said: list[str] = []
+        self.offers: list[Any] = []
+        world = SimpleNamespace(
+            preemption=SimpleNamespace(agreed=False),
+            current_batch=SimpleNamespace(training_streams=list),
+            print=lambda line, file: self.said.append(line),
+            steps_made=steps_made,
+        )
+        spec = SimpleNamespace(settings=SimpleNamespace(spares=1), optimizers=[])
+        self.engine = SimpleNamespace(spec=spec, world=world, steps=7, is_between_steps=True)
+        group = SimpleNamespace(
+            is_waiting=False,
+            joins_due=True,
+            generation=2,
+            steadily=lambda work: work(),
+            invite=self.offers.append,
+            dismiss=lambda: None,
+        )
+        self.survival = SimpleNamespace(group=group, admit=lambda stream: None)
+        returns = SpareReturns(cast(Any, self.engine), cast(Any, self.survival), cast(Any, saves))
+        returns.are_expected()
 
 
 def test_a_failed_save_for_spares_is_not_repeated_in_each_step() -> None:
-    said: list[str] = []
-    world = SimpleNamespace(
-        preemption=SimpleNamespace(agreed=False),
-        current_batch=SimpleNamespace(training_streams=list),
-        print=lambda line, file: said.append(line),
-    )
-    settings = SimpleNamespace(spares=1)
-    spec = SimpleNamespace(settings=settings, optimizers=[])
-    engine = SimpleNamespace(spec=spec, world=world, steps=7, is_between_steps=True)
-    group = SimpleNamespace(is_waiting=False, joins_due=True)
-    survival, checkpoints = SimpleNamespace(group=group), Checkpoints()
-    returns = SpareReturns(cast(Any, engine), cast(Any, survival), cast(Any, checkpoints))
-    returns.are_expected()
-    for engine.steps in range(7, 7 + RETRY + 1):
-        survival.admit(None)
-    assert checkpoints.saves == 2
+    saves = Saves(CheckpointNotWritten("The disk is full."))
+    member = Member(saves)
+    for member.engine.steps in range(7, 7 + RETRY + 1):
+        member.survival.admit(None)
+    assert saves.count == 2
     line = "shardwise: The disk is full. Spares wait for 50 more steps, because this save failed."
-    assert said == [line] * 2
+    assert member.said == [line] * 2
+
+
+def test_members_make_the_same_offer_even_if_one_has_joined_later() -> None:
+    first, later = Member(Saves()), Member(Saves(), steps_made=2)
+    for member in (first, later):
+        member.survival.admit(None)
+    assert first.offers == later.offers
+    assert len(first.offers) == 1

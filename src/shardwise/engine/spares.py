@@ -119,8 +119,9 @@ class SpareReturns:
             line = f"{failure}Spares wait for {RETRY} more steps, because this save failed."
             engine.world.print(f"shardwise: {line}", file=sys.stderr)
             return
-        # The state of this step. If a rank is lost meanwhile, the checkpoint stays valid.
-        offer = {"id": f"{engine.world.steps_made} {record['path']}", "record": record}
+        # The state of this step. If a rank is lost meanwhile, the checkpoint stays valid. The id is
+        # the same on all ranks, because a spare asks another one if the first is lost.
+        offer = {"id": f"{group.generation} {engine.steps} {record['path']}", "record": record}
         spares = group.steadily(lambda: group.invite(offer))
         if not spares:
             group.dismiss()
