@@ -29,7 +29,7 @@ MORE = [
     (3, 1, 3, "gloo", "steps", "adamw", ["1:gathered:2", "0:exchange:9"]),
     (2, 1, 2, "gloo", "steps", "writes", ["1:save:4"]),
     *(
-        (3, 2, number % 4, "auto", "steps", "sgd", ["1:reduce:2", f"{rank}:{moment}:-1"])
+        (3, 2, (number + rank) % 4, "auto", "steps", "sgd", ["1:reduce:2", f"{rank}:{moment}:-1"])
         for rank, moments in ((0, JOINS), (2, JOINS), (3, ENTERS))
         for number, moment in enumerate(moments)
     ),
