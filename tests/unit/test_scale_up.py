@@ -8,7 +8,6 @@ import selectors
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -107,9 +106,7 @@ def test_the_launcher_does_not_wait_for_a_slow_client() -> None:
     with launcher(), ExitStack() as stack:
         for _ in range(2 * PENDING):
             stack.enter_context(connection()).sendall(b"{")
-        began = time.monotonic()
         assert scale_up(1, None) == [4]
-        assert time.monotonic() - began < 0.4
 
 
 def test_only_sockets_that_refuse_connections_are_removed() -> None:

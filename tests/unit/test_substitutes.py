@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from shardwise.engine.spares import RETRY, SpareReturns
-from shardwise.errors import CheckpointNotWritten, LaunchError
+from shardwise.errors import CheckpointNotWritten, LaunchError, UsageError
 from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.supervisor import EARLY, MOST_EARLY, Supervisor
@@ -112,7 +112,10 @@ class Saves:
 
     def __init__(self, error: CheckpointNotWritten | None = None) -> None:
         self.error, self.count = error, 0
-        self.tracked = SimpleNamespace(describe_untracked=lambda optimizers, streams: iter(()))
+        self.untracked: list[str] = []
+        self.tracked = SimpleNamespace(
+            describe_untracked=lambda optimizers, streams: iter(self.untracked)
+        )
 
     def save_for_return(self) -> dict[str, str]:
         self.count += 1
@@ -131,6 +134,7 @@ class Member:
             preemption=SimpleNamespace(agreed=False),
             current_batch=SimpleNamespace(training_streams=list),
             print=lambda line, file: self.said.append(line),
+            say_once=self.said.append,
             steps_made=steps_made,
         )
         spec = SimpleNamespace(settings=SimpleNamespace(spares=1), optimizers=[])
@@ -164,3 +168,15 @@ def test_members_make_the_same_offer_even_if_one_has_joined_later() -> None:
         member.survival.admit(None)
     assert first.offers == later.offers
     assert len(first.offers) == 1
+
+
+def test_an_untracked_loader_is_refused_only_before_the_first_step() -> None:
+    saves = Saves()
+    member = Member(saves)
+    member.survival.admit(None)
+    saves.untracked = ["a Loader is not tracked."]
+    member.survival.admit(None)
+    assert member.said == ["no worker can join, because a Loader is not tracked."]
+    assert saves.count == 1
+    with pytest.raises(UsageError, match=r"must load the whole state .*, but a Loader is not"):
+        Member(saves).survival.admit(None)

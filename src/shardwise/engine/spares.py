@@ -37,7 +37,7 @@ class SpareReturns:
         self._engine = engine
         self._checkpoints = checkpoints
         self._survival = survival
-        self._resumes = False
+        self._resumes, self._is_first = False, True
         self._next_try = 0
         """Number of steps before which no spare is admitted, because a save has failed."""
         survival.admit = self._before_step
@@ -63,7 +63,8 @@ class SpareReturns:
         Raises UsageError if a spare could not load all of the state in this script.
         """
         group, engine = self._survival.group, self._engine
-        needs = group.is_waiting or engine.spec.settings.spares > 0
+        needs = self._is_first and (group.is_waiting or engine.spec.settings.spares > 0)
+        self._is_first = False
         is_due = group.joins_due and engine.is_between_steps and not engine.world.preemption.agreed
         is_due = is_due and engine.steps >= self._next_try
         if not (needs or is_due):
@@ -74,7 +75,7 @@ class SpareReturns:
                     "--spares and shardwise scale-up: a new worker must load the whole state of "
                     f"the other workers before its first training batch, but {lacking}"
                 )
-            # A request to scale up must not end a run that was started without --spares.
+            # Neither a request to scale up nor a Loader that is used later may end the run.
             engine.world.say_once(f"no worker can join, because {lacking}")
         elif group.is_waiting:
             self._join(group)
