@@ -13,8 +13,8 @@ PUBLISHES = ("publish", "published")
 GATHERS = ("gather", "gathered")
 """Moments around the gather of a unit of sharded parameters."""
 
-JOINS = ("invite", "invited", "admit", "admitted")
-"""Moments in which a rank admits spares."""
+JOINS = ("invite", "invited", "admit", "admitted", "refilled")
+"""Moments in which a rank admits spares, and its first step with them."""
 ENTERS = ("come_back", "loaded", "enter", "entered")
 """Moments in which a spare joins."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
@@ -20,7 +21,7 @@ pytestmark = [
 CASES = [
     # size, spares, --zero, transport, loop, optimizer, kills
     (2, 1, 2, "auto", "steps", "adamw", ["1:backward:2"]),
-    (3, 1, 0, "gloo", "plain", "sgd", ["0:reduce:2"]),
+    (3, 2, 0, "gloo", "plain", "sgd", ["0:reduce:2", "1:refilled:-1"]),
 ]
 MORE = [
     (2, 1, 3, "auto", "steps", "writes", ["0:forward:1"]),
@@ -28,7 +29,7 @@ MORE = [
     (3, 1, 3, "gloo", "steps", "adamw", ["1:gathered:2", "0:exchange:9"]),
     (2, 1, 2, "gloo", "steps", "writes", ["0:save:4"]),
     *(
-        (3, 2, number % 4, "auto", "steps", "sgd", ["1:reduce:2", f"{rank}:{moment}:-1"])
+        (3, 2, (number + rank) % 4, "auto", "steps", "sgd", ["1:reduce:2", f"{rank}:{moment}:-1"])
         for rank, moments in ((0, JOINS), (2, JOINS), (3, ENTERS))
         for number, moment in enumerate(moments)
     ),
@@ -82,6 +83,9 @@ def test_a_spare_replaces_a_lost_rank(
     # A main rank that is lost has not printed who has joined.
     others = joined(ran) | {rank for rank in order if rank >= size}
     assert others, ran.out
+    # A spare that is not needed for the first loss waits for the next one.
+    if not any(kill.startswith(f"{size}:") for kill in kills):
+        assert "before it joined the others" not in ran.err
     check(shardwise.folder, kind, order, joined=others)
 
 
@@ -109,6 +113,7 @@ def test_a_lost_rank_starts_again_as_a_spare(shardwise: Launcher) -> None:
 @pytest.mark.full
 def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
     flags = ["-n", "2", "--survive", "1", "--zero", "2", "--timeout", "60"]
+    flags += ["--log-dir", "logs", "--record", "record"]
     process = shardwise.start(
         *("run", *flags, script("survives"), "steps", "adamw", "out"), env={"TESTS_RANKS": "3"}
     )
@@ -121,6 +126,14 @@ def test_scale_up_adds_workers_to_a_run(shardwise: Launcher) -> None:
     assert joined(ran) == {2}
     assert f"rank 2 is 2 of 3 after step {STEPS}" in ran.out
     check(shardwise.folder, "adamw", [0, 1, 2], joined={2})
+    assert "rank 2 is 2 of 3 after step" in (shardwise.folder / "logs/rank2.log").read_text()
+    first, second = (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        for path in sorted((shardwise.folder / "record").glob("rank-*.jsonl"))[1:]
+    )
+    assert first == list(range(STEPS))
+    assert 0 < len(second) < STEPS
+    assert second == first[-len(second) :]
 
 
 def test_scale_up_names_the_runs_that_can_grow(shardwise: Launcher) -> None:
@@ -130,20 +143,79 @@ def test_scale_up_names_the_runs_that_can_grow(shardwise: Launcher) -> None:
     assert "with --survive: none." in ran.err
 
 
-@pytest.mark.full
-def test_spares_need_a_script_that_resumes(shardwise: Launcher) -> None:
-    (shardwise.folder / "train.py").write_text(
-        "import shardwise as sw, torch\n"
-        "world = sw.init(seed=0)\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
-        "for x in sw.Loader(torch.ones(8, 4), batch_size=4):\n"
-        "    engine.backward(model(x).mean())\n"
-        "    engine.step()\n"
-    )
+LACKING = """
+import time
+import torch
+import shardwise as sw
+
+world = sw.init(seed=0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+engine = sw.Engine(model, optimizer)
+loader = sw.Loader(torch.ones(240, 4), batch_size=4)
+{prepare}
+for step in loader.steps():
+    for x in step:
+        engine.backward(model(x).mean())
+    engine.step()
+    scheduler.step()
+    time.sleep({pause})
+"""
+UNTRACKED_LOADER = "engine.track(scheduler=scheduler); engine.resume('saved')"
+UNTRACKED_SCHEDULER = "engine.track(loader=loader); engine.resume('saved')"
+
+
+@pytest.mark.parametrize(
+    ("prepare", "loop", "message"),
+    [
+        (UNTRACKED_LOADER, "steps", "Loader(Tensor) is not tracked"),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (UNTRACKED_LOADER, "plain", "Loader(Tensor) is not tracked"),
+                (UNTRACKED_SCHEDULER, "steps", "a learning-rate scheduler of SGD is not tracked"),
+                ("", "steps", "the script has not called engine.resume(folder)"),
+            ]
+        ),
+    ],
+)
+def test_spares_need_a_script_that_loads_the_whole_state(
+    shardwise: Launcher, prepare: str, loop: str, message: str
+) -> None:
+    text = LACKING.format(prepare=prepare, pause=0)
+    if loop == "plain":
+        loop_over_steps = "for step in loader.steps():\n    for x in step:"
+        text = text.replace(loop_over_steps, "for x in loader:\n    if True:")
+    (shardwise.folder / "train.py").write_text(text)
     ran = shardwise.run("run", "-n", "2", "--survive", "1", "--spares", "1", "train.py")
     assert ran.code == 1
-    assert "--spares and shardwise scale-up need engine.resume(folder) before the" in ran.err
+    assert message in ran.err
+    assert not list(shardwise.folder.glob("saved/step*")), "an error before the first step"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("prepare", [UNTRACKED_LOADER, UNTRACKED_SCHEDULER])
+def test_scale_up_needs_it_too_and_the_run_continues(shardwise: Launcher, prepare: str) -> None:
+    (shardwise.folder / "train.py").write_text(LACKING.format(prepare=prepare, pause=0.2))
+    process = shardwise.start("run", "-n", "2", "--survive", "1", "--timeout", "60", "train.py")
+    wait_until(lambda: any((shardwise.folder / "temporary").glob("*/scale-up-*")), 60)
+    assert shardwise.run("scale-up").code == 0
+    ran = shardwise.finish(process)
+    assert ran.code == 0, ran.err
+    assert not joined(ran)
+    assert ran.err.count("no worker can join, because ") == 1
+    assert "is not tracked" in ran.err
+
+
+@pytest.mark.full
+def test_a_spare_that_has_not_joined_does_not_save(shardwise: Launcher) -> None:
+    prepare = f"engine.save('first'); engine.track(loader=loader); {UNTRACKED_LOADER}"
+    (shardwise.folder / "train.py").write_text(LACKING.format(prepare=prepare, pause=0.2))
+    ran = shardwise.run("run", "-n", "2", "--survive", "1", "--spares", "1", "train.py")
+    assert ran.code == 0, ran.err
+    assert "engine.save on a spare before its first training batch" in ran.err
+    assert "spare rank 2 ended" in ran.err
 
 
 @pytest.mark.parametrize(

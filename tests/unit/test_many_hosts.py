@@ -18,7 +18,7 @@ from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import agents, command, protocol
-from shardwise.launch.worker_output import WorkerOutput, open_logs
+from shardwise.launch.worker_output import WorkerOutput, open_log
 from shardwise.net import environment, hosts, network
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.hosts import Host, Share
@@ -406,9 +406,7 @@ class TestPreview:
 class TestVoice:
     def heard(self, tmp_path: Path, capfd: pytest.CaptureFixture[str], shown: bool) -> str:
         console = Console(2, {})
-        other, log = open_logs(str(tmp_path / "logs"), 2, ("train.py", "-v"))
-        assert other is not None
-        other.close()
+        log = open_log(str(tmp_path / "logs"), 1, 2, ("train.py", "-v"))
         voice = WorkerOutput(1, console, shown=shown, log=log)
         for stream, data in ((1, b"one\ntw"), (2, b"\x1b[31mred\x1b[0m\n"), (1, b"o"), (2, b"")):
             voice.hear(stream, data)
@@ -435,8 +433,8 @@ class TestVoice:
     def test_refuses_unwritable_log(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(LaunchError, match="file cannot be written to: File exists"):
-            open_logs(str(tmp_path / "file"), 1, ())
-        assert open_logs(None, 2, ()) == [None, None]
+            open_log(str(tmp_path / "file"), 0, 1, ())
+        assert open_log(None, 0, 2, ()) is None
 
 
 class TestClosing:

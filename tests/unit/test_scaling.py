@@ -155,6 +155,26 @@ class TestStepLog:
             log.stepped(0, 202, OUTCOME)
         log.close()
 
+    def test_rank_that_joins_counts_the_steps_of_the_others(self, tmp_path: Path) -> None:
+        (tmp_path / "rank-3.jsonl").write_text("{}\n")  # of the same rank, before it was lost
+        log = StepLog(None, 0, stop_after=7)
+        log.join(str(tmp_path), 3, 5)
+        log.stepped(0, 6, OUTCOME)
+        with pytest.raises(SystemExit):
+            log.stepped(0, 7, OUTCOME)
+        log.close()
+        rows = [json.loads(line) for line in (tmp_path / "rank-3.jsonl").read_text().splitlines()]
+        assert [row.get("step") for row in rows] == [None, 5, 6]
+
+    def test_rank_that_joins_continues_without_a_log(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        log = StepLog(None, 0)
+        log.join(str(tmp_path / "file"), 3, 5)
+        log.stepped(0, 6, OUTCOME)
+        assert "shardwise: rank 3: --record" in capsys.readouterr().err
+
     def test_time_between_steps_does_not_count(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         log.asked()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
     Decision,
     Report,
@@ -19,6 +23,7 @@ from shardwise.comm.survivors.membership import (
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
 from shardwise.errors import CollectiveError, PeerLost, UsageError
+from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.survival import Survival
 from shardwise.world.world import World
 
@@ -186,3 +191,44 @@ def test_a_plain_loop_may_skip_its_body_after_a_loss(monkeypatch: pytest.MonkeyP
     steps._survival.loss = None
     with pytest.raises(UsageError, match=r"calls engine\.step"):
         steps._confirm(plain=True)
+
+
+def admission_of_a_member() -> tuple[Admission, Callable[[int], Any]]:
+    """Return an admission, and a function with which a spare asks it to join."""
+    server = StatusServer(0, 1)
+    server.is_silent = lambda place: False  # type: ignore[method-assign]
+    admission = Admission(server)
+
+    def ask(rank: int) -> Any:
+        place = RankAddress(rank=rank, name=f"{rank}")
+        return server.answers[JOIN]({"place": asdict(place), "holds": None, "grows": False})
+
+    return admission, ask
+
+
+def test_only_an_invited_spare_loads_the_checkpoint() -> None:
+    admission, ask = admission_of_a_member()
+    for rank in (2, 3, 4):
+        assert ask(rank) == {"offer": None}
+    spares = admission.waiting(1, members=(0,))
+    assert [place.rank for place in spares] == [2]
+    offer = {"id": "a"}
+    admission.invite(spares, offer)
+    assert [ask(rank) for rank in (2, 3, 4)] == [{"offer": offer}, {"offer": None}, {"offer": None}]
+    # After another loss, two may join, and the one that has loaded the checkpoint is one of them.
+    admission.invite([RankAddress(rank=4, name="4")], offer)
+    assert [place.rank for place in admission.waiting(2, members=(0,))] == [2, 4]
+    admission.finish([2])
+    assert [ask(rank) for rank in (3, 4)] == [{"offer": None}] * 2
+
+
+def test_a_late_request_of_a_member_does_not_invite_it_again() -> None:
+    admission, ask = admission_of_a_member()
+    ask(2)
+    assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]
+    admission.finish([2])
+    ask(2)  # sent before it joined
+    assert admission.waiting(1, members=(0, 1, 2)) == []
+    assert admission.waiting(1, members=(0, 1)) == []
+    ask(2)  # a new process, after rank 2 was lost
+    assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]

@@ -84,6 +84,7 @@ class Checkpoints:
         self, folder: str | PathLike[str], keep: int | None, *, background: bool, split_gb: float
     ) -> Path | None:
         """See Engine.save."""
+        self._state.refuse_on_waiting_spare("engine.save")
         path = self.save_without_leaving(folder, keep, background=background, split_gb=split_gb)
         self._world.preemption.leave_between_steps()
         return path

@@ -77,6 +77,9 @@ class EngineView(Protocol):
     def is_between_steps(self) -> bool:
         """Whether no step is in progress, so that the engine can be saved."""
 
+    def refuse_on_waiting_spare(self, call: str) -> None:
+        """Raise UsageError for `call`, which writes files, on a spare that has not joined yet."""
+
     def refuse_in_step(self, call: str) -> None:
         """Raise UsageError if a step is in progress. The message names the user's call, `call`."""
 

@@ -133,6 +133,7 @@ class Publisher:
         """See Engine.publish."""
         state, group = self._state, self._state.spec.world_group
         state.refuse_in_step("engine.publish")
+        state.refuse_on_waiting_spare("engine.publish")
         if keep < 1:
             raise UsageError(f"keep={keep}: must be the number of versions to keep, 1 or more.")
         if dtype is not None and not dtype.is_floating_point:

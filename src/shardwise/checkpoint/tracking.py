@@ -94,6 +94,17 @@ class Tracking:
         self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
     ) -> Iterator[str]:
         """Yield a warning for each object whose state a save would lose."""
+        yield from self.describe_untracked(optimizers, streams)
+        for name in self._pending:
+            yield (
+                f"the loaded checkpoint has a state of {name}, which has not been tracked since, "
+                f"so this save lacks it. Write engine.track({name}=...)."
+            )
+
+    def describe_untracked(
+        self, optimizers: Iterable[optim.Optimizer], streams: Iterable[LoaderStream]
+    ) -> Iterator[str]:
+        """Yield a line for each scheduler and Loader that should be tracked, and is not."""
         for optimizer in optimizers:
             if self.lacks_scheduler(optimizer):
                 yield (
@@ -109,11 +120,6 @@ class Tracking:
                     f"{stream.name} is not tracked, so a resume would restart its data. Write "
                     "engine.track(loader=loader)."
                 )
-        for name in self._pending:
-            yield (
-                f"the loaded checkpoint has a state of {name}, which has not been tracked since, "
-                f"so this save lacks it. Write engine.track({name}=...)."
-            )
 
     # -- loading --------------------------------------------------------------------------
 

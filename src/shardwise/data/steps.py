@@ -190,7 +190,7 @@ class LoaderPass:
             world = self._world
             group, item = world.generation, self._fetch()
             if item is not None and (survival := self.survival) is not None:
-                survival.before_step()
+                survival.before_step(self.stream)
             # An epoch begins with a collective, in which ranks may be lost too.
             if group == world.generation:
                 return item

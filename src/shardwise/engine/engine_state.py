@@ -124,6 +124,15 @@ class EngineState:
         if self.in_ema:
             raise UsageError(f"{call} inside engine.ema() or anchor(): leave the block first.")
 
+    def refuse_on_waiting_spare(self, call: str) -> None:
+        """Raise UsageError for `call`, which writes files, on a spare that has not joined yet."""
+        if self.world.survival is not None and self.world.survival.group.is_waiting:
+            raise UsageError(
+                f"{call} on a spare before its first training batch (--spares, shardwise "
+                "scale-up): it has not joined the other workers yet, so it would write over their "
+                f"files. Call {call} in the training loop."
+            )
+
     @contextmanager
     def anchored(self) -> Iterator[None]:
         """Context manager that swaps in the anchor if islands have different weights.

@@ -189,14 +189,6 @@ class GradientWeighting:
             total, count = self._parts.first_step(rows[:, 0].tolist())
             self.follow(total, count, self._parts.first_step(rows[:, 1].tolist())[0])
 
-    def begin_again(self) -> None:
-        """Discard `unit`, so that the next backward pass estimates it again.
-
-        All ranks call this if the first step was interrupted, because some may not have an
-        estimate.
-        """
-        self._unit = None
-
     def is_sole(self, weight: float | Tensor, share: float) -> bool:
         """Return whether this is probably the step's only backward pass, on the only worker."""
         # After a step with several backward passes, expect several again: `settle` would

@@ -89,7 +89,6 @@ class RepeatableSteps(StepRunner):
         super().__init__(state, backward, randoms, checkpoints, *others)
         self._survival = _survival(state)
         self._start = _StepStart(state, checkpoints)
-        self._has_stepped = False
         self._is_layout_due = False
         """True from the loss of a rank until the states are laid out for the remaining ranks."""
         self._is_laying_out = False
@@ -119,7 +118,6 @@ class RepeatableSteps(StepRunner):
         stats = super().step(max_norm, None)
         self._lay_out()  # if a step is skipped, there was no update after which it was done
         self._start.keep_buffers()
-        self._has_stepped = True
         if self._leaving:
             self._part()
         return stats
@@ -197,8 +195,6 @@ class RepeatableSteps(StepRunner):
             return False
         self._backward.abandon()
         self._lay_out()
-        if not self._has_stepped:
-            self._state.weighting.begin_again()
         self._start.go_back()
         self._randoms.reseed()
         return True
@@ -295,6 +291,7 @@ class _StepStart:
         self._options: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._agreed = state.buffers.agreed()
         self._calls = state.world.calls.kept()
+        self._unit = state.weighting.unit
         self.keep_buffers()
 
     # -- buffers ------------------------------------------------------------------------------
@@ -324,6 +321,9 @@ class _StepStart:
         self.keep_buffers()
         self._state.buffers.go_back(self._agreed)
         self._state.world.calls.go_back(self._calls)
+        # If no rank had a unit at the start of the step, only some ranks may have one now. The next
+        # backward pass is collective on ranks without one, so all ranks return to the same value.
+        self._state.weighting.unit = self._unit
 
     # -- tracked objects, in a plain loop -----------------------------------------------------
 
@@ -339,6 +339,7 @@ class _StepStart:
         self.keep_buffers()
         self._agreed = self._state.buffers.agreed()
         self._calls = self._state.world.calls.kept()
+        self._unit = self._state.weighting.unit
         if not plain:
             return
         optimizers = self._state.spec.optimizers

@@ -298,6 +298,14 @@ def spare_line(rank: int, how: str) -> str:
     )
 
 
+def given_up_line(rank: int, times: int, steps: int) -> str:
+    """Return the line that the launcher prints if it does not start a lost rank again."""
+    return (
+        f"shardwise: rank {rank} is not started again, because it has ended {times} times in "
+        f"succession within {steps} steps after it joined the others (--spares).\n"
+    )
+
+
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
     """Return the last line of a run that was stopped without a save, or "" if no step is lost."""
     if progress is None or not progress.step or progress.kept >= progress.step:

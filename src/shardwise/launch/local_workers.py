@@ -211,7 +211,7 @@ class LocalWorkers:
     def has_joined(self, rank: int) -> bool:
         """Return whether `rank`, which started as a spare, has joined the other ranks."""
         found = progress.read(self._folder, rank)
-        return found is not None and found.joined
+        return found is not None and found.joined is not None
 
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to stop by sending them signal `number`. Some save before they exit."""

@@ -17,7 +17,6 @@ from shardwise.launch.scale_up import ScaleUpSocket
 from shardwise.launch.signals import Signals
 from shardwise.launch.supervisor import Supervisor
 from shardwise.launch.worker import Begin
-from shardwise.launch.worker_output import WorkerOutput
 from shardwise.net import network, private_files, restarts
 from shardwise.net.hosts import LOOPBACK
 from shardwise.net.restarts import Ending
@@ -79,7 +78,7 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
                 joins=spec.joins,
                 survives=spec.survives,
                 spares=spec.spares,
-                output_of=lambda rank: WorkerOutput(rank, console, shown=spec.shows(rank)),
+                output_of=partial(spec.output_of, console=console),
             )
             workers = LocalWorkers(
                 spec,

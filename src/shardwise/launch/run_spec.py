@@ -15,7 +15,7 @@ from shardwise.config import FLAGS_VARIABLE
 from shardwise.launch import program
 from shardwise.launch.console import Console
 from shardwise.launch.worker import WorkerStreams
-from shardwise.launch.worker_output import WorkerOutput, open_logs
+from shardwise.launch.worker_output import WorkerOutput, open_log
 from shardwise.net import environment
 from shardwise.net.hosts import Share
 from shardwise.net.identity import Identity
@@ -123,11 +123,13 @@ class RunSpec:
 
     def outputs(self, console: Console) -> list[WorkerOutput]:
         """Create the WorkerOutput of each rank. Raises LaunchError if logs cannot be written."""
-        logs = open_logs(self.log_dir, self.size + self.spares, self.words)
-        return [
-            WorkerOutput(rank, console, shown=self.shows(rank), log=log)
-            for rank, log in enumerate(logs)
-        ]
+        return [self.output_of(rank, console) for rank in range(self.size + self.spares)]
+
+    def output_of(self, rank: int, console: Console) -> WorkerOutput:
+        """Create the WorkerOutput of `rank`, which may be one that is added to the run."""
+        ranks = max(self.size + self.spares, rank + 1)
+        log = open_log(self.log_dir, rank, ranks, self.words)
+        return WorkerOutput(rank, console, shown=self.shows(rank), log=log)
 
     def streams(self, console: Console, *, reads: bool = False) -> WorkerStreams:
         """Return rank 0's standard streams.

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shardwise.config.values import MOST_ON_A_HOST
 from shardwise.errors import LaunchError
 from shardwise.net import private_files
 
@@ -25,12 +28,17 @@ _PREFIX = "scale-up-"
 SECONDS = 5.0
 """Limit for the wait for the launcher's answer."""
 
-HEARING = 0.5
-"""Limit for the wait for a request, during which the launcher does nothing else."""
+LONGEST = 4096
+"""Maximum length of a request or an answer in bytes."""
+
+PENDING = 8
+"""Maximum number of connections without a complete request. The oldest is closed for a further."""
 
 
 class ScaleUpSocket:
     """The launcher's socket, which accepts requests for more workers.
+
+    The launcher never waits for the other end of a connection.
 
     Args:
         selector: Selector of the event loop.
@@ -42,35 +50,73 @@ class ScaleUpSocket:
         self, selector: selectors.BaseSelector, add: Callable[[int], Sequence[int]]
     ) -> None:
         self._selector, self._add = selector, add
+        self._requests: dict[socket.socket, bytes] = {}
+        """The bytes received from each open connection, oldest first."""
         self._path = private_files.folder() / f"{_PREFIX}{os.getpid()}"
-        self._path.unlink(missing_ok=True)  # of an earlier process with this id
+        draft = self._path.with_name(f".{self._path.name}")
+        draft.unlink(missing_ok=True)  # of an earlier process with this id
         self._listener = socket.socket(socket.AF_UNIX)
-        with _short(self._path) as path:
+        with _short(draft) as path:
             self._listener.bind(path)
         self._listener.listen()
         self._listener.setblocking(False)
-        selector.register(self._listener, selectors.EVENT_READ, self._serve)
+        # A client removes a socket that refuses connections, as this one did before `listen`.
+        draft.rename(self._path)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def close(self) -> None:
         """Close and remove the socket."""
+        for connection in list(self._requests):
+            self._drop(connection)
         self._selector.unregister(self._listener)
         self._listener.close()
         self._path.unlink(missing_ok=True)
 
-    def _serve(self) -> None:
-        # The other end has closed, or sends something else.
-        with suppress(OSError, ValueError, KeyError, TypeError):
+    def _accept(self) -> None:
+        with suppress(OSError):  # the other end has closed
             connection, _ = self._listener.accept()
-            with connection, connection.makefile("rw") as file:
-                connection.settimeout(HEARING)
-                question = json.loads(file.readline())
-                answer: dict[str, Any]
-                try:
-                    answer = {"ranks": list(self._add(int(question["workers"])))}
-                except LaunchError as error:
-                    answer = {"error": str(error)}
-                file.write(json.dumps(answer) + "\n")
-                file.flush()
+            connection.setblocking(False)
+            if len(self._requests) == PENDING:
+                self._drop(next(iter(self._requests)))
+            self._requests[connection] = b""
+            self._selector.register(
+                connection, selectors.EVENT_READ, partial(self._receive, connection)
+            )
+
+    def _receive(self, connection: socket.socket) -> None:
+        """Read the received bytes, and answer the request if it is complete."""
+        if connection not in self._requests:
+            return  # closed by an earlier event of the same turn
+        try:
+            data = connection.recv(LONGEST)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        request = self._requests[connection] = self._requests[connection] + data
+        if data and b"\n" not in request and len(request) < LONGEST:
+            return
+        if request:
+            with suppress(OSError):  # the other end has closed
+                connection.send(json.dumps(self._answer(request)).encode() + b"\n")
+        self._drop(connection)
+
+    def _answer(self, request: bytes) -> dict[str, Any]:
+        try:
+            workers = json.loads(request.partition(b"\n")[0])["workers"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return {"error": 'A request has the form {"workers": 2}.'}
+        if type(workers) is not int or not 1 <= workers <= MOST_ON_A_HOST:
+            return {"error": f"workers must be a whole number from 1 to {MOST_ON_A_HOST}."}
+        try:
+            return {"ranks": list(self._add(workers))}
+        except LaunchError as error:
+            return {"error": str(error)}
+
+    def _drop(self, connection: socket.socket) -> None:
+        del self._requests[connection]
+        self._selector.unregister(connection)
+        connection.close()
 
 
 def scale_up(workers: int, run: int | None) -> list[int]:
@@ -80,53 +126,62 @@ def scale_up(workers: int, run: int | None) -> list[int]:
 
     Raises LaunchError if there is no such run, or if it cannot grow.
     """
-    found = _sockets()
-    if run is None and len(found) == 1:
-        (run,) = found
-    if run is None or run not in found:
-        listed = ", ".join(map(str, sorted(found))) or "none"
-        which = "" if run is None else f" with the process id {run}"
-        raise LaunchError(
-            f"There is not exactly one run{which} on this host that can grow. Runs of this user "
-            f"with --survive: {listed}. Name one by the process id of its launcher: shardwise "
-            "scale-up --run PID. With another folder for temporary files, set TMPDIR as the run "
-            "does."
-        )
-    try:
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.settimeout(SECONDS)
-            with _short(found[run]) as path:
-                connection.connect(path)
-            with connection.makefile("rw") as file:
-                file.write(json.dumps({"workers": workers}) + "\n")
-                file.flush()
-                answer = json.loads(file.readline())
-    except (OSError, ValueError) as error:
-        raise LaunchError(f"The launcher {run} does not answer: {error}.") from None
-    if "error" in answer:
-        raise LaunchError(answer["error"])
-    return list(answer["ranks"])
+    with ExitStack() as stack:
+        found = _connect_to_runs(stack)
+        if run is None and len(found) == 1:
+            (run,) = found
+        if run is None or run not in found:
+            listed = ", ".join(map(str, sorted(found))) or "none"
+            which = "" if run is None else f" with the process id {run}"
+            raise LaunchError(
+                f"There is not exactly one run{which} on this host that can grow. Runs of this "
+                f"user with --survive: {listed}. Name one by the process id of its launcher: "
+                "shardwise scale-up --run PID. With another folder for temporary files, set TMPDIR "
+                "as the run does."
+            )
+        try:
+            found[run].sendall(json.dumps({"workers": workers}).encode() + b"\n")
+            answer = json.loads(found[run].makefile("rb").readline(LONGEST))
+            if "error" not in answer:
+                return [int(rank) for rank in answer["ranks"]]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise LaunchError(f"The launcher {run} does not answer: {error}.") from None
+    raise LaunchError(answer["error"])
 
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
     """Yield a short name of `path`, because the kernel limits a socket's name to 107 bytes."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
 
 
-def _sockets() -> dict[int, Path]:
-    """Return the sockets of this user's launchers by process id. Remove those of dead ones."""
-    found = {}
-    for path in private_files.folder_path().glob(f"{_PREFIX}*"):
-        number = int(path.name.removeprefix(_PREFIX))
+def _connect_to_runs(stack: ExitStack) -> dict[int, socket.socket]:
+    """Connect to all of this user's launchers. Return the sockets, by process id.
+
+    Remove the sockets of launchers that have ended. `stack` closes the connections. Raises
+    LaunchError if other users may access the folder with the sockets.
+    """
+    found: dict[int, socket.socket] = {}
+    if not os.path.lexists(private_files.folder_path()):
+        return found
+    for path in private_files.folder().iterdir():
+        if (match := re.fullmatch(rf"{_PREFIX}([0-9]+)", path.name)) is None:
+            continue
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(SECONDS)
         try:
-            os.kill(number, 0)
-        except ProcessLookupError:
+            with _short(path) as name:
+                connection.connect(name)
+        # A launcher in another container that shares the folder has a process id of that container,
+        # so only the socket itself shows whether the launcher runs.
+        except ConnectionRefusedError:
             path.unlink(missing_ok=True)
+        except OSError:
+            continue  # removed meanwhile, or not a socket
         else:
-            found[number] = path
+            found[int(match[1])] = connection
     return found

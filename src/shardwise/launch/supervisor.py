@@ -10,6 +10,7 @@ groups that outlive the supervisor.
 
 import selectors
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -35,6 +36,13 @@ _ABORTED = -signal.SIGABRT, 128 + signal.SIGABRT
 
 LAST_GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL for a rank that has ignored SIGINT."""
+
+
+EARLY = 10
+"""A spare that ends within so many steps after it has joined has ended early."""
+
+MOST_EARLY = 3
+"""Number of times in succession that a rank may end early before it is not started again."""
 
 
 class Site(Protocol):
@@ -118,6 +126,8 @@ class Supervisor:
         self._spares = set(range(len(outputs) - spares, len(outputs)))
         """Ranks that started as spares."""
         self._has_spares = spares > 0
+        self._early: Counter[int] = Counter()
+        """How often in succession each rank has ended early after it joined as a spare."""
         self._dismissed: set[int] = set()
         """Spares that are killed because the other ranks have exited."""
         self._sites: Sequence[Site] = ()
@@ -212,7 +222,7 @@ class Supervisor:
             self._killed.add(rank)
             self.say(failure_report.killed_line(rank, rank_exit.how))
             workers.clear_away(rank)
-            if self._has_spares and self._asked is None:
+            if self._has_spares and self._asked is None and self._may_start_again(rank_exit):
                 self._start_spare(rank)
         elif is_last:
             # No rank is left that a spare could join.
@@ -230,21 +240,44 @@ class Supervisor:
         assert self._output_of is not None
         if self._asked is not None or self._stopping or not self._running - self._dismissed:
             raise LaunchError("The run is ending, so no worker can join it.")
-        added = []
+        added: list[int] = []
+        failure = ""
         for _ in range(count):
             rank = len(self._outputs)
-            self._outputs.append(self._output_of(rank))
+            try:
+                output = self._output_of(rank)
+                self.substitutes.start_spare(rank, grows=True)
+            except LaunchError as error:
+                failure = str(error)
+                break
+            self._outputs.append(output)
             self._spares.add(rank)
-            self.substitutes.start_spare(rank, grows=True)
             self._running.add(rank)
             added.append(rank)
-        self.say(f"shardwise: started rank{'s' * (count > 1)} {', '.join(map(str, added))}\n")
+        ranks = f"rank{'s' * (len(added) > 1)} {', '.join(map(str, added))}"
+        if added:
+            self.say(f"shardwise: started {ranks}\n")
+        if failure:
+            part = f"Only {len(added)} of {count} workers were started ({ranks}). "
+            raise LaunchError(part * bool(added) + failure)
         return added
 
     def _waits_to_join(self, rank: int) -> bool:
         """Return whether `rank` is a spare that has not joined the other ranks."""
         assert self.substitutes is not None
         return rank in self._spares and not self.substitutes.has_joined(rank)
+
+    def _may_start_again(self, rank_exit: RankExit) -> bool:
+        """Return whether a lost rank is started again. Not if it repeatedly ends after it joins."""
+        found, rank = rank_exit.progress, rank_exit.end.rank
+        is_early = (
+            found is not None and found.joined is not None and found.step < found.joined + EARLY
+        )
+        self._early[rank] = self._early[rank] + 1 if is_early else 0
+        if self._early[rank] < MOST_EARLY:
+            return True
+        self.say(failure_report.given_up_line(rank, MOST_EARLY, EARLY))
+        return False
 
     def _start_spare(self, rank: int) -> None:
         """Start the lost `rank` again, as a spare."""

@@ -54,24 +54,21 @@ class WorkerLog:
             self.fault = f"the log {self._path} ends here: {error.strerror or error}."
 
 
-def open_logs(folder: str | None, ranks: int, command: Sequence[str]) -> list[WorkerLog | None]:
-    """Open one log file per rank in `folder`. If it exists from an earlier run, append to it.
+def open_log(folder: str | None, rank: int, ranks: int, command: Sequence[str]) -> WorkerLog | None:
+    """Open the log file of one of `ranks` in `folder`. If it exists from an earlier run, append.
 
-    Returns None for each rank if `folder` is None. Raises LaunchError if a file cannot be written.
+    Returns None if `folder` is None. Raises LaunchError if the file cannot be written.
     """
     if folder is None:
-        return [None] * ranks
+        return None
     moment = datetime.now().astimezone().isoformat(" ", "seconds")
     width = len(str(ranks - 1))
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        return [
-            WorkerLog(
-                Path(folder, f"rank{rank:0{width}}.log"),
-                f"{moment}  rank {rank} of {ranks}  {' '.join(command)}",
-            )
-            for rank in range(ranks)
-        ]
+        return WorkerLog(
+            Path(folder, f"rank{rank:0{width}}.log"),
+            f"{moment}  rank {rank} of {ranks}  {' '.join(command)}",
+        )
     except OSError as error:
         raise LaunchError(
             f"--log-dir {folder} cannot be written to: {error.strerror}. "

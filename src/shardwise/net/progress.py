@@ -38,7 +38,8 @@ class Progress:
         saves_when_asked: True if the rank saves a checkpoint when it is asked to stop.
         ended: True if the rank was asked to stop, has saved, and is exiting.
         resumes: True if the script resumes from the newest checkpoint when it starts.
-        joined: True if the rank started as a spare, and has joined the other ranks.
+        joined: The number of steps after which the rank, which started as a spare, has joined the
+            other ranks. None if it has not joined.
     """
 
     step: int
@@ -46,7 +47,7 @@ class Progress:
     saves_when_asked: bool = False
     ended: bool = False
     resumes: bool = False
-    joined: bool = False
+    joined: int | None = None
 
 
 class ProgressWriter:
@@ -93,9 +94,9 @@ class ProgressWriter:
         """Record that this rank will resume from the newest checkpoint after a restart."""
         self._numbers[_RESUMES] = 1
 
-    def joined(self) -> None:
-        """Record that this rank, which started as a spare, has joined the other ranks."""
-        self._numbers[_JOINED] = 1
+    def joined(self, steps: int) -> None:
+        """Record that this rank, a spare, has joined the other ranks after step `steps`."""
+        self._numbers[_JOINED] = steps + 1
 
     def stepped(self, engine: int, steps: int) -> None:
         """Record that engine number `engine` has completed `steps` steps."""
@@ -125,7 +126,7 @@ def read(folder: Path, rank: int) -> Progress | None:
         saves_when_asked=bool(numbers[_SAVES]),
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
-        joined=bool(numbers[_JOINED]),
+        joined=numbers[_JOINED] - 1 if numbers[_JOINED] else None,
     )
 
 

@@ -201,7 +201,7 @@ def _configure(world: World, keywords: dict[str, Any]) -> None:
     world.settings = settings = world.settle(**keywords)
     config.check_contradictions(settings)
     world.cut(mesh_of(settings, world.size, count_groups(settings, world.collectives)))
-    # A spare has no number of its own yet.
+    # A spare that has not joined the other ranks has no steps to log.
     is_spare = world.survival is not None and world.survival.group.is_waiting
     folder = None if settings.record is None or is_spare else Path(settings.record)
     world.step_log = StepLog(folder, world.rank, settings.stop_after, counts=world.counts)

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol, TextIO, cast
 
 from shardwise.errors import ConfigError
 
@@ -75,6 +75,25 @@ class StepLog:
     def is_on(self) -> bool:
         """True if steps are logged or counted."""
         return self._file is not None or self._stop_after is not None
+
+    @property
+    def made(self) -> int:
+        """Number of steps that the ranks of the run have made in this start."""
+        return self._made
+
+    def join(self, folder: str | None, rank: int, made: int) -> None:
+        """Log to `folder` as `rank` from now on, because this rank joins others in their run.
+
+        They have made `made` steps. A rank that was lost before keeps its earlier lines.
+        """
+        # The wait of a spare is not part of its first step.
+        self._made, self._last = made, time.perf_counter()
+        self._begin = self._last
+        if folder is not None:
+            try:
+                self._file = _open(Path(folder), rank, "a")
+            except ConfigError as error:  # the others continue to train, and so does this rank
+                print(f"shardwise: rank {rank}: {error}", file=sys.stderr, flush=True)
 
     def began(self) -> None:
         """Record the start of a pass over training data, and the request for its first batch."""
@@ -167,12 +186,12 @@ class StepLog:
             print(line, file=sys.stderr, flush=True)
 
 
-def _open(folder: Path, rank: int) -> TextIO:
-    """Create or truncate a rank's file. Raises ConfigError if that fails."""
+def _open(folder: Path, rank: int, mode: str = "w") -> TextIO:
+    """Open a rank's file, by default an empty one. Raises ConfigError if that fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Use line buffering, so that a killed rank leaves only complete lines.
-        return (folder / f"rank-{rank}.jsonl").open("w", buffering=1)
+        return cast(TextIO, (folder / f"rank-{rank}.jsonl").open(mode, buffering=1))
     except OSError as error:
         raise ConfigError(
             f"--record {folder} cannot be written: {error.strerror or error}. Name a folder that "

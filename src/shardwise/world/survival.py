@@ -24,6 +24,7 @@ from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.net import environment
 from shardwise.net.identity import Identity
+from shardwise.world.current_batch import LoaderStream
 
 
 class Survival:
@@ -49,8 +50,8 @@ class Survival:
         confirm: Reduces and confirms the current step, if there is one, and returns True if it must
             be repeated. Called with True in a plain loop. Set by the engine.
         remember: Called with `plain` when a loop starts a step. Set by the engine.
-        admit: Called before a Loader returns the first rows of a training step. Spares may join
-            then. Set by the engine.
+        admit: Called before a Loader returns the first rows of a training step, with the Loader's
+            stream. Spares may join then. Set by the engine.
         return_tracked: Called after the body of a plain loop, before the step is repeated. Undoes
             the body's changes to schedulers. Set by the engine.
     """
@@ -68,7 +69,7 @@ class Survival:
         self.confirm: Callable[[bool], bool] | None = None
         self.remember: Callable[..., None] | None = None
         self.return_tracked: Callable[[], None] | None = None
-        self.admit: Callable[[], None] | None = None
+        self.admit: Callable[[LoaderStream], None] | None = None
         self._is_due = False
         self._is_noticing = False
         self._open: str | None = None
@@ -76,11 +77,11 @@ class Survival:
 
     # -- called by the Loader -----------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """Let spares join, before the rows of the next training step are returned."""
+    def before_step(self, stream: LoaderStream) -> None:
+        """Let spares join, before `stream` returns the rows of the next training step."""
         self.in_step = False  # if a step is repeated, no rank has its rows now
         if self.admit is not None:
-            self.admit()
+            self.admit(stream)
 
     def begins(self, *, plain: bool) -> None:
         """Record that a Loader returns the first rows of a training step.

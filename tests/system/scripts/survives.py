@@ -149,6 +149,8 @@ def train(x: torch.Tensor, y: torch.Tensor) -> None:
     reach("forward")
     if world.size < full:
         time.sleep(0.5)
+    elif full and max(world.collectives.places) >= full:  # the first spares have joined
+        reach("refilled")
     scores = model(x)
     if ("backward", engine.steps) in mine:
         scores.register_hook(lambda grad: reach("backward"))

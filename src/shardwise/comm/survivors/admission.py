@@ -13,7 +13,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -77,35 +77,41 @@ class Admission:
         self._waiting: dict[int, RankAddress] = {}
         self._growing: set[int] = set()
         """Waiting spares that join even if no rank was lost."""
-        self._invited: set[str] = set()
-        """The names of the spares that get the offer. Others keep waiting."""
+        self._invited: set[tuple[int, str]] = set()
+        """Ranks and names of the spares that receive the offer. The others continue to wait."""
         self._ready: set[int] = set()
         self._offer: dict[str, Any] | None = None
         self._entry: dict[str, Any] | None = None
         server.answers[JOIN] = self._answer
 
-    def waiting(self, missing: int) -> list[RankAddress]:
+    def waiting(self, missing: int, members: Collection[int]) -> list[RankAddress]:
         """Return the spares that may join, and whose processes run.
 
         At most `missing` of them replace lost ranks.
         """
         with self._lock:
+            # A request of a spare that is now one of the `members` may be late. If instead a lost
+            # member was started again as a spare, it repeats its request.
             self._waiting = {
                 rank: place
                 for rank, place in self._waiting.items()
-                if not self._server.is_silent(place)
+                if rank not in members and not self._server.is_silent(place)
             }
             growing = [p for rank, p in self._waiting.items() if rank in self._growing]
             others = [p for rank, p in self._waiting.items() if rank not in self._growing]
+            # If the invitation is repeated after a loss, these may have loaded the checkpoint. They
+            # cannot wait for another one.
+            others.sort(key=lambda place: (place.rank, place.name) not in self._invited)
             return growing + others[: max(0, missing)]
 
     def invite(self, spares: Sequence[RankAddress], offer: Mapping[str, Any]) -> None:
         """Answer the spares with `offer`, which describes the checkpoint to load."""
         with self._lock:
             self._waiting |= {place.rank: place for place in spares}
+            self._invited |= {(place.rank, place.name) for place in spares}
             if self._offer is None or self._offer["id"] != offer["id"]:
                 self._ready.clear()
-            self._offer, self._invited = dict(offer), {place.name for place in spares}
+            self._offer = dict(offer)
 
     def wait_until_ready(self, spares: Sequence[RankAddress], timeout: float) -> list[RankAddress]:
         """Return the spares that have loaded the checkpoint. Drop those that do not in time."""
@@ -132,6 +138,7 @@ class Admission:
         """Forget the offer, because the spares have joined or were lost."""
         with self._lock:
             self._offer = self._entry = None
+            self._invited.clear()
             self._ready.clear()
             for rank in joined:
                 self._waiting.pop(rank, None)
@@ -142,8 +149,8 @@ class Admission:
         with self._lock:
             self._waiting[place.rank] = place
             (self._growing.add if question["grows"] else self._growing.discard)(place.rank)
-            offer = self._offer if place.name in self._invited else None
-            entry = self._entry
+            is_invited = (place.rank, place.name) in self._invited
+            offer, entry = self._offer if is_invited else None, self._entry
             if held is None or offer is None or offer["id"] != held:
                 return {"offer": offer}
             self._ready.add(place.rank)

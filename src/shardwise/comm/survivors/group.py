@@ -170,7 +170,7 @@ class SurvivorGroup(ReplaceableGroup):
 
     def _invitable(self) -> list[RankAddress]:
         """Return the spares that may join now."""
-        return self._admission.waiting(self._full_size - self.size)
+        return self._admission.waiting(self._full_size - self.size, self.members)
 
     def invite(self, offer: Mapping[str, Any]) -> list[RankAddress]:
         """Let waiting spares load a checkpoint, and return those that have loaded it. Collective.

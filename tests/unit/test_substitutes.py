@@ -1,0 +1,182 @@
+"""Workers that are added to a run with `--survive`, or started again, without processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from shardwise.engine.spares import RETRY, SpareReturns
+from shardwise.errors import CheckpointNotWritten, LaunchError, UsageError
+from shardwise.launch.failure_report import ExitStatus
+from shardwise.launch.local_workers import RankExit
+from shardwise.launch.supervisor import EARLY, MOST_EARLY, Supervisor
+from shardwise.net.progress import Progress
+
+
+class Substitutes:
+    """Starts spares with the ranks below `limit`. They have joined."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.started: list[int] = []
+
+    def clear_away(self, rank: int) -> None:
+        pass
+
+    def start_spare(self, rank: int, *, grows: bool = False) -> None:
+        if rank >= self.limit:
+            raise LaunchError(f"Rank {rank} cannot be started.")
+        self.started.append(rank)
+
+    def has_joined(self, rank: int) -> bool:
+        return True
+
+
+class Run:
+    """A supervisor of three ranks, one of them a spare, without processes."""
+
+    def __init__(self, signals: Any) -> None:
+        self.said: list[str] = []
+        output = SimpleNamespace(close=lambda: None)
+        self.supervisor = Supervisor(
+            cast(Any, SimpleNamespace(say=self.said.append)),
+            cast(Any, [output] * 3),
+            signals,
+            grace=1,
+            survives=True,
+            spares=1,
+            output_of=lambda rank: cast(Any, output),
+        )
+        self.substitutes = self.supervisor.substitutes = Substitutes(5)
+
+    def kill(self, rank: int, joined: int | None, step: int) -> None:
+        """Report that `rank` was killed after `step`."""
+        found = Progress(step=step, kept=0, joined=joined)
+        end = ExitStatus(rank=rank, code=-signal.SIGKILL, time=0)
+        exit_ = RankExit(end=end, how="SIGKILL", report=None, progress=found, alone=True)
+        self.supervisor.left(exit_)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    reads, writes = os.pipe()
+    found = Run(SimpleNamespace(fd=reads))
+    with closing(found.supervisor):
+        yield found
+    os.close(reads)
+    os.close(writes)
+
+
+def test_workers_that_were_started_are_named_if_another_cannot_be_started(run: Run) -> None:
+    with pytest.raises(LaunchError, match=r"2 of 3 workers were started \(ranks 3, 4\)\. Rank"):
+        run.supervisor.add_workers(3)
+    assert run.said == ["shardwise: started ranks 3, 4\n"]
+    run.substitutes.limit = 6
+    assert run.supervisor.add_workers(1) == [5]
+
+
+def test_an_error_of_the_first_worker_leaves_nothing_behind(run: Run) -> None:
+    run.substitutes.limit = 3
+    with pytest.raises(LaunchError, match=r"^Rank 3 cannot be started\.$"):
+        run.supervisor.add_workers(2)
+    assert not run.said
+    run.substitutes.limit = 4
+    assert run.supervisor.add_workers(1) == [3]
+
+
+def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
+    run.kill(1, joined=None, step=2)  # it did not start as a spare
+    for _ in range(MOST_EARLY - 1):
+        run.kill(1, joined=7, step=0)  # before its first step
+    assert run.substitutes.started == [1] * MOST_EARLY
+    run.kill(1, joined=20, step=20 + EARLY)  # late, so the count begins again
+    for _ in range(MOST_EARLY):
+        run.kill(1, joined=50, step=50 + EARLY - 1)
+    assert run.substitutes.started == [1] * (2 * MOST_EARLY)
+    assert run.said[-1] == (
+        "shardwise: rank 1 is not started again, because it has ended 3 times in succession within "
+        "10 steps after it joined the others (--spares).\n"
+    )
+    run.kill(2, joined=60, step=61)
+    assert run.substitutes.started[-1] == 2
+
+
+class Saves:
+    """Saves checkpoints for spares, or fails with `error`."""
+
+    def __init__(self, error: CheckpointNotWritten | None = None) -> None:
+        self.error, self.count = error, 0
+        self.untracked: list[str] = []
+        self.tracked = SimpleNamespace(
+            describe_untracked=lambda optimizers, streams: iter(self.untracked)
+        )
+
+    def save_for_return(self) -> dict[str, str]:
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return {"path": "saved/step-7"}
+
+
+class Member:
+    """A rank that admits spares after step 7, without other ranks."""
+
+    def __init__(self, saves: Saves, steps_made: int = 7) -> None:
+        self.said: list[str] = []
+        self.offers: list[Any] = []
+        world = SimpleNamespace(
+            preemption=SimpleNamespace(agreed=False),
+            current_batch=SimpleNamespace(training_streams=list),
+            print=lambda line, file: self.said.append(line),
+            say_once=self.said.append,
+            steps_made=steps_made,
+        )
+        spec = SimpleNamespace(settings=SimpleNamespace(spares=1), optimizers=[])
+        self.engine = SimpleNamespace(spec=spec, world=world, steps=7, is_between_steps=True)
+        group = SimpleNamespace(
+            is_waiting=False,
+            joins_due=True,
+            generation=2,
+            steadily=lambda work: work(),
+            invite=self.offers.append,
+            dismiss=lambda: None,
+        )
+        self.survival = SimpleNamespace(group=group, admit=lambda stream: None)
+        returns = SpareReturns(cast(Any, self.engine), cast(Any, self.survival), cast(Any, saves))
+        returns.are_expected()
+
+
+def test_a_failed_save_for_spares_is_not_repeated_in_each_step() -> None:
+    saves = Saves(CheckpointNotWritten("The disk is full."))
+    member = Member(saves)
+    for member.engine.steps in range(7, 7 + RETRY + 1):
+        member.survival.admit(None)
+    assert saves.count == 2
+    line = "shardwise: The disk is full. Spares wait for 50 more steps, because this save failed."
+    assert member.said == [line] * 2
+
+
+def test_members_make_the_same_offer_even_if_one_has_joined_later() -> None:
+    first, later = Member(Saves()), Member(Saves(), steps_made=2)
+    for member in (first, later):
+        member.survival.admit(None)
+    assert first.offers == later.offers
+    assert len(first.offers) == 1
+
+
+def test_an_untracked_loader_is_refused_only_before_the_first_step() -> None:
+    saves = Saves()
+    member = Member(saves)
+    member.survival.admit(None)
+    saves.untracked = ["a Loader is not tracked."]
+    member.survival.admit(None)
+    assert member.said == ["no worker can join, because a Loader is not tracked."]
+    assert saves.count == 1
+    with pytest.raises(UsageError, match=r"must load the whole state .*, but a Loader is not"):
+        Member(saves).survival.admit(None)
