@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise import config
 from shardwise.errors import ConfigError, ModelError, ParameterAccess, ShardwiseError, UsageError
 from shardwise.layout.placement import Tier
-from shardwise.states.storage.nf4_storage import BLOCK, VALUES
+from shardwise.states.storage.nf4_storage import BLOCK, VALUES, NF4Storage
 from tests.distributed.test_context_of_transformers import LLAMA, transformers
 
 peft = pytest.importorskip("peft")
@@ -56,6 +56,8 @@ def round_base(model):
 
 def optimizer_of(model, kind):
     trained = [p for p in model.parameters() if p.requires_grad]
+    if kind == "simple":
+        return torch.optim.SGD(trained, lr=0.1)
     if kind == "sgd":
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     return torch.optim.AdamW(trained, lr=0.02)
@@ -63,13 +65,15 @@ def optimizer_of(model, kind):
 
 def batch(step):
     draw = torch.Generator().manual_seed(step)
-    return torch.randint(LLAMA["vocab_size"], (8, 9), generator=draw)
+    tokens = torch.randint(LLAMA["vocab_size"], (8, 9), generator=draw)
+    return tokens[:, :-1], tokens[:, 1:]
 
 
-def loss_of(model, ids):
+def loss_of(model, rows):
     # Transformers' own loss computes in fp32.
-    logits = model(input_ids=ids).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    ids, labels = rows
+    logits = model(input_ids=ids).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def weights_of(model):
@@ -113,17 +117,56 @@ def trained(world, kind, settings):
         (2, "adamw", {"zero": 1, "optimizer_state": "8bit"}),
         (2, "sgd", {"zero": 2, "activations": "recomputed"}),
         (2, "sgd", {"zero": 3, "activations": "recomputed"}),
+        (2, "sgd", {"zero": 3, "ema_decay": 0.9}),
+        (2, "sgd", {"zero": 2, "context": 2}),
+        (2, "sgd", {"zero": 3, "context": 2}),
+        # An average of parameters after each simple step is the step of one process.
+        (2, "simple", {"zero": 0, "islands": 2, "equal_every": 1}),
+        (4, "simple", {"zero": 3, "islands": 2, "equal_every": 1}),
     ],
+    ids=str,
 )
 def test_equals_a_process_with_rounded_weights(group, size, kind, settings):
     losses, weights, merged = plain(kind)
+    apart = {key: settings[key] for key in ("context", "islands") if key in settings}
+    settings = {key: value for key, value in settings.items() if key not in apart}
     tolerance = {"rtol": 1e-8, "atol": 1e-10}
     if "optimizer_state" in settings:
         tolerance = {"rtol": 1e-2, "atol": 1e-2}
-    for ours, whole, together in group(size)(trained, kind, settings):
-        torch.testing.assert_close(ours, losses, **tolerance)
+    for ours, whole, together in group(size, **apart)(trained, kind, settings):
+        if "islands" not in apart:  # each island reports the loss of its rows
+            torch.testing.assert_close(ours, losses, **tolerance)
         torch.testing.assert_close(whole, weights, **tolerance)
         torch.testing.assert_close(together, merged, **tolerance)
+
+
+def gathered_bytes(world):
+    """Return the bytes that the gathers of a forward pass fill, by dtype, and those of the base."""
+    model = made(torch.bfloat16)
+    engine = sw.Engine(model, optimizer_of(model, "sgd"), frozen_weights="nf4", zero=3)
+    group = engine._spec.gather_group
+    sent, gather = {}, group.all_gather
+
+    def noted(flat, cuts):
+        sent[flat.dtype] = sent.get(flat.dtype, 0) + flat.nbytes
+        return gather(flat, cuts)
+
+    group.all_gather = noted
+    with torch.no_grad():
+        loss_of(model, batch(0))
+    del group.all_gather
+    numel = sum(b.layout.numel for b in engine._states.parameters.frozen if is_narrow(b))
+    engine.close()
+    return sent[torch.uint8], numel
+
+
+def is_narrow(bucket):
+    return isinstance(bucket.storage, NF4Storage)
+
+
+def test_gathers_send_4_bits(group):
+    for nbytes, numel in group(2)(gathered_bytes):
+        assert nbytes == numel * (4 + 16 / BLOCK) / 8
 
 
 def saved_and_resumed(world, folder, zero, other):

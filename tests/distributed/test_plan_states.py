@@ -87,7 +87,7 @@ def planned_and_laid(world, kind, level, precision, bucket_mb, state="full"):
 @each_value(size=[1, 2, 3, 4], level=[0, 1, 2, 3])
 def test_planned_states_equal_the_engines(group, size, level):
     cases = [("groups", "fp32", 0.004), ("sgd", "bf16", 25.0), ("whole", "fp32", 0.01)]
-    cases += [("groups", "bf16", 0.004, "8bit"), ("groups", "bf16", 0.004, "nf4")]
+    cases += [("groups", "bf16", 0.004, each) for each in ("8bit", "8bit-bf16", "nf4")]
     for kind, precision, *options in cases:
         for planned, laid in group(size)(planned_and_laid, kind, level, precision, *options):
             assert planned == laid, (kind, precision, options)

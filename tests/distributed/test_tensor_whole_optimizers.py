@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
@@ -180,3 +181,16 @@ def refused(world):
 
 def test_refuses_optimizers_that_combine_tensors(group):
     assert all(group(2, tensor=2)(refused))
+
+
+def refused_part(world):
+    model = nn.Sequential(nn.Linear(6, 2), nn.GELU(), nn.Linear(2, 6))
+    plan = {"0": "colwise", "2": "rowwise"}
+    text = r"Adafactor .*--tensor 2 leaves some workers a single row or column .*shape \(2, 6\)"
+    with pytest.raises(ModelError, match=text):
+        sw.Engine(model, torch.optim.Adafactor(model.parameters()), tensor_plan=plan)
+    return True
+
+
+def test_refuses_parts_whose_shape_a_factor_of_the_matrix_has(group):
+    assert all(group(2, tensor=2)(refused_part))

@@ -1,9 +1,18 @@
+from itertools import pairwise
 from statistics import NormalDist
 
 import pytest
 import torch
 
-from shardwise.states.storage.nf4_storage import BLOCK, VALUES, NF4Storage, nbytes_of
+from shardwise.comm import Handle
+from shardwise.states.storage.nf4_storage import (
+    BLOCK,
+    VALUES,
+    ExpandingGather,
+    NF4Storage,
+    nbytes_of,
+    pack,
+)
 from shardwise.states.storage.storage import SPAN
 
 
@@ -58,3 +67,30 @@ def test_writes_one_span_and_keeps_the_others():
     assert torch.equal(after[:SPAN], before[:SPAN])
     assert torch.equal(after[SPAN:], torch.full((3 * BLOCK,), 2.0))
     assert [first for first, _ in storage.read_spans()] == [0, SPAN]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cuts", [[0, 192, 384], [0, 0, 320, 384], [0, 384, 384]])
+def test_packed_gather_expands_every_ranks_interval(dtype, cuts):
+    value = torch.randn(cuts[-1], generator=torch.Generator().manual_seed(1)).to(dtype)
+    buffers, edges, expected = [], [], torch.empty_like(value)
+    for rank, (first, end) in enumerate(pairwise(cuts)):
+        storage = NF4Storage(end - first, dtype, torch.device("cpu"))
+        storage.store(value[first:end])
+        expected[first:end] = storage.loaded()
+        packed, edges = pack(storage, cuts, rank)
+        assert edges[rank + 1] - edges[rank] == storage.nbytes
+        buffers.append(packed)
+
+    def gather():
+        for rank, (first, end) in enumerate(pairwise(edges)):
+            buffers[0][first:end] = buffers[rank][first:end]
+
+    result = torch.full_like(value, torch.nan)
+    handle = ExpandingGather(Handle(gather), buffers[0], edges, cuts, result)
+    assert not handle.is_there()
+    handle.wait()
+    assert torch.equal(result, expected)
+    result.zero_()  # a second wait must not write into a buffer that is in use again
+    handle.reusable()
+    assert not result.any()

@@ -68,6 +68,12 @@ class Shard:
         return any(0 < length < self.shape[self.dim] for length in lengths)
 
     @property
+    def is_thin(self) -> bool:
+        """True if any rank's part has length 1 in `dim`, and the full tensor does not."""
+        lengths = [sum(end - first for first, end in each) for each in self.ranges]
+        return 1 in lengths and self.shape[self.dim] > 1
+
+    @property
     def most(self) -> int:
         """Number of elements in the largest part."""
         rest = prod(self.shape) // max(self.shape[self.dim], 1)

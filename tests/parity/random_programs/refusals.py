@@ -7,7 +7,7 @@ import re
 
 RIGHT: dict[str, str] = {
     r"are means over different kinds of items": "their weights are unclear without weight=",
-    r"needs whole tensors, but (with --off|--tensor)": "each worker, or span of a file, has a part",
+    r"needs whole tensors, but with --off": "each worker, or span of a file, has a part",
     r"found nothing to split": "without a layer to split, --tensor would train copies",
     r"zero-bubble splits backward in two": "both halves would gather, or recompute, everything",
     r"several stages on each worker .* Write loss = engine.forward_backward": "in a plain loop "

@@ -288,9 +288,16 @@ def test_quantised_states_and_weights_cost_traffic() -> None:
     for level, data in ((0, 1), (0, 2), (3, 2)):
         choice = Choice(row=Placement.zero(level), data=data, micro_batch=1, micro_batches=1)
         parts = step_estimate(frozen, choice, _cluster()).parts
-        # Expanded in forward and in backward, by each rank or by the rank that stores them.
-        count = 10**6 / (data if level == 3 else 1)
-        assert parts["memory traffic"] == pytest.approx(2 * EXPANSION_BYTES * count / 0.5e12)
+        # Each rank expands all of them, in forward and in backward. Gathers send 4 bits.
+        assert parts["memory traffic"] == pytest.approx(2 * EXPANSION_BYTES * 10**6 / 0.5e12)
+        full = replace(record, parameters=(*record.parameters, replace(base, quantised=False)))
+        waits = [
+            step_estimate(each, choice, _cluster()).parts.get("waits for parameters", 0.0)
+            for each in (record, frozen, full)
+        ]
+        # 4.25 of 16 bits
+        assert waits[1] - waits[0] == pytest.approx((waits[2] - waits[0]) * 4.25 / 16, rel=1e-3)
+        assert (waits[2] > waits[0]) is (level == 3)
 
 
 def test_rows_wait_for_different_collectives() -> None:

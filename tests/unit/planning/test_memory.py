@@ -81,6 +81,18 @@ def test_sharded_parameters_are_gathered_by_unit():
     assert list(plan.parts["gathered"]) == [WEIGHTS, WEIGHTS // 2, WEIGHTS, WEIGHTS // 2, 0]
 
 
+def test_frozen_weights_are_gathered_in_4_bits_and_expanded():
+    base = [
+        ParameterRecord(f"base {n}", (64, 64), "float32", 4, n, -1, -1, quantised=True)
+        for n in (1, 2)
+    ]
+    frozen = record(parameters=(*record().parameters, *base))
+    packed = 4096 // 64 * (32 + 4)
+    gathered = predict(frozen, choice(3), GPU).parts["gathered"]
+    # The next unit is on its way in 4 bits, and its buffer exists already.
+    assert list(gathered) == [2 * WEIGHTS + packed, WEIGHTS, 2 * WEIGHTS + packed, WEIGHTS, 0]
+
+
 def test_offloaded_states_use_no_device_memory():
     row = Placement.zero(2).resting(optimizer=Tier("cpu"))
     plan = predict(record(), Choice(row=row, data=2, micro_batch=1), GPU)

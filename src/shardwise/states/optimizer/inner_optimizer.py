@@ -190,17 +190,18 @@ class InnerOptimizer:
         update, because they have the same full tensors.
         """
         state, joined = self.inner.state, []
-        for segment in segments:
-            tensor, parameter, grad = segment.tensor, segment.parameter, segment.tensor.grad
-            if grad is None or parameter is None or parameter not in split.shards:
-                continue
-            joined.append((tensor, parameter, tensor.data))
-            tensor.grad = None  # a gradient must have its tensor's shape
-            tensor.data = split.whole(parameter, tensor.data)
-            tensor.grad = split.whole(parameter, grad)
-            if tensor in state:
-                state[tensor] = split.whole_state(parameter, state[tensor])
         try:
+            for segment in segments:
+                tensor, parameter, grad = segment.tensor, segment.parameter, segment.tensor.grad
+                if grad is None or parameter is None or parameter not in split.shards:
+                    continue
+                part, whole = tensor.data, split.whole(parameter, tensor.data)
+                joined.append((tensor, parameter, part))
+                tensor.grad = None  # a gradient must have its tensor's shape
+                tensor.data = whole
+                tensor.grad = split.whole(parameter, grad)
+                if tensor in state:
+                    state[tensor] = split.whole_state(parameter, state[tensor])
             yield
         finally:
             for tensor, parameter, part in joined:

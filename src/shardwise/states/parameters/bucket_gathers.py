@@ -23,6 +23,7 @@ from shardwise.comm import Handle
 from shardwise.states.parameters.saved_references import Form, view_in_form
 from shardwise.states.parameters.sharded_bucket import ShardedBucket
 from shardwise.states.shard_groups import ShardGroups
+from shardwise.states.storage.nf4_storage import ExpandingGather, NF4Storage, pack
 from shardwise.tiers.copy_stream import CopyStream
 from shardwise.timeline import recorder
 
@@ -184,13 +185,19 @@ class AllGathers(BucketGathers):
         wholes = [buffer.wholes[bucket] for bucket, buffer in zip(buckets, buffers, strict=True)]
 
         def send(index: int) -> Handle:
-            flat = wholes[index].flat
-            launched = recorder.launched("all-gather", flat)
+            flat, layout = wholes[index].flat, buckets[index].layout
+            group, narrow = self._groups.of(layout), self._narrow(buckets[index])
+            sent, cuts = flat, list(layout.cuts)
+            if narrow is not None:
+                sent, cuts = pack(narrow, layout.cuts, group.rank)
+            launched = recorder.launched("all-gather", sent)
+            handle = group.all_gather(sent, cuts)
+            if narrow is not None:
+                handle = ExpandingGather(handle, sent, cuts, layout.cuts, flat)
             # Remember the handle: other ranks may read this buffer after this rank's own wait has
             # returned.
-            layout = buckets[index].layout
-            buffers[index].last = self._groups.of(layout).all_gather(flat, layout.cuts)
-            return buffers[index].last.noted(launched)
+            buffers[index].last = handle
+            return handle.noted(launched)
 
         # If intervals are in memory, this thread can start the copies and collectives at once. A
         # disk must be read first, in a separate thread; `Gather.wait` then starts the collectives.
@@ -205,6 +212,11 @@ class AllGathers(BucketGathers):
             scope = nullcontext() if copy_stream is None else copy_stream.from_here()
             loads.append(self._reader.submit(_load, bucket, whole.flat, copy_stream, scope))
         return Gather(buffers, wholes, loads, send, [])
+
+    def _narrow(self, bucket: ShardedBucket) -> NF4Storage | None:
+        """Return the storage of `bucket` if it is gathered in 4 bits and expanded afterwards."""
+        alone = self._groups.of(bucket.layout).size == 1
+        return bucket.storage if isinstance(bucket.storage, NF4Storage) and not alone else None
 
     def _load_and_send(
         self,
@@ -222,7 +234,8 @@ class AllGathers(BucketGathers):
         # compute.
         with nullcontext() if copy_stream is None else copy_stream.from_here():
             for bucket, whole in zip(buckets, wholes, strict=True):
-                bucket.load(whole.flat)
+                if self._narrow(bucket) is None:
+                    bucket.load(whole.flat)
                 _hold(copy_stream, whole.flat)
             handles = [send(i) for i in range(len(buckets))]
             if copy_stream is not None:

@@ -21,11 +21,14 @@ therefore the same for each number of ranks, and no block contains elements of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from shardwise.comm import Handle
 from shardwise.states.storage.storage import Storage, spans_of
 
 BLOCK = 64
@@ -102,19 +105,12 @@ class NF4Storage(Storage):
 
     def _expand(self, first: int, into: Tensor) -> None:
         """Write the values of the elements that start at `first` to `into`."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        pairs = _pairs(wide, self.device)
-        for low, high in self._chunks(into.numel()):
-            begin, end = first + low, first + high
-            value = pairs.index_select(0, self.codes[begin // 2 : end // 2].int())
-            scales = self.scales[begin // BLOCK : end // BLOCK].to(wide)
-            # Multiply in at least fp32, so that 16-bit weights are rounded only once.
-            value = value.view(-1, BLOCK) * scales.unsqueeze(1)
-            into[low:high].copy_(value.view(-1))
+        end = first + into.numel()
+        _expand(self.codes[first // 2 : end // 2], self.scales[first // BLOCK : end // BLOCK], into)
 
     def _round(self, first: int, value: Tensor) -> None:
         """Round `value`, and store it as the elements that start at `first`."""
-        for low, high in self._chunks(value.numel()):
+        for low, high in _chunks(value):
             begin, end = first + low, first + high
             blocks = value[low:high].to(self.device).view(-1, BLOCK)
             scales = self.scales[begin // BLOCK : end // BLOCK]
@@ -125,10 +121,6 @@ class NF4Storage(Storage):
             codes = torch.bucketize(quotients.float(), _borders(self.device), out_int32=True)
             pairs = codes.view(-1, 2)
             self.codes[begin // 2 : end // 2].copy_(pairs[:, 0] * 16 + pairs[:, 1])
-
-    def _chunks(self, numel: int) -> list[tuple[int, int]]:
-        length = _CHUNK.get(self.device.type, _LARGE_CHUNK)
-        return [(low, min(low + length, numel)) for low in range(0, numel, length)]
 
     @property
     def nbytes(self) -> int:
@@ -141,12 +133,78 @@ class NF4Storage(Storage):
         return self.nbytes
 
 
+def pack(storage: NF4Storage, cuts: Sequence[int], rank: int) -> tuple[Tensor, list[int]]:
+    """Return a buffer for the bytes of a full bucket, with those of `rank` filled in, and its cuts.
+
+    `cuts` are the ranks' intervals in elements. `storage` holds the interval of `rank`.
+    """
+    edges = [nbytes_of(cut, storage.dtype.itemsize) for cut in cuts]
+    packed = torch.empty(edges[-1], dtype=torch.uint8, device=storage.device)
+    own = packed[edges[rank] : edges[rank + 1]]
+    torch.cat([storage.codes, storage.scales.view(torch.uint8)], out=own)
+    return packed, edges
+
+
+class ExpandingGather(Handle):
+    """A gather of a bucket in 4 bits, which `wait` expands.
+
+    Args:
+        gather: The pending gather of `packed`.
+        packed: The bytes of the full bucket (see `pack`).
+        edges: The ranks' intervals of `packed`.
+        cuts: The ranks' intervals of the bucket, in elements.
+        into: Receives the values of the full bucket: (cuts[-1],).
+    """
+
+    def __init__(
+        self,
+        gather: Handle,
+        packed: Tensor,
+        edges: Sequence[int],
+        cuts: Sequence[int],
+        into: Tensor,
+    ) -> None:
+        self._gather = gather
+
+        def expand() -> None:
+            gather.wait()
+            for (low, high), (first, end) in zip(pairwise(cuts), pairwise(edges), strict=True):
+                border = first + (high - low) // 2  # codes, then scales
+                scales = packed[border:end].view(into.dtype)
+                _expand(packed[first:border], scales, into[low:high])
+
+        super().__init__(expand, gather.advance)
+
+    def reusable(self) -> None:
+        self.wait()
+        self._gather.reusable()
+
+
+def _expand(codes: Tensor, scales: Tensor, into: Tensor) -> None:
+    """Write the values of `codes`, (n / 2,), and `scales`, (n / BLOCK,), to `into`, (n,)."""
+    wide = torch.promote_types(scales.dtype, torch.float32)
+    pairs = _pairs(wide, into.device)
+    for low, high in _chunks(into):
+        value = torch.view_as_real(pairs.index_select(0, codes[low // 2 : high // 2].int()))
+        # Multiply in at least fp32, so that 16-bit weights are rounded only once.
+        value = value.view(-1, BLOCK) * scales[low // BLOCK : high // BLOCK].to(wide).unsqueeze(1)
+        into[low:high].copy_(value.view(-1))
+
+
+def _chunks(value: Tensor) -> list[tuple[int, int]]:
+    numel, length = value.numel(), _CHUNK.get(value.device.type, _LARGE_CHUNK)
+    return [(low, min(low + length, numel)) for low in range(0, numel, length)]
+
+
 @cache
 def _pairs(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the two values that each byte encodes: (256, 2)."""
+    """Return the two values that each byte encodes, as a complex number: (256,).
+
+    A lookup copies both at once, which takes a third of the time on a CPU.
+    """
     values = torch.tensor(VALUES, dtype=torch.float32).to(device, dtype)
     byte = torch.arange(256, device=device)
-    return torch.stack([values[byte // 16], values[byte % 16]], 1)
+    return torch.complex(values[byte // 16], values[byte % 16])
 
 
 @cache

@@ -41,6 +41,8 @@ class Storage(ABC):
     """Device of a span while it is in use."""
     memory: Tensor | None = None
     """The full interval if it is always in memory, else None."""
+    is_derived = False
+    """True if the values follow from another storage, so a checkpoint does not contain them."""
     is_on_disk = False
     """True if reading a span waits for a disk."""
     copy_stream: CopyStream | None = None

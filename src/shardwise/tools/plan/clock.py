@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
+from shardwise.states.storage import nf4_storage
 from shardwise.tools.plan.choice import Choice, Estimate
 from shardwise.tools.plan.cluster import Cluster
 from shardwise.tools.plan.collectives import all_reduce_seconds, all_to_all_seconds
@@ -139,9 +140,8 @@ def unit_works(record: StepRecord, run: Parallelism, cluster: Cluster) -> list[U
             for phase in ("forward", "backward")
         )
         part = parts if split else 1
-        # Frozen weights in 4 bits are expanded in each pass. Each rank expands what it stores.
-        count = expanded[unit] / (run.data if run.placement.is_sharded("parameters") else 1)
-        expansion = Busy(memory=memory_seconds(count * EXPANSION_BYTES, cluster.device))
+        # Frozen weights in 4 bits are expanded in each pass, after the gather if there is one.
+        expansion = Busy(memory=memory_seconds(expanded[unit] * EXPANSION_BYTES, cluster.device))
         forward, backward = forward + expansion, backward + expansion
         works.append(
             UnitWork(
@@ -233,7 +233,9 @@ def _parameters(
         if expert > 1 and each.experts:
             experts[unit] += each.held(expert)
             continue
-        held[unit] += each.numel
+        # Weights in 4 bits are sent as they are stored: count them as fewer elements.
+        narrow = nf4_storage.nbytes_of(each.numel, each.itemsize) / each.itemsize
+        held[unit] += narrow if each.quantised else each.numel
         trained[unit] += each.numel if each.group >= 0 else 0
         expanded[unit] += each.numel if each.quantised else 0
     return held, trained, experts, expanded

@@ -170,6 +170,14 @@ class StateLayout:
             by_unit[bucket.unit] += bucket.nbytes
         return by_unit
 
+    def packed_bytes(self) -> list[int]:
+        """Return the size in bytes of each unit's weights in 4 bits, which gathers receive."""
+        by_unit = [0] * len(self.record.units)
+        for bucket in self.frozen:
+            if bucket.quantised and self.ranks > 1:
+                by_unit[bucket.unit] += nf4_storage.nbytes_of(bucket.layout.numel, bucket.itemsize)
+        return by_unit
+
 
 def lay_out(
     record: StepRecord,

@@ -265,7 +265,7 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
     sharded = layout.row.is_sharded("parameters") and not hardware.shares and layout.ranks > 1
     if not sharded and not any(bucket.quantised for bucket in layout.frozen):
         return gathered
-    sizes = layout.unit_bytes()
+    sizes, packed = layout.unit_bytes(), layout.packed_bytes()
     resting = {n for n, name in enumerate(record.units) if name.startswith("the rest of")}
     always = sum(sizes[number] for number in resting)
     order = [use.unit for use in record.uses if use.phase == "forward" and use.unit not in resting]
@@ -279,7 +279,8 @@ def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> ND
         if not layout.row.is_sharded("parameters"):
             coming = -1  # 4-bit weights that no rank shares are expanded only when needed
         here = sizes[unit] if unit >= 0 and unit not in resting else 0
-        gathered[number] = always + here + (sizes[coming] if coming >= 0 else 0)
+        # 4-bit weights are expanded at the start of their unit, so both forms are in memory.
+        gathered[number] = always + here + (sizes[coming] + packed[coming] if coming >= 0 else 0)
     return gathered
 
 
