@@ -1,9 +1,9 @@
 """Gives the parameters of a trial values only while an operation uses them.
 
 A trial needs random weights of known seeds, and a comparison of their gradients. Neither has to be
-in memory at once: weights are drawn again for each operation, and of each gradient only a product
-with a random vector is kept. A trial therefore needs memory for about one weight and its gradient,
-however large the model is.
+in memory at once: matrices are drawn again for each operation, and of each gradient only a product
+with a random vector is kept. A trial therefore needs memory for about one matrix and its gradient,
+however large the model is. Vectors are small, and keep their values.
 
     linear(x, weight)   ──▶  draw the weight, multiply, free it
     its backward pass   ──▶  draw the same weight, multiply, free it
@@ -59,22 +59,27 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sketches: dict[nn.Parameter, Tensor] = {}
 
     def parameter_like(self, shapes: Tensor, *, centre: float) -> nn.Parameter:
-        """Return an fp64 parameter without values.
+        """Return an fp64 parameter, which has values only during operations if it is a matrix.
 
         Args:
             shapes: A tensor of the parameter's shape.
             centre: The mean of the parameter's values.
         """
-        seed = len(self._weights)
+        seed = len(self._sketches)
         parameter = nn.Parameter(self._empty(shapes.shape))
         storage = parameter.untyped_storage()
-        storage.resize_(0)
+        is_matrix = shapes.ndim > 1
         # About the scale of usual initial values, so that deep models stay finite.
-        deviation = 0.1 if shapes.ndim < 2 else max(shapes[0].numel(), 1) ** -0.5
-        self._weights[storage._cdata] = _Weight(storage, shapes.numel(), seed, centre, deviation)
-        rows = shapes.shape if shapes.ndim < 2 else shapes.shape[:-1]
-        self._sketches[parameter] = self._empty(rows).zero_()
-        vector = self._vector(shapes.size(-1)) if shapes.ndim > 1 else None
+        deviation = max(shapes[0].numel(), 1) ** -0.5 if is_matrix else 0.1
+        weight = _Weight(storage, shapes.numel(), seed, centre, deviation)
+        if is_matrix:
+            storage.resize_(0)
+            self._weights[storage._cdata] = weight
+        else:
+            # Fused norms may read their weight without an operation that this mode sees.
+            weight.draw()
+        self._sketches[parameter] = self._empty(shapes.shape[: shapes.ndim - is_matrix]).zero_()
+        vector = self._vector(shapes.size(-1)) if is_matrix else None
 
         def take(reached: Tensor) -> None:
             grad, reached.grad = reached.grad, None
