@@ -1,5 +1,6 @@
 """The parameters of a trial have values only while an operation uses them."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -75,3 +76,15 @@ def test_no_values_of_matrices_remain_between_operations():
 def test_vectors_have_values_for_code_that_bypasses_operations():
     weights, _, vector = made()
     assert torch.equal(torch.from_numpy(vector.detach().numpy()), values_of(weights, vector))
+
+
+@pytest.mark.parametrize("read", [repr, Tensor.numpy, Tensor.tolist, Tensor.data_ptr])
+def test_matrices_keep_their_values_once_code_has_read_them_directly(read):
+    weights, matrix, _ = made()
+    expected = values_of(weights, matrix)
+    with weights, WithoutRandomness(), torch.no_grad():
+        read(matrix.detach().mT)
+        values = torch.from_numpy(matrix.detach().numpy())
+        assert F.linear(torch.ones(1, 5, dtype=torch.float64), matrix).abs().sum() > 0
+    assert torch.equal(values, expected)
+    assert str(matrix)
