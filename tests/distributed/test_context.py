@@ -718,6 +718,29 @@ def test_refuses_by_name(group, name):
             raise ModelError(said)
 
 
+def first_step_in_stages(world: sw.World) -> str:
+    """Return the error of the first step, in which each stage has only a part of the model."""
+    model, problem = OwnPositions().double(), Problem(rows=(4,))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    try:
+        engine.forward_backward(
+            lambda *part: problem.loss_of(model, part),
+            *world.share(problem.batches(0)[0]),
+            weight=lambda *part: int((part[-1] != -100).sum()),
+        )
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+@pytest.mark.full
+def test_refuses_by_name_in_stages(group):
+    for said in group(4, context=2, pipeline=2)(first_step_in_stages):
+        assert "places (Embedding) gives a different result" in said
+
+
 class Scale(nn.Module):
     """Returns its own weight."""
 
