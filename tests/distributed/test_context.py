@@ -718,6 +718,76 @@ def test_refuses_by_name(group, name):
             raise ModelError(said)
 
 
+def first_step_in_stages(world: sw.World) -> str:
+    """Return the error of the first step, in which each stage has only a part of the model."""
+    model, problem = OwnPositions().double(), Problem(rows=(4,))
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    try:
+        engine.forward_backward(
+            lambda *part: problem.loss_of(model, part),
+            *world.share(problem.batches(0)[0]),
+            weight=lambda *part: int((part[-1] != -100).sum()),
+        )
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+@pytest.mark.full
+def test_refuses_by_name_in_stages(group):
+    for said in group(4, context=2, pipeline=2)(first_step_in_stages):
+        assert "places (Embedding) gives a different result" in said
+
+
+class Scale(nn.Module):
+    """Returns its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 1, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight[:, :, :WIDTH]
+
+
+class ReadsWeights(Model):
+    """Passes weights between modules, and reads them without operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert str(self.places.weight)
+        least = float(self.words.weight.detach().numpy().min())
+        x = self.scale() * self.words(ids).clamp(min=least) + self.places(positions)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x)
+
+
+def reads_weights(world: sw.World) -> Tensor:
+    """Return this rank's part of the outputs."""
+    torch.manual_seed(3)
+    model = ReadsWeights()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    ids = torch.arange(14).view(2, 7) % WORDS
+    with torch.no_grad():
+        logits = model(*world.share((ids, torch.arange(7).expand(2, 7))))
+    engine.close()
+    return logits
+
+
+def test_trial_of_model_that_reads_weights_directly(group):
+    torch.manual_seed(3)
+    model, ids = ReadsWeights(), torch.arange(14).view(2, 7) % WORDS
+    expected = model(ids, torch.arange(7).expand(2, 7)).detach()
+    parts = group(2, context=2)(reads_weights)
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+
+
 def two_engines(world: sw.World) -> None:
     """Train two models in turns, and check that attention is plain after the last engine."""
     plain = F.scaled_dot_product_attention

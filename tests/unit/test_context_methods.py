@@ -1,5 +1,6 @@
 """The bytes that the two methods of `--context` send decide which one is used."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -7,7 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.parallel.context.methods import AttentionCall, attend, bytes_sent, costs
+from shardwise.parallel.context.methods import (
+    AttentionCall,
+    CausalBiases,
+    attend,
+    bytes_sent,
+    costs,
+)
 from shardwise.tools.plan.engine_parts import AbsentParts
 
 ROWS, OWN, PARTS, FEATURES = 2, 6, 4, 2
@@ -45,7 +52,7 @@ def call_of(mask: str, heads: int, groups: int) -> AttentionCall:
 def test_counts_the_bytes_of_a_forward_pass(method, mask, groups):
     noted: list[int] = []
     call = call_of(mask, 8, groups)
-    attend(call, LENGTHS, AbsentParts(PARTS, noted.append), method)
+    attend(call, LENGTHS, AbsentParts(PARTS, noted.append), method, CausalBiases())
     # Exchanged masks have no gradient, so the rest is sent twice.
     without = bytes_sent(
         call_of("causal" if mask == "causal" else "none", 8, groups), LENGTHS, method
@@ -70,3 +77,16 @@ def test_chooses_the_method_that_sends_less(mask, heads, groups, cheapest):
     sent = costs(call_of(mask, heads, groups), LENGTHS)
     assert min(sent, key=sent.__getitem__) == cheapest
     assert ("ulysses" in sent) == (heads % PARTS == 0)
+
+
+def test_layers_share_the_masks_of_causal_chunks_until_lengths_change():
+    biases, query = CausalBiases(), torch.ones(1, 1, 3, 1)
+    first, second = biases.of(query, 0, 3), biases.of(query, 9, 12)
+    assert biases.of(query, 0, 3) is first
+    assert biases.of(query, 9, 12) is second
+    expected = torch.ones(3, 12).tril(9).log()
+    assert torch.equal(second, expected)
+    kept = weakref.ref(first)
+    del first
+    biases.of(query, 0, 4)
+    assert kept() is None

@@ -25,7 +25,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.context.methods import AttentionCall, attend, costs
+from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import lengths_of
 
@@ -74,6 +74,7 @@ class ContextRun:
         self._awaited: set[tuple[int, ...]] = set()
         """The `lengths` of training forward passes since the last backward pass."""
         self._method = method
+        self._biases = CausalBiases()
 
     def install(self) -> None:
         """Replace torch's attention function, unless another run has already replaced it."""
@@ -81,6 +82,7 @@ class ContextRun:
 
     def uninstall(self) -> None:
         """Restore torch's attention function, unless another run still needs the replacement."""
+        self._biases.clear()
         _REPLACEMENT.remove(self)
 
     # -- forward passes -------------------------------------------------------------------
@@ -173,7 +175,7 @@ class ContextRun:
         # Of equal costs, `min` returns the first.
         cheapest = min(self.costs, key=self.costs.__getitem__)
         self.method = cheapest if self._method == "auto" else self._method
-        result = attend(call, self.lengths, self.group, self.method)
+        result = attend(call, self.lengths, self.group, self.method, self._biases)
         return result if has_heads else result.squeeze(1)
 
     def note_call(self, place: str, problem: str | None) -> None:

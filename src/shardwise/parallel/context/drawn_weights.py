@@ -1,9 +1,9 @@
 """Gives the parameters of a trial values only while an operation uses them.
 
 A trial needs random weights of known seeds, and a comparison of their gradients. Neither has to be
-in memory at once: weights are drawn again for each operation, and of each gradient only a product
-with a random vector is kept. A trial therefore needs memory for about one weight and its gradient,
-however large the model is.
+in memory at once: matrices are drawn again for each operation, and of each gradient only a product
+with a random vector is kept. A trial therefore needs memory for about one matrix and its gradient,
+however large the model is. Vectors are small, and keep their values.
 
     linear(x, weight)   ──▶  draw the weight, multiply, free it
     its backward pass   ──▶  draw the same weight, multiply, free it
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 
 @dataclass(frozen=True)
@@ -57,24 +58,46 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Maps the addresses of storages to their weights."""
         self._vectors: dict[int, Tensor] = {}
         self._sketches: dict[nn.Parameter, Tensor] = {}
+        self._reads = _KeepsRead(self)
+
+    def __enter__(self) -> DrawnWeights:
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def keep(self, tensor: Tensor) -> None:
+        """Give `tensor` its values until the end of the trial, if it is a matrix or a view."""
+        weight = self._weights.pop(tensor.untyped_storage()._cdata, None)
+        if weight is not None:
+            with _disable_current_modes():  # another mode may replace random numbers
+                weight.draw()
 
     def parameter_like(self, shapes: Tensor, *, centre: float) -> nn.Parameter:
-        """Return an fp64 parameter without values.
+        """Return an fp64 parameter, which has values only during operations if it is a matrix.
 
         Args:
             shapes: A tensor of the parameter's shape.
             centre: The mean of the parameter's values.
         """
-        seed = len(self._weights)
+        seed = len(self._sketches)
         parameter = nn.Parameter(self._empty(shapes.shape))
         storage = parameter.untyped_storage()
-        storage.resize_(0)
+        is_matrix = shapes.ndim > 1
         # About the scale of usual initial values, so that deep models stay finite.
-        deviation = 0.1 if shapes.ndim < 2 else max(shapes[0].numel(), 1) ** -0.5
-        self._weights[storage._cdata] = _Weight(storage, shapes.numel(), seed, centre, deviation)
-        rows = shapes.shape if shapes.ndim < 2 else shapes.shape[:-1]
-        self._sketches[parameter] = self._empty(rows).zero_()
-        vector = self._vector(shapes.size(-1)) if shapes.ndim > 1 else None
+        deviation = max(shapes[0].numel(), 1) ** -0.5 if is_matrix else 0.1
+        weight = _Weight(storage, shapes.numel(), seed, centre, deviation)
+        if is_matrix:
+            storage.resize_(0)
+            self._weights[storage._cdata] = weight
+        else:
+            # Fused norms in C++ may read their weight without an operation that this mode sees.
+            weight.draw()
+        self._sketches[parameter] = self._empty(shapes.shape[: shapes.ndim - is_matrix]).zero_()
+        vector = self._vector(shapes.size(-1)) if is_matrix else None
 
         def take(reached: Tensor) -> None:
             grad, reached.grad = reached.grad, None
@@ -127,6 +150,26 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for weight in used.values():
                 weight.storage.resize_(0)
 
+
+class _KeepsRead(TorchFunctionMode):
+    """Keeps the values of matrices that are read by code which a dispatch mode does not see.
+
+    Examples are `print` and kernels of Triton, which call `data_ptr`. They would read freed memory.
+    """
+
+    def __init__(self, weights: DrawnWeights) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _READS:
+            self._weights.keep(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+_READS = {Tensor.__repr__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.numpy, Tensor.tolist}
 
 _VECTORS = 1 << 32
 """Added to the seeds of the vectors, which must be independent of the weights."""

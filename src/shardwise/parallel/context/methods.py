@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import gcd
 
 import torch
@@ -76,7 +75,43 @@ class AttentionCall:
         )
 
 
-def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, method: str) -> Tensor:
+class CausalBiases:
+    """The masks of the last causal chunks that a rank computed, which all layers share."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Tensor] = {}
+
+    def clear(self) -> None:
+        """Free the masks."""
+        self._known.clear()
+
+    def of(self, query: Tensor, first: int, end: int) -> Tensor:
+        """Return a mask (end - first, end) for the queries of tokens `first` to `end`.
+
+        The queries are the last of their keys' tokens, but torch's `is_causal` would align them
+        with the first. The mask is added to scores, because torch would convert a mask of bools,
+        and keep the result for the backward pass, in each layer.
+        """
+        # `plan` has several modes of fake tensors, which must not meet.
+        place = first, end, query.dtype, query.device, getattr(query, "fake_mode", None)
+        if place not in self._known:
+            if len(self._known) > 1:  # a rank computes two chunks
+                self.clear()
+            with torch.inference_mode(mode=False):  # also used in training
+                size, device = (end - first, end), query.device
+                allowed = torch.ones(size, dtype=torch.bool, device=device).tril(first)
+                bias = torch.zeros(size, dtype=query.dtype, device=device)
+                self._known[place] = bias.masked_fill_(~allowed, -torch.inf)
+        return self._known[place]
+
+
+def attend(
+    call: AttentionCall,
+    lengths: Sequence[int],
+    group: Collectives,
+    method: str,
+    biases: CausalBiases,
+) -> Tensor:
     """Compute attention for this rank's queries. Differentiable and collective.
 
     Args:
@@ -84,11 +119,14 @@ def attend(call: AttentionCall, lengths: Sequence[int], group: Collectives, meth
         lengths: The length of each rank's part.
         group: The ranks, in the order of the parts.
         method: "ulysses" or "gathered".
+        biases: The masks that calls share.
 
     Returns:
         (rows, heads, own length, features).
     """
-    return (_by_heads if method == "ulysses" else _by_gathering)(call, lengths, group)
+    if method == "ulysses":
+        return _by_heads(call, lengths, group)
+    return _by_gathering(call, lengths, group, biases)
 
 
 def bytes_sent(call: AttentionCall, lengths: Sequence[int], method: str) -> float:
@@ -175,7 +213,9 @@ def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> T
     return mask
 
 
-def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
+def _by_gathering(
+    call: AttentionCall, lengths: Sequence[int], group: Collectives, biases: CausalBiases
+) -> Tensor:
     widths = [call.key.size(3), call.value.size(3)]
     both = gather(torch.cat([call.key, call.value], 3), 2, lengths, group)
     key, value = torch.split(both, widths, 3)
@@ -183,30 +223,11 @@ def _by_gathering(call: AttentionCall, lengths: Sequence[int], group: Collective
         shares = CausalShares(lengths, group)
         results = []
         for query, (first, end) in zip(shares.spread(call.query), shares.chunks, strict=True):
-            # `plan` has several modes of fake tensors, which must not meet.
-            mode = getattr(query, "fake_mode", None)
-            bias = _causal_bias(first, end, query.dtype, query.device, mode)
+            bias = biases.of(query, first, end)
             results.append(call.compute(query, key[:, :, :end], value[:, :, :end], bias))
         return shares.collect(results)
     mask = None if call.mask is None else _mask_of_queries(call.mask, lengths, group)
     return call.compute(call.query, key, value, mask)
-
-
-@lru_cache(maxsize=2)  # a rank computes two chunks
-def _causal_bias(
-    first: int, end: int, dtype: torch.dtype, device: torch.device, mode: object
-) -> Tensor:
-    """Return a mask (end - first, end) for the queries of tokens `first` to `end`, and their keys.
-
-    The queries are the last of these tokens, but torch's `is_causal` would align them with the
-    first. The mask is added to scores, because torch would convert a mask of bools, and keep the
-    result for the backward pass, in each layer.
-    """
-    del mode
-    with torch.inference_mode(mode=False):  # also used in training
-        allowed = torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)
-        bias = torch.zeros(end - first, end, dtype=dtype, device=device)
-        return bias.masked_fill_(~allowed, -torch.inf)
 
 
 def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:

@@ -213,7 +213,7 @@ class SequenceTrial:
             list(planned.attach(clone.get_submodule(name)))
         results = _Results()
         for name, module in clone.named_modules():
-            module.register_forward_hook(results.recorder(name, module))
+            module.register_forward_hook(results.recorder(name, module, weights))
         args, kwargs = pytree.tree_map(self._widened, inputs)
         generators = GeneratorStates.now()
         try:
@@ -377,11 +377,13 @@ class _Results:
     grads: dict[str, Tensor] = field(default_factory=dict)
     modules: list[tuple[str, str, list[Tensor]]] = field(default_factory=list)
 
-    def recorder(self, name: str, module: nn.Module) -> Any:
+    def recorder(self, name: str, module: nn.Module, weights: DrawnWeights) -> Any:
         """Return a forward hook that records the outputs of `module` under `name`."""
 
         def record(_: nn.Module, __: Any, output: Any) -> None:
             found = [x.detach() for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+            for each in found:
+                weights.keep(each)  # a module may return a part of its weight
             self.modules.append((name, type(module).__name__, found))
 
         return record
