@@ -57,6 +57,8 @@ PLANTED = {
     "static_graph": "static_graph with a graph that changes",
     "other_rates": "learning rates differ between ranks",
     "own_shuffles": "every rank reads all samples",
+    "sums": "sums averaged over ranks",
+    "shard_norm": "clipping by a local norm",
 }
 WITHOUT_MISTAKE = (
     "average",
@@ -73,6 +75,7 @@ WITHOUT_MISTAKE = (
     "static_graph",
     "own_part",
     "closure",
+    "narrow_backward",
 )
 FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 
@@ -147,6 +150,21 @@ def test_names_no_cause_in_a_correct_script(verify: Verify, trait: str) -> None:
     found = verify(CORRECT, trait)
     assert found["names"] == [], found
     assert found["verdict"] in ("bits", "rounding"), found
+
+
+@pytest.mark.full
+def test_small_error_in_fp64_is_a_difference(verify: Verify) -> None:
+    found = verify(CAUSES, "small_error")
+    assert found["names"] == [], found
+    assert found["verdict"] == "differs", found
+
+
+@pytest.mark.full
+def test_small_error_is_not_proved_if_a_layer_computes_in_fp32(verify: Verify) -> None:
+    found = verify(CORRECT, "fp32_layer")
+    assert found["names"] == [], found
+    assert found["verdict"] == "unproved", found
+    assert "in ToCopyBackward0 (float32; called by stock_correct.py:" in found["words"][0]
 
 
 @pytest.mark.full

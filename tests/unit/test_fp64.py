@@ -94,6 +94,9 @@ def test_script_that_creates_narrow_tensors_stays_in_fp64() -> None:
         assert wide.sum(0, dtype=torch.float32).dtype == torch.float64
         assert F.softmax(wide, dim=-1, dtype=torch.float32).dtype == torch.float64
         assert torch.zeros(2, dtype=torch.int32).dtype == torch.int32
+        assert torch.tensor([1, 2]).float().dtype == torch.float64
+        assert torch.tensor([True]).to(torch.float32).dtype == torch.float64
+        assert torch.tensor([1, 2]).int().dtype == torch.int32
     with PromoteToFp64():
         assert torch.zeros(2, dtype=torch.float32).dtype == torch.float32
 

@@ -1,6 +1,7 @@
 """Causes of `verify --stock`, recognised in values that a run could have recorded."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ NO_FACTS: dict[str, Any] = {
     "split": [],
     "static": False,
 }
-TERM = {"value": 1.0, "items": 8.0, "factor": 1.0, "addends": 1}
+TERM = {"value": 1.0, "items": 8.0, "factor": 1.0, "addends": 1, "is_sum": False}
 WEIGHT, BIAS = torch.arange(1.0, 5), torch.tensor([2.0, -1.0])
 
 
@@ -101,6 +102,34 @@ def test_recognises_the_scale_of_gradients(scale: float, bias: Any, name: str) -
     made = records(*trained(scale, bias))
     first = suspected(ONE, made)
     assert name in first[:2], first
+
+
+@pytest.mark.parametrize(
+    ("scale", "bias", "name"),
+    [(0.5, BIAS / 2, "sums averaged over ranks"), (0.25, BIAS / 4, "gradients averaged twice")],
+)
+def test_tells_averaged_sums_from_gradients_averaged_twice(
+    scale: float, bias: Tensor, name: str
+) -> None:
+    made = records(*trained(scale, bias))
+    rows = [row | {"terms": [TERM | {"is_sum": True}]} for row in made.steps[0]]
+    assert suspected(ONE, replace(made, steps=[rows] * RANKS))[0] == name
+
+
+@pytest.mark.parametrize(
+    ("factors", "names"),
+    [([0.5, 0.25], ["clipping by a local norm"]), ([0.5, 0.5], ["gradients averaged twice"])],
+)
+def test_recognises_shards_scaled_by_a_factor_per_rank(
+    factors: list[float], names: list[str]
+) -> None:
+    scales = torch.tensor(factors).repeat_interleave(2)
+    steps = trained()
+    changed = {("gradient", "weight"): WEIGHT * scales, ("gradient", "bias"): BIAS * scales[::2]}
+    made = records(steps[0], {**steps[1], **changed}, facts=[{"split": ["weight", "bias"]}] * RANKS)
+    shapes = [[("weight", (4,)), ("bias", (2,))]]
+    rows = [row | {"parameters": shapes} for row in made.steps[0]]
+    assert suspected(ONE, replace(made, steps=[rows] * RANKS)) == names
 
 
 def test_a_factor_of_experts_alone_is_theirs() -> None:

@@ -64,6 +64,37 @@ def test_closure_has_computed_the_gradients(tmp_path: Path) -> None:
     assert made.steps[0][0]["fed"]["rows"] == 3
 
 
+class NarrowBackward(torch.autograd.Function):
+    """The identity, with a backward pass that adds up its gradient in fp32."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(gradient.shape, dtype=torch.float32)
+        return (total + gradient.float()).to(gradient.dtype)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize(("wide", "narrow"), [("default", True), ("promoted", False)])
+def test_casts_in_a_backward_method_are_logged_unless_they_have_no_effect(
+    tmp_path: Path, wide: str, narrow: bool, direct: bool
+) -> None:
+    def script() -> None:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss = NarrowBackward.apply(model(torch.ones(3, 2))).mean() / 3
+        torch.autograd.backward(loss) if direct else loss.backward()
+        optimizer.step()
+
+    facts = record(tmp_path, script, wide=wide).ranks[0]
+    assert facts["dtypes"] == ["float64"]
+    assert any("in NarrowBackwardBackward (float32" in each for each in facts["narrow"]) is narrow
+    assert bool(facts["narrow"]) is narrow
+
+
 def test_overflowing_step_leaves_no_losses_to_the_next(tmp_path: Path) -> None:
     def script() -> None:
         model = nn.Linear(2, 1, bias=False)

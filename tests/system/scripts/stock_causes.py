@@ -59,9 +59,9 @@ class Model(nn.Module):
 
 
 plain = Model().to(dtype)
-by_hand = mistake in ("unused", "wrong_group", "context_loss", "buffers")
+by_hand = mistake in ("unused", "wrong_group", "context_loss", "buffers", "small_error")
 model: nn.Module = plain
-if mistake == "saved_shard":
+if mistake in ("saved_shard", "shard_norm"):
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
 elif not by_hand:
     model = DistributedDataParallel(plain, static_graph=mistake == "static_graph")
@@ -89,7 +89,7 @@ for epoch in range(2):
         a, b = a.to(dtype), b.to(dtype)
         if mistake == "context_loss":
             a, b = a.chunk(size)[rank], b.chunk(size)[rank]
-        loss = mse_loss(model(a), b) / window
+        loss = mse_loss(model(a), b, reduction="sum" if mistake == "sums" else "mean") / window
         if mistake == "clip_before_unscale":
             scaler.scale(loss).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -111,6 +111,13 @@ for epoch in range(2):
             dist.all_reduce(gradient, group=group)
             if mistake != "context_loss":
                 gradient /= dist.get_world_size(group)
+            if mistake == "small_error" and size > 1:
+                gradient *= 1 + 1e-6
+        if mistake == "shard_norm":
+            shards = [p.grad.to_local() for p in model.parameters()]
+            norm = torch.stack([shard.norm() for shard in shards]).norm()
+            for shard in shards:
+                shard.mul_((0.1 / norm).clamp(max=1.0))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():

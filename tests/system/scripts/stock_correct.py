@@ -7,10 +7,11 @@ import copy
 import io
 import sys
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import linear, mse_loss
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -20,6 +21,25 @@ rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x.prod(1, keepdim=True).sigmoid())
+
+
+class NarrowBackward(torch.autograd.Function):
+    """The identity, with a backward pass that rounds to fp32."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return (gradient.float() / 3).to(gradient.dtype) * 3
+
+
+def computed_in_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """Return the output of a layer, by casts that nothing undoes."""
+    narrow = torch.from_numpy(numpy.zeros(1, numpy.float32))
+    values = (each.type_as(narrow) for each in (x, layer.weight, layer.bias))
+    return linear(*values).to(x.dtype)
 
 
 class Model(nn.Module):
@@ -38,7 +58,12 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh() + self.signs((x[:, 0] > 0).long())
-        output = self.last(self.drop(self.third(self.second(hidden).tanh()).tanh()))
+        if trait == "narrow_backward":
+            hidden = NarrowBackward.apply(hidden)
+        second = self.second(hidden)
+        if trait == "fp32_layer":
+            second = computed_in_fp32(self.second, hidden)
+        output = self.last(self.drop(self.third(second.tanh()).tanh()))
         rows = x[:, :1] > 1.3
         if trait == "unused" and rows.any():
             output = output + self.extra(hidden) * rows

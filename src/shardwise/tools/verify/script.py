@@ -36,6 +36,7 @@ _RANKS = re.compile(r"(environ|getenv).*\b(LOCAL_)?RANK\b")
 
 
 _NARROWER = {torch.float32, torch.float16, torch.bfloat16}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _CASTS: set[Any] = {Tensor.float, Tensor.half, Tensor.bfloat16}
 _LOSSES: set[Any] = {
     *(functional.mse_loss, functional.l1_loss),
@@ -58,7 +59,7 @@ class PromoteToFp64(TorchFunctionMode):
 
     Args:
         creates: Whether tensors for which the script requests a narrower dtype are also fp64, such
-            as torch.zeros(n, dtype=torch.float32). Default: False.
+            as torch.zeros(n, dtype=torch.float32) and mask.float(). Default: False.
     """
 
     def __init__(self, *, creates: bool = False) -> None:
@@ -69,14 +70,15 @@ class PromoteToFp64(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        wide = bool(args) and isinstance(args[0], Tensor) and args[0].dtype is torch.float64
+        dtype = args[0].dtype if args and isinstance(args[0], Tensor) else None
+        wide = dtype is torch.float64 or (self._creates and dtype in _INTEGERS)
         narrow = self._creates and kwargs.get("dtype") in _NARROWER
         if narrow and (func in _WITH_DTYPE or not watching.is_called_by_torch(1)):
             kwargs = kwargs | {"dtype": torch.float64}
         # Keep casts inside torch and the engine, which are part of their algorithms.
         if wide and (func in _CASTS or func is Tensor.to) and not watching.is_called_by_torch(1):
             if func in _CASTS:
-                return args[0]
+                return args[0].double()
             args, kwargs = pytree.tree_map_only(
                 torch.dtype,
                 lambda dtype: torch.float64 if dtype in _NARROWER else dtype,

@@ -8,7 +8,12 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.tools.verify import watching
 from shardwise.tools.verify.script import PromoteToFp64
 from shardwise.tools.verify.stock import zero_shards
 
@@ -32,7 +37,26 @@ def widen(*, promotes: bool) -> None:
     _set_argument(fsdp.MixedPrecisionPolicy, "output_dtype", None)
     zero_shards.widen()
     if promotes:
-        PromoteToFp64(creates=True).__enter__()  # type: ignore[no-untyped-call]
+        mode = PromoteToFp64(creates=True)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        _run_backward_in(mode)
+
+
+def _run_backward_in(mode: TorchFunctionMode) -> None:
+    """Activate a mode in backward passes too, for the backward methods of autograd functions.
+
+    `Tensor.backward` and `torch.autograd.backward` are functions that a mode handles, and a mode is
+    inactive while it handles a function.
+    """
+    module: Any = torch.autograd
+    plain: Callable[..., Any] = module._engine_run_backward
+
+    @wraps(plain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return plain(*args, **kwargs)
+
+    module._engine_run_backward = run
 
 
 def _set_argument(kind: Any, name: str, value: Any) -> None:
@@ -46,3 +70,40 @@ def _set_argument(kind: Any, name: str, value: Any) -> None:
         init(*bound.args, **bound.kwargs)
 
     kind.__init__ = replaced
+
+
+MOST = 20
+"""Maximum number of logged operations."""
+
+
+class NarrowOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Logs operations that round gradients to a dtype narrower than fp64.
+
+    Active during a backward pass. An operation rounds if it computes narrower values from fp64
+    values. If it only converts narrower values to fp64, an earlier operation has rounded them: for
+    example, the derivative of a cast to fp32 is a cast of the gradient from fp32 to fp64.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = _floating_dtypes((args, kwargs))
+        result = func(*args, **(kwargs or {}))
+        if len(self.entries) < MOST:
+            written = _floating_dtypes(result)
+            narrow = (read | written) - {torch.float64}
+            wide = torch.float64 in read
+            if narrow and (written & narrow if wide else torch.float64 in written):
+                node = torch._C._current_autograd_node()
+                where = f" in {node.name()}" if node is not None else ""
+                names = ", ".join(sorted(str(each).removeprefix("torch.") for each in narrow))
+                line = watching.user_line() or "a library"
+                self.entries[f"{func.__name__}{where} ({names}; called by {line})"] = None
+        return result
+
+
+def _floating_dtypes(tree: Any) -> set[torch.dtype]:
+    leaves = pytree.tree_leaves(tree)
+    return {e.dtype for e in leaves if isinstance(e, Tensor) and e.is_floating_point()}

@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,7 @@ class StockRecorder:
         self._stateful = StatefulForwards(
             lambda: self._is_in_backward, self._alterations.pop("keep_buffers", None)
         )
+        self._narrow = precision.NarrowOperations() if is_wide else None
 
     @property
     def _is_here(self) -> bool:
@@ -213,7 +215,8 @@ class StockRecorder:
             self._events[-1].append("backward")
             self._is_in_backward = True
             try:
-                return backward(tensors, *args, **kwargs)
+                with self._narrow or nullcontext():
+                    return backward(tensors, *args, **kwargs)
             finally:
                 self._is_in_backward = False
 
@@ -437,6 +440,7 @@ class StockRecorder:
             "tensor_parallel": any(each.is_tensor_parallel for each in followed),
             "ended_itself": not self._is_done,
             "dtypes": sorted(self._dtypes),
+            "narrow": [] if self._narrow is None else list(self._narrow.entries),
             "unnamed": self._unnamed,
             "spawns": self._spawns,
             "window": next((e.zero.window for e in followed if e.zero is not None), None),
@@ -505,6 +509,7 @@ def _described(loss: Tensor) -> dict[str, Any]:
         "items": None if main is None or terms.guessed else readers.number(main.items),
         "factor": _root_factor(loss) / scale,
         "words": terms.describe(),
+        "is_sum": terms.is_sum,
         "addends": _count_addends(loss),
     }
 

@@ -35,7 +35,7 @@ METRICS = 1e-4
 """Maximum relative difference in training at which evaluations are still compared."""
 
 OF_FP32 = 1e-4
-"""A difference in fp64 that is smaller than this may be due to casts to fp32."""
+"""A difference in fp64 that is smaller than this may be due to casts to fp32, if there are any."""
 
 UNJOINABLE = UnjoinableBatches.__name__
 WIDE = "float64"
@@ -200,11 +200,12 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
     tried = suspects(reference, made, result.judged, TOLERANCE) if finds_causes else ()
     cause = _confirmed(runs, tried, reference, wide)
     first = result.judged.without_losses.first(TOLERANCE)
-    if cause is None and first is not None and first.largest < OF_FP32:
+    rounds = [entry for facts in (*made.ranks, *reference.ranks) for entry in facts["narrow"]]
+    if cause is None and first is not None and first.largest < OF_FP32 and rounds:
         return _unproved(
             result,
             f"it differs by {first.largest:.1e} {verdicts.name_step(first)} in fp64. This may be "
-            "the rounding of an operation that computes in fp32 even then.",
+            f"rounding, because the backward pass is not all in fp64 even then: {rounds[0]}.",
         )
     return _caused(result, cause)
 

@@ -6,10 +6,12 @@ Such a suspect is confirmed by a trial run with its alterations (see alterations
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from shardwise.tools.verify.comparing import Comparison, StepDifference
 from shardwise.tools.verify.records import Step, WholeTensor
@@ -50,6 +52,7 @@ def suspects(
     return [
         *_of_rates(reference, made),
         *_of_gradients(reference, made, first),
+        *_of_norms_of_shards(reference, made, first),
         *_of_norms(reference, made, first),
         *_of_updates(reference, made, first, tolerance),
         *_of_loss_weights(reference, made),
@@ -183,6 +186,15 @@ def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
             "ranks, and not averaged.",
             {"scale_gradients": 1 / size},
         )
+    terms = [term for rows in made.steps for row in rows for term in row["terms"]]
+    if abs(ratio * size - 1) < CLOSE and terms and all(term["is_sum"] for term in terms):
+        return StockSuspect(
+            "sums averaged over ranks",
+            f"Gradients are 1/{size} as large as in one process. The losses are sums, such as "
+            'those of reduction="sum", and gradients are averaged over ranks, as by '
+            f"DistributedDataParallel. Multiply each loss by {size}, the number of ranks.",
+            {"scale_gradients": float(size)},
+        )
     for power in (1, 2):
         if abs(ratio * size**power - 1) < CLOSE:
             return StockSuspect(
@@ -221,6 +233,44 @@ def _partly_scaled(
         "other gradients agree.",
         trial,
     )
+
+
+def _of_norms_of_shards(
+    reference: StockRecords, made: StockRecords, first: StepDifference
+) -> Iterator[StockSuspect]:
+    """Yield a suspect if each rank has scaled its shards of the gradients by its own factor."""
+    size, number = len(made.ranks), max(first.number, 1)
+    theirs, ours = (_gradients(each, first) for each in (reference, made))
+    shapes = {n: s for n, s in made.steps[0][number - 1].get("parameters", [[]])[0] if s}
+    factors: dict[int, list[float]] = defaultdict(list)
+    for name in set(made.ranks[0]["split"]) & theirs.keys() & ours.keys() & shapes.keys():
+        whole, other = theirs[name].values, ours[name].values
+        if whole is None or other is None:
+            return
+        # FSDP2 splits the rows of a parameter like torch.chunk.
+        rows = math.ceil(shapes[name][0] / size)
+        length = rows * whole.numel() // shapes[name][0]
+        parts = (torch.split(values.double(), length) for values in (whole, other))
+        for rank, (one, two) in enumerate(zip(*parts, strict=True)):
+            if len(one) < 2:
+                continue  # any two numbers are multiples of each other
+            ratio = parallel_ratio(one, two)
+            if ratio is not None:
+                factors[rank].append(ratio)
+            elif bool(one.any() or two.any()):
+                return  # not split like this, or wrong in another way
+    if not all(map(_agree, factors.values())):
+        return
+    each = [values[0] for values in factors.values()]
+    if len(each) > 1 and not _agree(each):
+        yield StockSuspect(
+            "clipping by a local norm",
+            f"In step {number - 1} each rank scales its shards of the gradients by its own factor "
+            f"({min(each):.4g} to {max(each):.4g} times the gradient of one process), such as by "
+            "the norm of its shards. Compute the norm over the shards of all ranks: "
+            "clip_grad_norm_(model.parameters(), limit) does.",
+            is_proved=True,
+        )
 
 
 def _of_norms(
