@@ -1,11 +1,12 @@
-"""Compares a mixture of experts with --expert to the same model, replicated, under DDP.
+"""Compares a mixture of experts with --expert to DDP, which replicates it, and to DeepSpeed's MoE.
 
     shardwise run -n 2 --expert 2 benchmarks/experts.py
-    shardwise run -n 4 --expert 4 benchmarks/experts.py --steps 10
+    DS_ACCELERATOR=cpu shardwise run -n 4 --expert 4 benchmarks/experts.py --deepspeed
 
-Both contenders train the same model on the same batches, one step each in turn. The program prints
-the machine, the median time per step with its quartiles, and the bytes of parameters, gradients
-and optimizer state that one worker holds.
+The contenders train the same model on the same batches, one step each in turn. DeepSpeed
+(deepspeed.moe.layer.MoE, the group `peers` of pyproject.toml) spreads its experts over as many
+workers, and drops no tokens either. The program prints the machine, the median time per step with
+its quartiles, and the bytes of parameters, gradients and optimizer state that one worker holds.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ def main() -> None:
         plain_optimizer.step()
         return loss.item()
 
-    times = timed({"shardwise": step_ours, "DDP": step_plain}, args.steps)
-    elements = sum(p.numel() for p in plain.parameters())
-    held = {"shardwise": engine.state_bytes, "DDP": 4 * 4 * elements}
+    steps = {"shardwise": step_ours, "DDP": step_plain}
+    models: dict[str, nn.Module] = {"DDP": plain}
+    if args.deepspeed:
+        models["DeepSpeed"], steps["DeepSpeed"] = deepspeed_step(args, world.expert_size, x, y)
+    times = timed(steps, args.steps)
+    # The first step creates the optimizer's state.
+    held = {"shardwise": engine.state_bytes} | {n: held_bytes(m) for n, m in models.items()}
     engine.close()
     if world.is_main:
         for name, words in describe().items():
@@ -97,8 +102,64 @@ def main() -> None:
                 f"{name:10} {1e3 * middle:8.1f} ms per step ({1e3 * low:.1f} to {1e3 * high:.1f}), "
                 f"{held[name] / 2**20:7.1f} MiB of state per worker"
             )
-        ratio = statistics.median(times["shardwise"]) / statistics.median(times["DDP"])
-        print(f"time of shardwise / DDP: {ratio:.2f}")
+        for name in [*times][1:]:
+            ratio = statistics.median(times["shardwise"]) / statistics.median(times[name])
+            print(f"time of shardwise / {name}: {ratio:.2f}")
+
+
+def held_bytes(model: nn.Module) -> int:
+    """Return the bytes of this worker's fp32 parameters, gradients and AdamW's moments."""
+    return 4 * 4 * sum(p.numel() for p in model.parameters())
+
+
+class DeepSpeedBlock(nn.Module):
+    """The block with DeepSpeed's layer."""
+
+    def __init__(self, args: argparse.Namespace, spread: int) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.norm = nn.LayerNorm(args.width)
+        self.moe = MoE(
+            args.width,
+            expert(args.width, args.hidden),
+            num_experts=args.experts,
+            ep_size=spread,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=False,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (tokens, width)."""
+        return x + self.moe(self.norm(x))[0]
+
+
+def deepspeed_step(
+    args: argparse.Namespace, spread: int, x: Tensor, y: Tensor
+) -> tuple[nn.Module, Callable[[], float]]:
+    """Return the model under DeepSpeed, and a function that trains it for one step."""
+    import deepspeed
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(0)
+    blocks = [DeepSpeedBlock(args, spread) for _ in range(args.layers)]
+    model = nn.Sequential(*blocks, nn.Linear(args.width, 32))
+    group = {"params": list(model.parameters()), "name": "all"}
+    groups = split_params_into_different_moe_groups_for_optimizer(group)
+    config = {"train_micro_batch_size_per_gpu": args.tokens, "zero_allow_untested_optimizer": True}
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(groups, lr=1e-3), config=config
+    )
+
+    def step() -> float:
+        loss = nn.functional.cross_entropy(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.item())
+
+    return model, step
 
 
 def timed(steps: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
@@ -123,6 +184,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=512, help=f"width of experts {number}")
     parser.add_argument("--tokens", type=int, default=512, help=f"tokens per worker {number}")
     parser.add_argument("--steps", type=int, default=20, help=f"timed steps {number}")
+    parser.add_argument("--deepspeed", action="store_true", help="also time DeepSpeed's MoE")
     parser.add_argument("--zero", type=int, default=0, help=f"row of the placement {number}")
     return parser.parse_args()
 

@@ -199,7 +199,8 @@ def import_(
 
     Continue from it with engine.resume(OUT). What SOURCE lacks is printed. Built-in maps are
     llama-meta-to-hf, llama-hf-to-meta, llama-megatron-to-hf, llama-nanotron-to-hf,
-    gpt2-hf-to-linear, gpt2-linear-to-hf, qkv-split, qkv-fuse, gate-up-split and gate-up-fuse.
+    gpt2-hf-to-linear, gpt2-linear-to-hf, qkv-split, qkv-fuse, gate-up-split, gate-up-fuse,
+    experts-fuse and experts-split.
     """
     from shardwise.checkpoint.formats import importing
 

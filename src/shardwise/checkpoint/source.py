@@ -18,6 +18,7 @@ from shardwise.checkpoint.extra_sets import ExtraSets, Sets, SetsToRead
 from shardwise.checkpoint.format import dtype_of
 from shardwise.checkpoint.formats.optimizers import fields_for
 from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
+from shardwise.checkpoint.formats.rules import with_fused_experts
 from shardwise.checkpoint.formats.saved import Checkpoint
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.checkpoint.tensor_spans import AVERAGE, MASTER, MODEL, OPTIMIZER, state_name
@@ -138,6 +139,7 @@ def open_source(
             )
     else:
         foreign = stack.enter_context(open_checkpoint(path, FOREIGN))
+        foreign.model = with_fused_experts(foreign, engine_tensors.inventory.names)
         sets = {MODEL: foreign.model}
         if not model_only:
             optimizer_names = engine_tensors.optimizer_names

@@ -1,5 +1,6 @@
 """Rules that rename, split, fuse and transpose tensors."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -82,6 +83,65 @@ def test_groups_split_every_group():
     assert torch.equal(back["qkv"], whole)
 
 
+def experts(kind):
+    """Return a checkpoint of one layer with three experts, each in tensors of its own."""
+    block, gate, up, down = rules.EXPERTS[kind]
+    tensors = {f"layers.0.{block}.gate.weight": torch.randn(3, 2)}
+    for number in range(3):
+        for part, shape in ((gate, (5, 2)), (up, (5, 2)), (down, (2, 5))):
+            tensors[f"layers.0.{block}.experts.{number}.{part}.weight"] = torch.randn(shape)
+    found = source(tensors)
+    found.config["config.json"] = json.dumps({"model_type": kind}).encode()
+    return found, tensors
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "olmoe"])
+def test_experts_are_fused_as_in_transformers_and_split_again(kind):
+    checkpoint, tensors = experts(kind)
+    block, gate, up, down = rules.EXPERTS[kind]
+    fused = applied(checkpoint, "experts-fuse")
+
+    def each(part):
+        names = (f"layers.0.{block}.experts.{number}.{part}.weight" for number in range(3))
+        return torch.stack([tensors[name] for name in names])
+
+    # Source: MergeModulelist and Concatenate in transformers/conversion_mapping.py.
+    pairs = torch.cat([each(gate), each(up)], 1)
+    assert torch.equal(fused["layers.0.mlp.experts.gate_up_proj"], pairs)
+    assert torch.equal(fused["layers.0.mlp.experts.down_proj"], each(down))
+    assert len(fused) == 3
+    into = torch.empty(13)
+    checkpoint.model.read("layers.0.mlp.experts.gate_up_proj", 7, into)
+    assert torch.equal(into, pairs.view(-1)[7:20])
+    back = applied(checkpoint, "experts-split")
+    assert back.keys() == tensors.keys()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+
+
+def test_fused_experts_read_only_the_tensors_that_they_need(monkeypatch):
+    checkpoint, _ = experts("mixtral")
+    names = ["layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj"]
+    reader, read = checkpoint.model, []
+    plain = reader.read
+    monkeypatch.setattr(reader, "read", lambda name, *rest: (read.append(name), plain(name, *rest)))
+    model = rules.with_fused_experts(checkpoint, names)
+    model.read(names[1], 10, torch.empty(10))
+    assert read == ["layers.0.block_sparse_moe.experts.1.w2.weight"]
+    # A model that holds each expert by itself reads the file as it is.
+    assert rules.with_fused_experts(checkpoint, list(reader.specs)) is reader
+
+
+def test_maps_of_experts_refuse_what_they_do_not_know():
+    checkpoint, _ = experts("olmoe")
+    with pytest.raises(CheckpointError, match="experts that are not split yet"):
+        applied(checkpoint, "experts-split")
+    with pytest.raises(CheckpointError, match="takes no arguments"):
+        applied(checkpoint, "experts-fuse:heads=2")
+    checkpoint.config["config.json"] = b'{"model_type": "gpt_oss"}'
+    with pytest.raises(CheckpointError, match="whose model_type is mixtral"):
+        applied(checkpoint, "experts-fuse")
+
+
 def test_parts_of_a_tensor_are_read_in_ranges():
     checkpoint = source({"w": torch.arange(6.0).view(2, 3)})
     applied(checkpoint, "w=w;transpose")
@@ -106,6 +166,8 @@ def test_parts_of_a_tensor_are_read_in_ranges():
         ("a,c=d", "fuses a with c, which the source does not have"),
         ("a=x,y;sizes=2:1", "cannot be split as 2:1"),
         ("a=c;transpose", None),
+        ("a=x,y;stack=3", "needs dim=0 and a multiple of 3 names"),
+        ("a=x,y;stack=2", "4 is not stack=2"),
         ("a=c;rope=3", "4 rows are not a multiple"),
         ("gate-up-split:depth=3", "takes heads=N"),
         ("llama-meta-to-hf", "needs the number of heads"),

@@ -7,6 +7,8 @@ from torch import nn
 from shardwise.errors import UsageError
 from shardwise.layout import sum_tree
 from shardwise.parallel.expert.exact_experts import fresh, own_stream, run_each
+from shardwise.parallel.expert.split_experts import find_fused, unsplit_reasons
+from tests.distributed.test_experts_of_transformers import build
 from tests.unit.experts.naive import expert
 
 ROWS = (5, 4, 0, 7, 3, 6, 2, 8)
@@ -58,3 +60,11 @@ def test_own_stream_restores_the_generator():
         assert torch.equal(torch.rand(2), first)
     with own_stream(device, 7, 2):
         assert not torch.equal(torch.rand(2), first)
+
+
+def test_does_not_split_experts_with_a_replaced_forward():
+    fused = find_fused([build("mixtral")])
+    own, replaced = fused.values()
+    # Exact mode runs the forward of the class, so it would silently ignore this one.
+    replaced.forward = own.forward
+    assert list(unsplit_reasons(fused).values()) == [None, "its forward has been replaced"]

@@ -7,6 +7,7 @@
     h.{i}.gate.weight,h.{i}.up.weight=h.{i}.gate_up.weight               fuse along dim 0
     h.{i}.w.weight=h.{i}.w.weight;transpose             transpose a matrix
     ...;dim=1    ...;sizes=4:1:1    ...;groups=8        options of split and fuse
+    ...;stack=8                                         the fused tensor has one more dim, of size 8
     ...;rope=32  ...;unrope=32                          reorder the rows of 32 rotary heads
 
 `{i}` stands for one part of a name, between dots. The first rule that matches a tensor is used.
@@ -52,6 +53,7 @@ class Rule:
         dim: Dim along which tensors are split or fused.
         sizes: Relative sizes of the parts, or () if they are equal.
         groups: Number of groups along `dim`. Each group contains all parts.
+        stack: Size of an additional first dim of the fused tensor, or 0 if it has none.
         transpose: True to transpose the matrix.
         rope: Number of heads whose rows are reordered from pairs to halves. If it is negative, they
             are reordered from halves to pairs. If it is 0, they are not reordered.
@@ -64,6 +66,7 @@ class Rule:
     dim: int = 0
     sizes: tuple[int, ...] = ()
     groups: int = 1
+    stack: int = 0
     transpose: bool = False
     rope: int = 0
     map: str = ""
@@ -74,13 +77,19 @@ class Rule:
         return len(self.old) == len(self.new) == 1 and self.old[0][-1:] in ("", ".")
 
     @property
+    def is_concatenation(self) -> bool:
+        """Whether the new tensor's elements are those of the old tensors, one after the other."""
+        changes_order = self.dim or self.groups > 1 or self.transpose or self.rope
+        return len(self.old) > 1 and not changes_order
+
+    @property
     def action(self) -> str:
         """Description of what the rule does to values, or "" if it only renames tensors."""
         words = []
         if len(self.new) > 1:
-            words.append(f"split along dim {self.dim}")
+            words.append("unstack" if self.stack else f"split along dim {self.dim}")
         if len(self.old) > 1:
-            words.append(f"fuse along dim {self.dim}")
+            words.append(f"stack {self.stack}" if self.stack else f"fuse along dim {self.dim}")
         if self.transpose:
             words.append("transpose")
         if self.rope:
@@ -121,9 +130,14 @@ class Rule:
 
     def _fuse(self, values: list[Tensor]) -> Tensor:
         grouped = torch.cat([self._grouped(value) for value in values], self.dim + 1)
-        return grouped.flatten(self.dim, self.dim + 1)
+        fused = grouped.flatten(self.dim, self.dim + 1)
+        return fused.reshape(self.stack, -1, *fused.shape[1:]) if self.stack else fused
 
     def _split(self, value: Tensor) -> list[Tensor]:
+        if self.stack:
+            if value.shape[0] != self.stack:
+                raise ValueError(f"{value.shape[0]} is not stack={self.stack}")
+            value = value.flatten(0, 1)
         grouped = self._grouped(value)
         sizes = self.sizes or (1,) * len(self.new)
         whole, total = grouped.shape[self.dim + 1], sum(sizes)
@@ -161,7 +175,7 @@ def parse(text: str) -> Rule:
         except (KeyError, ValueError) as error:
             raise CheckpointError(
                 f"The rule {text!r} has the invalid option {option!r}. Options are dim=D, "
-                "sizes=4:1:1, groups=G, transpose, rope=HEADS and unrope=HEADS."
+                "sizes=4:1:1, groups=G, stack=E, transpose, rope=HEADS and unrope=HEADS."
             ) from error
     rule = Rule(text, _listed(old), _listed(new), **values)
     _check(rule)
@@ -189,6 +203,7 @@ _OPTIONS: dict[str, Callable[[str], dict[str, Any]]] = {
     "dim": lambda text: {"dim": _count(text) if text != "0" else 0},
     "sizes": lambda text: {"sizes": tuple(_count(part) for part in text.split(":"))},
     "groups": lambda text: {"groups": _count(text)},
+    "stack": lambda text: {"stack": _count(text)},
     "transpose": lambda text: {"transpose": _flag(text)},
     "rope": lambda text: {"rope": _count(text)},
     "unrope": lambda text: {"rope": -_count(text)},
@@ -202,6 +217,8 @@ def _check(rule: Rule) -> None:
         fault = "has several names on both sides: split and fuse in two imports"
     elif rule.sizes and len(rule.sizes) != len(rule.new):
         fault = f"has {len(rule.sizes)} sizes for {len(rule.new)} new names"
+    elif rule.stack and (rule.dim or max(len(rule.old), len(rule.new)) % rule.stack):
+        fault = f"has stack={rule.stack}, which needs dim=0 and a multiple of {rule.stack} names"
     elif rule.is_prefix and rule.action:
         fault = "changes values, and so must name whole tensors, not a prefix"
     elif not rule.is_prefix and not all((*rule.old, *rule.new)):
@@ -303,8 +320,19 @@ BUILT_IN = {
     "qkv-fuse": "self_attn.q_proj, k_proj and v_proj to qkv_proj",
     "gate-up-split": "mlp.gate_up_proj to gate_proj and up_proj",
     "gate-up-fuse": "mlp.gate_proj and up_proj to gate_up_proj",
+    "experts-fuse": "Mixtures of experts: Transformers' files to the tensors of its modules",
+    "experts-split": "Mixtures of experts: tensors of Transformers' modules to its files",
 }
 """Names of the built-in maps, with a description of each."""
+
+
+_SEPARATE = ("mlp", "gate_proj", "up_proj", "down_proj")
+
+EXPERTS = {
+    "mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"), _SEPARATE),
+}
+"""Names in Transformers' files by model_type: the block, and an expert's gate, up and down."""
 
 
 def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
@@ -329,9 +357,82 @@ def rules_of(texts: Iterable[str], checkpoint: Checkpoint) -> list[Rule]:
                 )
             found.append(parse(text))
             continue
+        if name in ("experts-fuse", "experts-split"):
+            rules = _of_experts(checkpoint, splits=name == "experts-split")
+            if arguments:
+                raise CheckpointError(f"The map {name} takes no arguments, not {arguments!r}.")
+            if not rules:
+                raise CheckpointError(
+                    f"The map {name} finds no experts to change. It needs a config.json whose "
+                    f"model_type is {', '.join(EXPERTS)}, and experts that are not "
+                    f"{'split' if name == 'experts-split' else 'fused'} yet."
+                )
+            found += [replace(rule, map=name) for rule in rules]
+            continue
         numbers = _Numbers(name, arguments, checkpoint)
         found += [replace(rule, map=name) for rule in _built_in(name, numbers)]
     return found
+
+
+def _of_experts(checkpoint: Checkpoint, *, splits: bool) -> list[Rule]:
+    """Return the rules between an expert's own tensors, as in files, and tensors (E, ...).
+
+    The list is empty if the checkpoint has no such experts, or an unknown model_type. See
+    transformers/conversion_mapping.py.
+    """
+    kind = _config_of(checkpoint).get("model_type")
+    if not isinstance(kind, str) or kind not in EXPERTS:
+        return []
+    block, gate, up, down = EXPERTS[kind]
+    # For each layer, the number of experts.
+    numbers: dict[str, int] = {}
+    form = (
+        r"(.*)\.mlp\.experts\.down_proj"
+        if splits
+        else rf"(.*)\.{block}\.experts\.(\d{{1,9}})\.{down}\.weight"
+    )
+    for name, spec in checkpoint.model.specs.items():
+        if len(spec.shape) == 2 + splits and (matched := re.fullmatch(form, name)) is not None:
+            # With a larger number in a damaged name, parts are missing, which is an error below.
+            number = (
+                spec.shape[0] if splits else min(int(matched[2]), len(checkpoint.model.specs)) + 1
+            )
+            numbers[matched[1]] = max(number, numbers.get(matched[1], 0))
+    rules = []
+    for layer, number in numbers.items():
+        for whole, parts in (("gate_up_proj", (gate, up)), ("down_proj", (down,))):
+            several = ",".join(
+                f"{layer}.{block}.experts.{e}.{part}.weight"
+                for e in range(number)
+                for part in parts
+            )
+            one = f"{layer}.mlp.experts.{whole}"
+            old, new = (one, several) if splits else (several, one)
+            rules.append(parse(f"{old}={new};stack={number}"))
+        if block != "mlp":  # the router
+            old, new = ("mlp", block) if splits else (block, "mlp")
+            rules.append(parse(f"{layer}.{old}.={layer}.{new}."))
+    return rules
+
+
+def with_fused_experts(checkpoint: Checkpoint, names: Iterable[str]) -> TensorReader:
+    """Return the model of `checkpoint` with experts in tensors (E, ...) if `names` has such ones.
+
+    Transformers stores a file's experts one by one, and its modules hold them in one tensor.
+    """
+    if all(name in checkpoint.model.specs or ".mlp.experts." not in name for name in names):
+        return checkpoint.model
+    rules = _of_experts(checkpoint, splits=False)
+    return _apply(checkpoint.model, plan(list(checkpoint.model.specs), rules, optional=True))
+
+
+def _config_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the content of the checkpoint's config.json, or {} if there is none."""
+    try:
+        config = json.loads(checkpoint.config.get("config.json", b"{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 class _Numbers:
@@ -348,14 +449,10 @@ class _Numbers:
             raise CheckpointError(
                 f"The map {name} takes heads=N and kv_heads=N, not {arguments!r}."
             ) from error
-        try:
-            config = json.loads(checkpoint.config.get("config.json", b"{}"))
-        except (ValueError, RecursionError):
-            config = {}
         # Formats without a config.json may state the numbers otherwise.
         facts = {key: int(n) for key, n in checkpoint.facts.items() if n.isdecimal()}
         self.is_interleaved = checkpoint.facts.get("rope_interleaved") == "True"
-        self._config: Mapping[str, Any] = facts | (config if isinstance(config, dict) else {})
+        self._config: Mapping[str, Any] = facts | _config_of(checkpoint)
 
     def heads(self, kind: str) -> int:
         """Return the number of attention heads (`heads`) or key and value heads (`kv_heads`)."""
@@ -449,14 +546,15 @@ def plan(names: Sequence[str], rules: Sequence[Rule], optional: bool = False) ->
             or a rule matches no tensor.
     """
     known, done, used = set(names), set[str](), set[str]()
-    # A rule for one whole name is found by that name, because there may be one per tensor.
+    # A rule for whole names is found by its names, because there may be one per tensor.
     by_name: dict[str, int] = {}
     others: list[int] = []
     for number, rule in enumerate(rules):
-        if rule.is_prefix or len(rule.old) > 1 or "{" in rule.old[0]:
+        if rule.is_prefix or any("{" in old for old in rule.old):
             others.append(number)
-        else:
-            by_name.setdefault(rule.old[0], number)
+            continue
+        for old in rule.old:
+            by_name.setdefault(old, number)
     changes: list[Change] = []
     for name in names:
         if name in done:
@@ -539,11 +637,24 @@ class ChangedReader(TensorReader):
 
     def read(self, name: str, first: int, into: Tensor) -> None:
         rule, leaves, place = self._origin[name]
+        if rule.is_concatenation:
+            _read_concatenation(leaves, first, into)
+            return
         key = id(leaves), leaves[0].name
         if self._last is None or self._last[0] != key:
             self._last = None  # free the last result before the next is computed
             self._last = key, rule.change([leaf.value() for leaf in leaves])
         into.copy_(self._last[1][place].view(-1)[first : first + into.numel()])
+
+
+def _read_concatenation(leaves: Sequence[Leaf], first: int, into: Tensor) -> None:
+    """Read elements of the concatenation of `leaves`, and only from those that hold them."""
+    start, end = 0, first + into.numel()
+    for leaf in leaves:
+        low, high = max(first, start), min(end, start + leaf.spec.numel)
+        if low < high:
+            leaf.reader.read(leaf.name, low - start, into[low - first : high - first])
+        start += leaf.spec.numel
 
 
 @dataclass

@@ -58,7 +58,8 @@ def unsplit_reasons(fused: Mapping[str, nn.Module]) -> dict[str, str | None]:
     by_form: dict[object, str | None] = {}
     reasons = {}
     for name, module in fused.items():
-        form = type(module), tuple(p.shape for p in module.parameters()), module.training
+        shapes = tuple(p.shape for p in module.parameters())
+        form = type(module), shapes, module.training, "forward" in vars(module)
         if form not in by_form:
             by_form[form] = why_not(module)
         reasons[name] = by_form[form]
