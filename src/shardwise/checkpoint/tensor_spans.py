@@ -179,8 +179,9 @@ class TensorSpans:
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         # In fp32 training there is no separate master: `master` and `target` are the same storage.
-        # A rounded master has the parameters' values.
-        if interval.master is not interval.target and interval.master.nbytes:
+        # Do not test for bytes: an interval may be empty on this rank only, and all ranks must
+        # yield the same states.
+        if interval.master is not interval.target and not interval.master.is_derived:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
             yield AVERAGE, None, self._averages.storages[index]

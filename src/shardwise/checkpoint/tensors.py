@@ -122,7 +122,7 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
     masters = {
         slot.parameter: part.master.dtype
         for part in states.optimizer.intervals
-        if part.master.dtype != part.target.dtype and part.master.nbytes
+        if part.master.dtype != part.target.dtype and not part.master.is_derived
         for slot in part.bucket.slots
     }
     for number, form in enumerate(named):

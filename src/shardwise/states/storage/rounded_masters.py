@@ -47,6 +47,8 @@ class RoundedMaster(Storage):
         seed: Returns 32 bits that differ in each step.
     """
 
+    is_derived = True
+
     def __init__(
         self, target: Storage, pieces: Sequence[NoisePiece], seed: Callable[[], int]
     ) -> None:

@@ -43,6 +43,8 @@ class Storage(ABC):
     """The full interval if it is always in memory, else None."""
     is_on_disk = False
     """True if reading a span waits for a disk."""
+    is_derived = False
+    """True if the values are those of another storage, so that checkpoints leave them out."""
     copy_stream: CopyStream | None = None
     """Runs copies between host memory and the accelerator. None if no copies are needed."""
 
