@@ -227,7 +227,15 @@ def build(
         parameters,
         gradients,
         optimizer,
-        IntervalGather(parameters, optimizer, spec.shard_groups, scattered=scattered),
+        IntervalGather(
+            parameters,
+            optimizer,
+            spec.shard_groups,
+            scattered=scattered,
+            share_split_keys=None
+            if spec.tensor is None
+            else partial(spec.tensor.share_split_keys, spec.shard_group, spec.optimizers),
+        ),
         shown,
         storage_factories,
         moving,
