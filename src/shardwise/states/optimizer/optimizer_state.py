@@ -190,11 +190,9 @@ class OptimizerState:
         pieces = []
         for piece in interval.all_pieces:
             named = self._parameters.named[piece.parameter]
-            # Elements of a split tensor are counted from the start of this rank's part.
-            rank = 0 if named.shard is None else named.shard.rank
-            key = zlib.crc32(f"{named.name} {rank}".encode())
+            key = zlib.crc32(named.name.encode())
             start, end = piece.start - interval.own[0], piece.end - interval.own[0]
-            pieces.append(NoisePiece(start, end, key, piece.offset))
+            pieces.append(NoisePiece(start, end, key, piece.offset, named.shard))
         return pieces
 
     def _fill_master(
