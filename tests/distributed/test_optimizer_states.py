@@ -413,3 +413,38 @@ def test_masters_are_whole_in_every_mesh(group, mesh):
         for weight, master in zip(weights, masters.values(), strict=True):
             assert master.dtype == torch.float32
             assert master.bfloat16().equal(weight)
+
+
+def lone_matrix(zero):
+    torch.manual_seed(4)
+    model = nn.Linear(5, 4, bias=False).bfloat16()
+    return model, sw.Engine(model, torch.optim.Muon(model.parameters(), lr=0.02), zero=zero)
+
+
+def saves_lone_matrix(world, folder, zero):
+    model, engine = lone_matrix(zero)
+    narrow_steps(world, model, engine)
+    path = engine.save(folder)
+    state = copy.deepcopy(engine.optimizer_state_dict())
+    narrow_steps(world, model, engine)
+    weights = weights_of(engine, model)
+    engine.close()
+    return path, state, weights
+
+
+def loads_lone_matrix(world, path, zero):
+    model, engine = lone_matrix(zero)
+    engine.load(path)
+    state = copy.deepcopy(engine.optimizer_state_dict())
+    narrow_steps(world, model, engine)
+    weights = weights_of(engine, model)
+    engine.close()
+    return state, weights
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_saves_masters_if_a_rank_owns_no_tensor(group, tmp_path, zero):
+    path, state, weights = group(2)(saves_lone_matrix, tmp_path, zero)[0]
+    for loaded, again in group(2)(loads_lone_matrix, path, zero):
+        torch.testing.assert_close(loaded, state, rtol=0, atol=0)
+        torch.testing.assert_close(again, weights, rtol=0, atol=0)

@@ -183,14 +183,79 @@ def test_refuses_optimizers_that_combine_tensors(group):
     assert all(group(2, tensor=2)(refused))
 
 
-def refused_part(world):
-    model = nn.Sequential(nn.Linear(6, 2), nn.GELU(), nn.Linear(2, 6))
-    plan = {"0": "colwise", "2": "rowwise"}
-    text = r"Adafactor .*--tensor 2 leaves some workers a single row or column .*shape \(2, 6\)"
-    with pytest.raises(ModelError, match=text):
-        sw.Engine(model, torch.optim.Adafactor(model.parameters()), tensor_plan=plan)
-    return True
+class Preconditioned(torch.optim.Optimizer):
+    """Multiplies gradients by the inverses of two matrices, of which one has a part's shape."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state, grad = self.state[p], p.grad
+            if not state:
+                state["left"], state["right"] = (torch.eye(n, dtype=p.dtype) for n in p.shape)
+            state["left"] += grad @ grad.T
+            state["right"] += grad.T @ grad
+            p -= 0.1 * torch.linalg.inv(state["left"]) @ grad @ torch.linalg.inv(state["right"])
 
 
-def test_refuses_parts_whose_shape_a_factor_of_the_matrix_has(group):
-    assert all(group(2, tensor=2)(refused_part))
+AMBIGUOUS = {
+    "preconditioned": (8, Preconditioned),
+    "adafactor": (2, lambda params: torch.optim.Adafactor(params, lr=1e-2)),
+}
+"""Hidden features and optimizers, of which full state has the shape of a part of its parameter."""
+
+
+def ambiguous(name):
+    torch.manual_seed(3)
+    hidden, make = AMBIGUOUS[name]
+    layers = [torch.nn.Linear(4, hidden, bias=False), torch.nn.Linear(hidden, 4, bias=False)]
+    model = torch.nn.Sequential(layers[0], torch.nn.Tanh(), layers[1]).double()
+    return model, make(model.parameters())
+
+
+def loss_at(model, step):
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return (model(x) - 1).square().mean()
+
+
+def plain_ambiguous(name, steps):
+    model, optimizer = ambiguous(name)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_at(model, step).backward()
+        optimizer.step()
+    return model.state_dict(), [optimizer.state_dict()]
+
+
+def ambiguous_case(world, name, zero, folder, path):
+    """Train steps 0 and 1 and save, or load `path`. Then train steps 2 and 3."""
+    model, optimizer = ambiguous(name)
+    plan = {"0": "colwise", "2": "rowwise"} if world.settings.tensor > 1 else None
+    engine = sw.Engine(model, optimizer, tensor_plan=plan, zero=zero)
+    if path is not None:
+        engine.load(path)
+    for step in range(0 if path is None else 2, 4):
+        if step == 2 and path is None:
+            path = engine.save(folder)
+        engine.backward(loss_at(model, step))
+        engine.step()
+    found = result(engine, model, [optimizer])
+    engine.close()
+    torch.testing.assert_close(
+        optimizer.state_dict()["state"], found[1][0]["state"], rtol=0, atol=0
+    )
+    return str(path), *found
+
+
+@each_value(
+    name=list(AMBIGUOUS), first=[(2, 2, 0), (4, 2, 1), (1, 1, 0)], second=[(4, 2, 3), (2, 2, 1)]
+)
+def test_full_state_may_have_the_shape_of_a_part(group, tmp_path, name, first, second):
+    expected, path = plain_ambiguous(name, 4), None
+    for size, tensor, zero in (first, second):
+        ranks = group(size, tensor=tensor)(ambiguous_case, name, zero, tmp_path, path)
+        path = ranks[0][0]
+        for _, *found in ranks:
+            close(found, expected)

@@ -100,6 +100,13 @@ def refused(world: sw.World) -> dict[str, tuple[str, str]]:
     note("random", lambda: drops(x[:, :4].float()))
     random.close()
     note("odd", lambda: engine(exact_problems.EXPERTS["mixtral-odd"]()))
+
+    def quantised() -> sw.Engine:
+        model = exact_problems.EXPERTS["mixtral"]()
+        optimizer = torch.optim.AdamW(model.parameters())
+        return sw.Engine(model, optimizer, quiet=True, optimizer_state="8bit")
+
+    note("quantised", quantised)
     return found
 
 
@@ -111,4 +118,6 @@ def test_refuses_what_is_not_exact(group):
         assert "a mixture-of-experts layer ran twice before this backward pass" in found["twice"][1]
         assert found["odd"][0] == "ConfigError"
         assert "has 1056 bytes, which is no multiple of 64" in found["odd"][1]
+        assert found["quantised"][0] == "ConfigError"
+        assert "elements, which is no multiple of 256" in found["quantised"][1]
         assert "experts that share tensors (E, ...) drew random numbers" in found["random"][1]

@@ -1,9 +1,11 @@
 """Stochastic rounding to bf16: unbiased, and a pure function of seed, parameter and element."""
 
 import numpy as np
+import pytest
 import torch
 
 from shardwise.layout.bucket_layout import Span
+from shardwise.layout.shards import Shard, even_ranges
 from shardwise.states.storage.rounded_masters import NoisePiece, RoundedMaster, round_stochastically
 from shardwise.states.storage.storage import MemoryStorage
 
@@ -84,6 +86,27 @@ def test_noise_does_not_depend_on_intervals_and_spans(monkeypatch):
     for first, spans in [(0, [(0, 1000), (1000, 2003)]), (2000, [(0, 512), (512, 2003)])]:
         assert torch.equal(interval(value, first, spans, seed=5), whole[first : first + 2000])
     assert not torch.equal(interval(value, 0, [(0, 4003)], seed=6), whole)
+
+
+@pytest.mark.parametrize(("dim", "blocks"), [(0, 1), (0, 3), (1, 1), (1, 3)])
+def test_noise_does_not_depend_on_splits(monkeypatch, dim, blocks):
+    monkeypatch.setattr("shardwise.states.storage.rounded_masters._CHUNK", 50)
+    shape = (18, 24)
+    whole = torch.randn(shape)
+    expected = rounded(whole.view(-1), 5, 77).view(shape)
+    ranges = tuple(even_ranges(shape[dim], 2, blocks=blocks))
+    for rank in range(2):
+        shard = Shard(shape, dim, ranges, rank)
+        value, known = shard.of(whole).view(-1), shard.of(expected).view(-1)
+        for first in (0, 100):  # where an interval begins
+            numel = len(value) - first
+            target = MemoryStorage(torch.zeros(numel, dtype=torch.bfloat16))
+            piece = NoisePiece(0, numel, 77, first, shard)
+            master = RoundedMaster(target, [piece], lambda: 5)
+            held = master.take(0)
+            held.copy_(value[first:])
+            master.send(0, held, target.take(0))
+            assert torch.equal(target.tensor, known[first:])
 
 
 def test_other_writes_are_rounded_to_the_nearest_value():

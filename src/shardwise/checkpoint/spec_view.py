@@ -81,6 +81,9 @@ class SpecView(Protocol):
     def shard_of(self, parameter: Tensor) -> Shard | None:
         """Return which part of the full tensor `parameter` is, or None if it is not split."""
 
+    def state_shard_of(self, parameter: nn.Parameter, key: str, value: Tensor) -> Shard | None:
+        """Return which part of a full tensor `value`, entry `key` of `parameter`'s state, is."""
+
     def is_here(self, parameter: Tensor) -> bool:
         """Return whether this rank holds `parameter` or a part of it."""
 

@@ -152,7 +152,7 @@ class TensorSpans:
             return value
         flat = self._optimizer.is_flat(index, segment, key, value)
         named = self._parameters.named[number]
-        is_split = flat or named.shape == value.shape
+        is_split = flat or self._optimizer.is_split(segment, key, value)
         return Blank(tuple(named.whole_shape if is_split else value.shape), value.dtype)
 
     def _own_borders(self) -> set[int]:
@@ -179,6 +179,8 @@ class TensorSpans:
         interval = self._optimizer.intervals[index]
         yield MODEL, None, interval.target
         # In fp32 training there is no separate master: `master` and `target` are the same storage.
+        # Do not test for bytes: an interval may be empty on this rank only, and all ranks must
+        # yield the same states.
         if interval.master is not interval.target and not interval.master.is_derived:
             yield OPTIMIZER, MASTER, interval.master
         if self._averages is not None:
@@ -206,7 +208,7 @@ class TensorSpans:
                 named = self._parameters.named[segment.pieces[0].parameter]
                 # State with its parameter's shape, such as Muon's momentum, is split with it. All
                 # ranks of a replica hold other tensors, such as Adafactor's factors, in full.
-                shard = named.shard if named.shape == value.shape else None
+                shard = named.shard if self._optimizer.is_split(segment, key, value) else None
                 if flat:
                     parts = extents(segment.pieces, segment.first, names, self._shards)
                 else:

@@ -135,7 +135,7 @@ def optimizer_specs(engine_tensors: EngineTensors, reported: ReportedState) -> l
                 specs.append(TensorSpec(name, dtype_name(entry.dtype), entry.shape))
     for frozen in engine_tensors.frozen_states:
         for key, value in sorted(frozen.tensors.items()):
-            shard = engine_tensors.spec.shard_of(frozen.parameter)
+            shard = engine_tensors.spec.state_shard_of(frozen.parameter, key, value)
             specs.append(spec_of(tensor_spans.state_name(frozen.name, key), value, shard))
     return specs
 
@@ -395,9 +395,11 @@ class EngineTensors:
         for frozen in self.frozen_states:
             for key, value in frozen.tensors.items():
                 name = tensor_spans.state_name(frozen.name, key)
-                yield self._tensor(name, value, frozen.parameter, tensor_spans.OPTIMIZER)
+                shard = self.spec.state_shard_of(frozen.parameter, key, value)
+                kind = tensor_spans.OPTIMIZER
+                yield self._tensor(name, value, frozen.parameter, shard, kind)
         for name, value in self.inventory.whole.items():
-            yield self._tensor(name, value, value)
+            yield self._tensor(name, value, value, self.spec.shard_of(value))
         if self._attribute_copies is not None:
             for name, value in self._attribute_tensors.items():
                 copies = self._attribute_copies
@@ -408,10 +410,14 @@ class EngineTensors:
             yield tensor_spans.of_tensor(name, value, 0, 1, GROUP)
 
     def _tensor(
-        self, name: str, value: Tensor, parameter: Tensor, kind: str = tensor_spans.MODEL
+        self,
+        name: str,
+        value: Tensor,
+        parameter: Tensor,
+        shard: Shard | None,
+        kind: str = tensor_spans.MODEL,
     ) -> StoredTensors:
         """Return the span of the unsharded tensor `value`: a parameter or part of its state."""
-        shard = self.spec.shard_of(parameter)
         axis = None if shard is None else self.spec.axis_of(parameter)
         return tensor_spans.of_tensor(name, value, *self._copies(kind, axis), kind, shard)
 

@@ -227,7 +227,15 @@ def build(
         parameters,
         gradients,
         optimizer,
-        IntervalGather(parameters, optimizer, spec.shard_groups, scattered=scattered),
+        IntervalGather(
+            parameters,
+            optimizer,
+            spec.shard_groups,
+            scattered=scattered,
+            share_split_keys=None
+            if spec.tensor is None
+            else partial(spec.tensor.share_split_keys, spec.shard_group, spec.optimizers),
+        ),
         shown,
         storage_factories,
         moving,
@@ -431,15 +439,6 @@ def _check_kind(
             f"{name} combines values of several tensors in its update, but --tensor "
             f"{spec.settings.tensor} splits {of_layers} of group {group}. Use an optimizer that "
             "updates each tensor independently, or start without --tensor."
-        )
-    # State is joined if it has the shape of a part. Adafactor's factors may have such a shape, too.
-    thin = [s.shape for p in partial if (s := spec.shard_of(p)) is not None and s.is_thin]
-    if not kind.elementwise and thin:
-        raise ModelError(
-            f"{name} needs full tensors, but --tensor {spec.settings.tensor} leaves some workers a "
-            f"single row or column of a tensor of shape {thin[0]}, whose state could not be told "
-            'from that of the full tensor. Leave its module whole with tensor_plan={"...": '
-            '"whole"}, or use an element-wise optimizer such as AdamW.'
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]

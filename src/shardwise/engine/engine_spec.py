@@ -211,6 +211,13 @@ class EngineSpec:
         """The mixture-of-experts modules whose `forward` is replaced, if there are any."""
         return self.experts or self.unsplit_experts
 
+    def state_shard_of(self, parameter: nn.Parameter, key: str, value: Tensor) -> Shard | None:
+        """Return which part of a full tensor `value`, entry `key` of `parameter`'s state, is."""
+        if self.tensor is not None and parameter in self.tensor.shards:
+            is_split = self.tensor.is_split(parameter, key, value)
+            return self.tensor.shards[parameter] if is_split else None
+        return self.shard_of(parameter)
+
     @cached_property
     def summation(self) -> Summation:
         """The order in which gradients are added across passes and ranks: any order, or a tree."""

@@ -26,6 +26,7 @@ from shardwise.parallel.expert.split_experts import (
 )
 from shardwise.parallel.expert.token_share import ALONE
 from shardwise.parallel.tensor.split_model import TensorParallelModels
+from shardwise.states.storage import quantised_storage
 from shardwise.tiers.copy_stream import to_device
 from shardwise.world.world import World
 
@@ -227,13 +228,23 @@ def _check_exact(
 
     for name, fused in found.fused:
         for key, parameter in fused.module.named_parameters():
-            size = parameter.shape[1:].numel() * parameter.itemsize
+            numel = parameter.shape[1:].numel()
+            size = numel * parameter.itemsize
             if size % CACHE_LINE:
                 raise ConfigError(
                     f"--exact {exact} cannot be combined with --expert {world.expert_size} for "
                     f"{name}: an expert of {key} has {size} bytes, which is no multiple of "
                     f"{CACHE_LINE}. Its alignment in memory, and so its rounding, would depend on "
                     "which experts a worker holds. Choose other sizes, or remove one of the two."
+                )
+            if settings.quantises_state and numel % quantised_storage.BLOCK:
+                raise ConfigError(
+                    f"--exact {exact} cannot be combined with --expert {world.expert_size} and "
+                    f"--optimizer-state {settings.optimizer_state} for {name}: an expert of {key} "
+                    f"has {numel} elements, which is no multiple of {quantised_storage.BLOCK}. A "
+                    "block with a common scale would cross two experts, and which ones would "
+                    "depend on the experts that a worker holds. Choose other sizes, or remove one "
+                    "of the three."
                 )
 
 

@@ -115,6 +115,8 @@ def _whole(
     if spec.pipeline is not None:
         held = held | spec.pipeline.ownership.gather_other_states(held, spec.optimizers)
     if spec.tensor is not None:
+        if spec.pipeline is not None:
+            spec.tensor.share_split_keys(spec.pipeline.group, spec.optimizers)
         order = [p for group in optimizer.param_groups for p in group["params"] if p in held]
         held = {p: spec.tensor.whole_state(p, held[p]) for p in order}
     if spec.experts is not None:

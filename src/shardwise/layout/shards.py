@@ -68,12 +68,6 @@ class Shard:
         return any(0 < length < self.shape[self.dim] for length in lengths)
 
     @property
-    def is_thin(self) -> bool:
-        """True if any rank's part has length 1 in `dim`, and the full tensor does not."""
-        lengths = [sum(end - first for first, end in each) for each in self.ranges]
-        return 1 in lengths and self.shape[self.dim] > 1
-
-    @property
     def most(self) -> int:
         """Number of elements in the largest part."""
         rest = prod(self.shape) // max(self.shape[self.dim], 1)
@@ -104,6 +98,23 @@ class Shard:
                 whole.narrow(self.dim, first, end - first).copy_(piece)
                 start += end - first
         return whole
+
+    def whole_indices(self, elements: Tensor) -> Tensor:
+        """Return the index in the flattened full tensor of `elements` of this rank's flat part.
+
+        `elements` and the result are of int64: (n,).
+        """
+        inner = prod(self.shape[self.dim + 1 :])
+        lengths = [(end - first) * inner for first, end in self.own]
+        row = sum(lengths)
+        within = elements % row
+        # Each range starts further behind in the full tensor than in the part.
+        index, edge = elements // row * (self.shape[self.dim] * inner) + within, 0
+        for (first, _), length in zip(self.own, lengths, strict=True):
+            shift = first * inner - edge
+            index += (within >= edge).logical_and_(within < edge + length) * shift
+            edge += length
+        return index
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yield elements [first, end) of this rank's flattened part as runs (start, end, offset).

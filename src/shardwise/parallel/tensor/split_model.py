@@ -35,6 +35,9 @@ class TensorParallelModels:
             hooks=HookGuard(self._name_of),
         )
         self.shards: dict[nn.Parameter, Shard] = {}
+        self._split_keys: dict[nn.Parameter, dict[str, bool]] = {}
+        """Whether each entry of a parameter's optimizer state is split. State of an optimizer that
+        needs full tensors may be full and yet have the shape of a part, so shapes do not tell."""
         self.groups: list[SplitGroup] = []
         self.reasons_unsplit: dict[str, str] = {}
         """Maps modules that a trial rejected to the reason, if it is worth reporting."""
@@ -254,8 +257,10 @@ class TensorParallelModels:
         shard = self.shards.get(parameter)
         if shard is None:
             return state
-        shape = shard.part_shape(self.group.rank)
-        return _map_state(state, shape, lambda value: self.whole(parameter, value))
+        return {
+            key: self.whole(parameter, value) if self.is_split(parameter, key, value) else value
+            for key, value in state.items()
+        }
 
     def part_of(self, parameter: nn.Parameter, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of `whole`, which is split like `parameter`."""
@@ -264,7 +269,41 @@ class TensorParallelModels:
     def part_state(self, parameter: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of the full optimizer state `state` of a split parameter."""
         shard = self.shards[parameter]
-        return _map_state(state, shard.shape, shard.of)
+        shapes = {key: tuple(v.shape) for key, v in state.items() if isinstance(v, Tensor)}
+        self.record_shapes(parameter, shapes)
+        keys = self._split_keys[parameter]
+        return {key: shard.of(v) if keys.get(key) else v for key, v in state.items()}
+
+    def record_shapes(self, parameter: nn.Parameter, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Record which state tensors of a split parameter are split like it.
+
+        Args:
+            parameter: A split parameter.
+            shapes: Full shapes of its state tensors, by key.
+        """
+        whole = self.shards[parameter].shape
+        keys = self._split_keys.setdefault(parameter, {})
+        keys |= {key: shape == whole != () for key, shape in shapes.items()}
+
+    def is_split(self, parameter: nn.Parameter, key: str, value: Any) -> bool:
+        """Return whether `value`, entry `key` of a split parameter's state, is split like it."""
+        # Only element-wise optimizers create state without a record, and theirs has no other
+        # tensors of this shape.
+        part = self.shards[parameter].part_shape(self.group.rank)
+        default = isinstance(value, Tensor) and tuple(value.shape) == part != ()
+        return self._split_keys.get(parameter, {}).get(key, default)
+
+    def share_split_keys(self, group: Collectives, optimizers: Iterable[optim.Optimizer]) -> None:
+        """Send the records of `record_shapes` to the ranks in `group`. Collective.
+
+        A rank has records only of the state that it has updated, but may receive other state.
+        """
+        parameters = [p for o in optimizers for each in o.param_groups for p in each["params"]]
+        # Identify parameters by index, which is the same on all ranks.
+        known = {n: self._split_keys[p] for n, p in enumerate(parameters) if p in self._split_keys}
+        for records in group.gather_objects(known):
+            for number, keys in records.items():
+                self._split_keys.setdefault(parameters[number], {}).update(keys)
 
     # -- giving back ----------------------------------------------------------------------
 
@@ -290,7 +329,7 @@ class TensorParallelModels:
             parallel_layers.restore(module)
         for handle in self._handles:
             handle.remove()
-        self.shards, self._modules = {}, []
+        self.shards, self._modules, self._split_keys = {}, [], {}
 
 
 class _GatherParameter(torch.autograd.Function):
@@ -342,13 +381,3 @@ def _check_unsplit_modules(
                 f"{path}.out_proj is split, but {path}, which uses its weight, is not. Remove "
                 "out_proj from tensor_plan to split both by heads."
             )
-
-
-def _map_state(state: Mapping[str, Any], shape: tuple[int, ...], change: Any) -> dict[str, Any]:
-    """Apply `change` to every tensor of shape `shape` in a parameter's optimizer state."""
-    return {
-        key: change(value)
-        if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == tuple(shape)
-        else value
-        for key, value in state.items()
-    }

@@ -9,7 +9,7 @@ span.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,6 +51,10 @@ class SplitTensors(Protocol):
     def part_of(self, parameter: nn.Parameter, whole: Tensor, /) -> Tensor: ...
     def whole_state(self, parameter: nn.Parameter, state: dict[str, Any], /) -> dict[str, Any]: ...
     def part_state(self, parameter: nn.Parameter, state: dict[str, Any], /) -> dict[str, Any]: ...
+    def is_split(self, parameter: nn.Parameter, key: str, value: Any, /) -> bool: ...
+    def record_shapes(
+        self, parameter: nn.Parameter, shapes: Mapping[str, tuple[int, ...]], /
+    ) -> None: ...
 
 
 class InnerOptimizer:

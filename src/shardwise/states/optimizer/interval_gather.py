@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,11 +52,13 @@ class IntervalGather:
         groups: ShardGroups,
         *,
         scattered: bool,
+        share_split_keys: Callable[[], None] | None = None,
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
         self._groups = groups
         self._scattered = scattered
+        self._share_split_keys = share_split_keys
 
     def tensors(self, parts: Iterable[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the full tensor of each parameter, gathered from every rank's `parts`.
@@ -104,6 +106,8 @@ class IntervalGather:
 
     def optimizer_state(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Return each parameter's full state, as the user's optimizer would store it."""
+        if self._scattered and self._share_split_keys is not None:
+            self._share_split_keys()
         states: dict[nn.Parameter, dict[str, Any]] = {}
         for index, group in enumerate(self._optimizer.groups):
             states |= self._whole_state(index) if group.whole else self._flat_state(index)

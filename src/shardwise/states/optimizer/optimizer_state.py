@@ -29,7 +29,7 @@ from torch import Tensor, nn, optim
 from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.model.optimizer_access import held
 from shardwise.model.precision import NARROW
-from shardwise.states.optimizer.existing_optimizer_state import ExistingState
+from shardwise.states.optimizer.existing_optimizer_state import Blank, ExistingState
 from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, SplitTensors, in_memory
 from shardwise.states.optimizer.offloaded_update import by_spans
 from shardwise.states.optimizer.optimizer_kind import common_state, may_fuse
@@ -190,11 +190,9 @@ class OptimizerState:
         pieces = []
         for piece in interval.all_pieces:
             named = self._parameters.named[piece.parameter]
-            # Elements of a split tensor are counted from the start of this rank's part.
-            rank = 0 if named.shard is None else named.shard.rank
-            key = zlib.crc32(f"{named.name} {rank}".encode())
+            key = zlib.crc32(named.name.encode())
             start, end = piece.start - interval.own[0], piece.end - interval.own[0]
-            pieces.append(NoisePiece(start, end, key, piece.offset))
+            pieces.append(NoisePiece(start, end, key, piece.offset, named.shard))
         return pieces
 
     def _fill_master(
@@ -278,6 +276,10 @@ class OptimizerState:
         Each of the parameters `borders` starts a new segment.
         """
         self.inners, self._inner_of = [], []
+        for parameter, state in states.items():
+            if self._split is not None and parameter in self._split.shards:
+                blanks = {k: tuple(v.shape) for k, v in state.items() if isinstance(v, Blank)}
+                self._split.record_shapes(parameter, blanks)
         by_optimizer = {group.optimizer: states for group in self.groups}
         self._build(ExistingState(self._parameters.named, by_optimizer, borders))
 
@@ -376,6 +378,16 @@ class OptimizerState:
         """Return whether state entry `key` is flat and split together with its segment."""
         group = self.groups[index]
         return not group.whole and group.kind.has_shape(key, value, segment.tensor.shape)
+
+    def is_split(self, segment: UpdatedTensor, key: str, value: Any) -> bool:
+        """Return whether state entry `key` of a full tensor has the parameter's full shape.
+
+        If the parameter is split, such an entry is split like it.
+        """
+        named = self._parameters.named[segment.pieces[0].parameter]
+        if self._split is not None and named.parameter in self._split.shards:
+            return self._split.is_split(named.parameter, key, value)
+        return bool(named.shape == value.shape)
 
     def is_tensor(self, index: int, segment: UpdatedTensor, key: str, value: Any) -> bool:
         """Return whether state entry `key` is a tensor, not a number such as a step count."""

@@ -16,7 +16,7 @@ Two details differ from the paper, so that states survive many updates and check
 
 Parameters start at multiples of the block (the grain of the layout). A parameter's blocks are
 therefore the same in each placement and for each number of ranks, and no block contains elements of
-two parameters.
+two parameters. If `--tensor` or `--expert` splits a parameter, each part has its own blocks.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@ the result is correct on average (Gupta et al., Deep Learning with Limited Numer
               +                         | noise   |    the carry rounds up
 
 The noise is a hash of (seed, step, parameter, element), so it is the same in each placement and for
-each number of ranks, and again after a resume.
+each number of ranks, and again after a resume. Elements of a parameter that `--tensor` or
+`--expert` splits are counted in the full parameter.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.layout.shards import Shard
 from shardwise.states.storage.storage import Storage
 
 _CHUNK = 2**17
@@ -34,6 +36,8 @@ class NoisePiece(NamedTuple):
     key: int
     """Identifies the parameter: 32 bits."""
     offset: int
+    shard: Shard | None = None
+    """The part of the full parameter in which `offset` counts, or None if it is not split."""
 
 
 class RoundedMaster(Storage):
@@ -98,21 +102,31 @@ class RoundedMaster(Storage):
             for start in range(low, high, length):
                 part = slice(start - first, min(start + length, high) - first)
                 element = piece.offset + start - piece.first
-                round_stochastically(value[part], into[part], self._seed(), piece.key, element)
+                round_stochastically(
+                    value[part], into[part], self._seed(), piece.key, element, piece.shard
+                )
 
 
-def round_stochastically(value: Tensor, into: Tensor, seed: int, key: int, element: int) -> None:
+def round_stochastically(
+    value: Tensor, into: Tensor, seed: int, key: int, element: int, shard: Shard | None = None
+) -> None:
     """Round fp32 `value`, (n,), to bf16 `into`, (n,).
 
     Args:
-        value: Elements [element, element + n) of a parameter.
+        value: Elements [element, element + n) of a parameter, or of its part `shard`.
         into: Receives the rounded values.
         seed: 32 bits of the step.
         key: 32 bits of the parameter.
         element: Index of the first element.
+        shard: The part of the full parameter that `element` counts in, or None.
     """
-    noise = torch.arange(len(value), dtype=torch.int32, device=value.device)
-    noise = _mix(_mix(noise.add_(_signed(element)).bitwise_xor_(_signed(key))) ^ _signed(seed))
+    if shard is None:
+        noise = torch.arange(len(value), dtype=torch.int32, device=value.device)
+        noise.add_(_signed(element))
+    else:
+        part = torch.arange(element, element + len(value), device=value.device)
+        noise = shard.whole_indices(part).to(torch.int32)
+    noise = _mix(_mix(noise.bitwise_xor_(_signed(key))) ^ _signed(seed))
     bits = value.view(torch.int32) + noise.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     rounded = bits.bitwise_and_(-0x10000).view(torch.float32)
     # The bits of a NaN could overflow. An infinity has no lower bits, so it stays as it is.
