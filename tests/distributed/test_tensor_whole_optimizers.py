@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
