@@ -1,5 +1,7 @@
 """`--context`: training on parts of sequences equals that of one process on whole ones."""
 
+import contextlib
+import io
 import random
 import warnings
 from collections.abc import Callable
@@ -104,13 +106,21 @@ PLANNED = {
         Problem(own_core=True, rows=(4,), scheduled=True, settings={"zero": 2}),
         {"pipeline": 2},
     ),
+    "in stages, documents": (
+        4,
+        2,
+        Problem(own_core=True, mask="documents", groups=2, rows=(4,), scheduled=True),
+        {"pipeline": 2},
+    ),
 }
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=() if n in ("recomputed", "documents") else pytest.mark.full)
+        pytest.param(
+            n, marks=() if n in ("recomputed", "in stages, documents") else pytest.mark.full
+        )
         for n in PLANNED
     ],
 )
@@ -186,6 +196,67 @@ STAGES = {
 def test_equals_one_process_in_stages(group, name):
     size, problem, *axes = STAGES[name]
     check(group, size, 2, problem, pipeline=2, **(axes[0] if axes else {}))
+
+
+def exchange_lines(world: sw.World, problem: Problem) -> list[str]:
+    """Return the lines about bytes of attention, of an engine that prints and of a quiet one."""
+    said = io.StringIO()
+    for quiet in (False, True):
+        model = problem.model()
+        optimizer = problem.optimizer_of(model)
+        with contextlib.redirect_stdout(said):
+            engine = sw.Engine(model, optimizer, quiet=quiet, **problem.settings)
+            batch = world.share(problem.batches(0)[0])
+            if problem.scheduled:
+                engine.forward_backward(
+                    lambda *part: problem.loss_of(model, part),  # noqa: B023, called at once
+                    *batch,
+                    weight=lambda *part: int((part[-1] != -100).sum()),
+                )
+            else:
+                problem.loss_of(model, batch)
+        engine.close()
+    return [line for line in said.getvalue().splitlines() if "layer and micro-batch" in line]
+
+
+@pytest.mark.parametrize(
+    ("axes", "problem"),
+    [
+        ({}, Problem(rows=(4,), length=16)),
+        (
+            {"pipeline": 2},
+            Problem(rows=(8,), length=16, scheduled=True, settings={"microbatches": 2}),
+        ),
+    ],
+    ids=["plain loop", "in stages"],
+)
+def test_prints_bytes_of_attention_once(group, axes, problem):
+    """A trial, which sends fewer bytes, is not described, nor is a quiet engine."""
+    size = 2 * axes.get("pipeline", 1)
+    first, *others = group(size, context=2, **axes)(exchange_lines, problem)
+    (line,) = first
+    assert "attention exchanges heads (Ulysses): 8 KiB per worker" in line
+    assert not any(others)
+
+
+def unweighted_in_stages(world: sw.World) -> str:
+    """Return the error of a loss without a weight."""
+    problem = Problem()
+    model = problem.model()
+    engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+    try:
+        engine.backward(problem.loss_of(model, world.share(problem.batches(0)[0])))
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+def test_refuses_unweighted_losses_on_all_stages(group):
+    """Otherwise the stage that knows the number of labels would wait for the other stages."""
+    for said in group(4, context=2, pipeline=2)(unweighted_in_stages):
+        assert "cannot read over how many items this loss is a mean" in said
 
 
 class RootAttention(Model):
@@ -401,6 +472,34 @@ def test_resumes_at_other_context(group, tmp_path, sizes):
 
 
 # -- torch.compile --------------------------------------------------------------------------
+
+
+def evaluated_between(world: sw.World, own_core: bool) -> list[list[float]]:
+    """Return the norms of steps with and without an evaluation before the backward pass."""
+    norms = []
+    for evaluates in (False, True):
+        problem = Problem(own_core=own_core, rows=(4,))
+        model = problem.model()
+        planned = ["blocks.*.core"] if own_core else None
+        optimizer = problem.optimizer_of(model)
+        engine = sw.Engine(model, optimizer, context_plan=planned, quiet=True, **RECOMPUTED)
+        norms.append([])
+        for step in range(2):
+            loss = problem.loss_of(model, world.share(problem.batches(step)[0]))
+            if evaluates:
+                with torch.no_grad():
+                    ids = torch.arange(12).view(2, 6) % WORDS
+                    model(*world.share((ids, torch.arange(6).expand(2, 6))))
+            engine.backward(loss)
+            norms[-1].append(engine.step(max_norm=1e9).grad_norm)
+        engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("own_core", [False, True])
+def test_recomputes_after_an_evaluation_of_another_length(group, own_core):
+    for without, with_evaluation in group(2, context=2)(evaluated_between, own_core):
+        assert with_evaluation == without
 
 
 def compiled(world: sw.World, how: str) -> dict[str, Any]:
@@ -818,21 +917,26 @@ def generates(world: sw.World) -> tuple[Tensor, Tensor]:
     model = problem.model()
     engine = sw.Engine(model, problem.optimizer_of(model), quiet=True, **problem.settings)
     batch = world.share(problem.batches(0)[0])
-    engine.backward(problem.loss_of(model, batch))
-    engine.step()
+    own = batch[0].size(1)
 
     def logits(length: int) -> Tensor:
         ids = torch.arange(length)[None] % WORDS
         with torch.no_grad():
             return model(ids, torch.arange(length)[None])[0, -1]
 
-    assert batch[0].size(1) not in (3, 7)
+    assert own not in (3, 7)
+    with engine.uneven(), pytest.raises(UsageError, match="takes whole sequences"):
+        logits(own)
+    engine.backward(problem.loss_of(model, batch))
+    engine.step()
     with engine.uneven():
+        # The step has used the batch, so this is no longer its part.
+        assert logits(own).isfinite().all()
         # Ranks run different numbers of forward passes.
         last = [logits(length) for length in [7, 3, 7][: 1 + 2 * world.rank]][-1]
-        with pytest.raises(UsageError, match="takes whole sequences"):
-            logits(batch[0].size(1))
     with engine.full_parameters():
+        with pytest.raises(UsageError, match="the model takes whole sequences there"):
+            engine.backward(model.words.weight.sum(), weight=1)
         copied = problem.model()
         copied.load_state_dict(model.state_dict())
         if world.is_main:

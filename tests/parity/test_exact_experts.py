@@ -99,6 +99,9 @@ def refused(world: sw.World) -> dict[str, tuple[str, str]]:
     drops.experts.rate = 0.5
     note("random", lambda: drops(x[:, :4].float()))
     random.close()
+    recurrent = moe()
+    recurrent.experts[1].append(nn.GRU(6, 6, dtype=torch.float64))
+    note("recurrent", lambda: engine(recurrent))
     note("odd", lambda: engine(exact_problems.EXPERTS["mixtral-odd"]()))
 
     def quantised() -> sw.Engine:
@@ -116,6 +119,8 @@ def test_refuses_what_is_not_exact(group):
         assert "parameters in torch.bfloat16" in found["narrow"][1]
         assert found["twice"][0] == found["random"][0] == "UsageError"
         assert "a mixture-of-experts layer ran twice before this backward pass" in found["twice"][1]
+        assert found["recurrent"][0] == "ConfigError"
+        assert "(GRU): its products use a list of its weights" in found["recurrent"][1]
         assert found["odd"][0] == "ConfigError"
         assert "has 1056 bytes, which is no multiple of 64" in found["odd"][1]
         assert found["quantised"][0] == "ConfigError"

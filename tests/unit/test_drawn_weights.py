@@ -88,3 +88,8 @@ def test_matrices_keep_their_values_once_code_has_read_them_directly(read):
         assert F.linear(torch.ones(1, 5, dtype=torch.float64), matrix).abs().sum() > 0
     assert torch.equal(values, expected)
     assert str(matrix)
+
+
+def test_accepts_matrices_without_rows():
+    parameter = DrawnWeights(CPU).parameter_like(torch.empty(0, 5, device="meta"), centre=0.0)
+    assert parameter.shape == (0, 5)

@@ -88,7 +88,9 @@ class BackwardRunner:
             # Give every loss weight 1, because only the last stage knows the terms.
             terms = UNKNOWN
         if self._spec.context is not None:
-            self._spec.context.check_loss(terms, batch, reduction, is_weighted=given)
+            # Only the last stage knows the terms, but all stages must raise the same error.
+            known = UNKNOWN if in_parts else terms
+            self._spec.context.check_loss(known, batch, reduction, is_weighted=given)
         # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
         weighed = weigh(batch, weight, summed=divisor > 0, terms=UNKNOWN if in_parts else terms)
@@ -224,6 +226,8 @@ class BackwardRunner:
         usage_checks.check_block(
             averaged=state.in_ema, uneven=state.in_uneven, whole=self._spec.is_whole
         )
+        if self._spec.context is not None:
+            self._spec.context.check_parts()
         # A signal asked the run to stop. In a loop without a Loader this is the first call of the
         # next step, so exit here; its forward pass is lost. With a Loader, the run stops when the
         # next batch is requested, so that other engines can still step in the loop body.

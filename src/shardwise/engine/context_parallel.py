@@ -32,7 +32,9 @@ class ContextParallel:
     Create it before the engine changes the model, because the trial copies the model.
     """
 
-    def __init__(self, world: World, model: nn.Module, planned: Sequence[str]) -> None:
+    def __init__(
+        self, world: World, model: nn.Module, planned: Sequence[str], *, quiet: bool
+    ) -> None:
         self._world, self._model = world, model
         self._method = world.settings.context_method
         self.run = ContextRun(
@@ -49,7 +51,7 @@ class ContextParallel:
             layer.router_loss_seed = 0.0
         self._handles: list[Hooked] = []
         self._is_tried = True
-        self._is_told = False
+        self._is_told = quiet
         self._is_whole = False
 
     def _choice(self, method: str, costs: dict[str, float]) -> str:
@@ -101,10 +103,11 @@ class ContextParallel:
 
     @untraced
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs | None:
-        lengths = self.run.lengths_now(training=torch.is_grad_enabled())
+        is_training = torch.is_grad_enabled()
         if self._is_whole:
-            self._check_whole((args, kwargs), lengths)
+            self._check_whole((args, kwargs), self.run.lengths_in_use(training=is_training))
             return None
+        lengths = self.run.lengths_now(training=is_training)
         if not lengths:
             raise UsageError(
                 f"--context {self.size}: a forward pass without a batch whose sequences are cut. "
@@ -146,7 +149,8 @@ class ContextParallel:
                 f"--context {self.size}: inside engine.uneven() or engine.full_parameters() the "
                 f"model takes whole sequences, but its input has {own} tokens, as this worker's "
                 f"part of the current batch of {sum(lengths)}. Evaluate batches outside of the "
-                "block. To generate text, leave the loop over the Loader first."
+                "block. To generate text, leave the loop over the Loader first. After world.share, "
+                "call engine.step() first, or pass a prompt of another length."
             )
 
     @untraced
@@ -164,8 +168,8 @@ class ContextParallel:
                 "the attention that exchanges tokens. If it was compiled and run before, create "
                 "the engine first."
             )
-        # Without calls, the costs are those of the trial.
-        is_first = not self._is_told and output is not None and self.run.calls > 0
+        # Without calls, the costs are those of the trial. A stage of a pipeline may have no output.
+        is_first = not self._is_told and self.run.calls > 0
         if self._method == "auto" and self.run.method is not None and is_first:
             self._is_told = True
             choice = self._choice(self.run.method, self.run.costs)
@@ -178,6 +182,15 @@ class ContextParallel:
             return leaf if is_loss else drop_unweighted(leaf, self.run)
 
         return pytree.tree_map_only(Tensor, guard, output)
+
+    def check_parts(self) -> None:
+        """Raise UsageError if the model runs on whole sequences, whose losses have no weight."""
+        if self._is_whole:
+            raise UsageError(
+                f"engine.backward inside engine.full_parameters() with --context {self.size}: the "
+                "model takes whole sequences there, but the weight of a loss is that of this "
+                "worker's part. Leave the block first."
+            )
 
     def check_loss(
         self, terms: LossTerms, batch: Batch | None, reduction: str, *, is_weighted: bool
@@ -276,4 +289,4 @@ def begin(
             f"--context {size} takes one model per engine, not {len(models)}. Put them into one "
             "module."
         )
-    return ContextParallel(world, models[0], planned)
+    return ContextParallel(world, models[0], planned, quiet=settings.quiet)

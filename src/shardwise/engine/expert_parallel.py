@@ -225,7 +225,14 @@ def _check_exact(
             f"in {dtype}: a worker would round the sum of several micro-shards' gradients to 16 "
             "bits. Keep parameters in fp32 (--precision bf16-mixed), or remove one of the two."
         )
-
+    for name, module in named_modules(models):
+        if module in found.modules and isinstance(module, nn.RNNBase):
+            raise ConfigError(
+                f"--exact {exact} cannot be combined with --expert {world.expert_size} for {name} "
+                f"({type(module).__name__}): its products use a list of its weights, and not the "
+                "weights of a micro-shard, so the order of sums would depend on the number of "
+                "workers. Use other layers in experts, or remove one of the two."
+            )
     for name, fused in found.fused:
         for key, parameter in fused.module.named_parameters():
             numel = parameter.shape[1:].numel()

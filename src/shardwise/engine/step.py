@@ -455,6 +455,7 @@ class StepRunner:
         state.steps += 1
         world.last_stepped_engine = state.number
         world.steps_made += 1
+        world.current_batch.step()
         world.progress.stepped(state.number, state.steps)
         world.collectives.status_server.step = state.steps
         self._randoms.reseed()

@@ -66,6 +66,8 @@ class LoaderStream:
     training: bool = False
     trained: bool = False
     """True if a backward pass has used any of its batches."""
+    stepped: bool = False
+    """True if a step has ended since the last backward pass."""
 
 
 SitOut = Callable[[], AbstractContextManager[None]]
@@ -193,7 +195,16 @@ class CurrentBatch:
         self._close_passing(training=False)
         latest = [self._latest] if self._latest is not None else []
         for stream in self.training_streams() or latest:
-            stream.trained = True
+            stream.trained, stream.stepped = True, False
+
+    def step(self) -> None:
+        """Record that a step has used the gradients of all batches so far."""
+        for stream in self.streams:
+            stream.stepped = stream.trained
+
+    def is_used(self, batch: Batch) -> bool:
+        """Return whether `world.share` returned `batch`, and a step has used it since."""
+        return any(s.batch is batch and s.passing and s.stepped for s in self.streams)
 
     def training_streams(self) -> list[LoaderStream]:
         """Return the open streams whose last batch was a training batch, oldest first."""

@@ -64,7 +64,9 @@ class ContextRun:
         self.agree: Callable[[str, str | None], None] | None = None
         """In a trial: shares a call's place and problem, so that all ranks stop together."""
         self.lengths: list[int] = []
-        """The length of each rank's part in the last forward pass."""
+        """The length of each rank's part in the running forward pass. Between forward passes, that
+        of the last training pass, which the backward pass may recompute."""
+        self._training_lengths: list[int] = []
         self.calls = 0
         """Number of attention calls in the last forward pass, or in a trial's."""
         self.weight: float | Tensor = 1.0
@@ -134,10 +136,11 @@ class ContextRun:
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
             self._awaited.add(tuple(lengths))
+            self._training_lengths = lengths
 
     def leave(self) -> None:
         """End the model's forward pass. Also called if it raised an error."""
-        self._where = _Where.OUTSIDE
+        self._where, self.lengths = _Where.OUTSIDE, self._training_lengths
         if self in _REPLACEMENT.entered:
             _REPLACEMENT.entered.remove(self)
 
@@ -147,6 +150,13 @@ class ContextRun:
         if batch is None or not batch.sequence:
             return []
         return lengths_of(batch.sequence, self.group.size)
+
+    def lengths_in_use(self, *, training: bool) -> list[int]:
+        """As `lengths_now`, but return [] if the script has probably finished with the batch."""
+        batch = self._current_batch.batch_of_forward(training=training)
+        # A loop over a Loader ends. A batch of world.share stays current until the next one.
+        is_used = batch is not None and self._current_batch.is_used(batch)
+        return [] if is_used else self.lengths_now(training=training)
 
     @contextmanager
     def backward(self, weight: float | Tensor) -> Iterator[None]:
@@ -248,7 +258,7 @@ class ContextRun:
 
     def check_outside(self, query: Tensor) -> None:
         """Raise ModelError if `query`, which comes from outside the model, has a part's length."""
-        lengths = self.lengths_now(training=torch.is_grad_enabled())
+        lengths = self.lengths_in_use(training=torch.is_grad_enabled())
         if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
             raise self._error(
                 f"attention over {query.size(-2)} of {sum(lengths)} tokens outside of the "

@@ -88,7 +88,7 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = parameter.untyped_storage()
         is_matrix = shapes.ndim > 1
         # About the scale of usual initial values, so that deep models stay finite.
-        deviation = max(shapes[0].numel(), 1) ** -0.5 if is_matrix else 0.1
+        deviation = max(shapes.shape[1:].numel(), 1) ** -0.5 if is_matrix else 0.1
         weight = _Weight(storage, shapes.numel(), seed, centre, deviation)
         if is_matrix:
             storage.resize_(0)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from math import lcm
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ModelError
@@ -68,15 +70,23 @@ class PlannedAttention:
         self._stack.append(stack := ExitStack())
         leaves, nest = pytree.tree_flatten((args, kwargs))
         places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        problem = self._problem([leaves[n] for n in places[:3]])
-        run.note_call(f"{self._name} ({type(module).__name__})", problem)
-        wholes = whole_heads([leaves[n] for n in places[:3]], run.lengths, run.group)
+        tensors = [leaves[n] for n in places[:3]]
+        if is_elsewhere := self._is_elsewhere(tensors):
+            wholes = [self._fake_heads(each) for each in tensors]
+        else:
+            place = f"{self._name} ({type(module).__name__})"
+            run.note_call(place, self._problem(tensors))
+            wholes = whole_heads(tensors, run.lengths, run.group)
         for n, whole in zip(places, wholes, strict=False):
             leaves[n] = whole
         own = run.lengths[run.group.rank]
         for n in places[3:]:
             if leaves[n].ndim == 4 and own in leaves[n].shape[2:]:
-                leaves[n] = mask_of_heads(leaves[n], run.lengths, run.group)
+                leaves[n] = (
+                    self._fake_mask(leaves[n])
+                    if is_elsewhere
+                    else mask_of_heads(leaves[n], run.lengths, run.group)
+                )
         # The module already has full sequences, so its calls of attention exchange nothing.
         stack.enter_context(run.inside_heads())
         return pytree.tree_unflatten(leaves, nest)
@@ -94,10 +104,36 @@ class PlannedAttention:
         total = sum(run.lengths)
 
         def part(leaf: Tensor) -> Tensor:
-            has_tokens = leaf.ndim == 4 and leaf.size(2) == total
-            return to_parts(leaf, run.lengths, run.group) if has_tokens else leaf
+            if leaf.ndim != 4 or leaf.size(2) != total:
+                return leaf
+            if self._is_elsewhere([leaf]):
+                own = run.lengths[run.group.rank]
+                heads = leaf.size(1) * run.group.size
+                return _resized(leaf, (leaf.size(0), heads, own, leaf.size(3)))
+            return to_parts(leaf, run.lengths, run.group)
 
         return pytree.tree_map_only(Tensor, part, output)
+
+    # The stage of a pipeline that has the module exchanges tokens. Other stages run it on fake
+    # tensors, to learn the shape of its output.
+    _before.runs_on_fakes = _after.runs_on_fakes = True
+
+    def _is_elsewhere(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether another stage of a pipeline computes the module on `tensors`."""
+        return self._run.in_stages and any(isinstance(each, FakeTensor) for each in tensors)
+
+    def _fake_heads(self, part: Tensor) -> Tensor:
+        """Return a fake tensor of the shape that `whole_heads` returns for `part`."""
+        size, (rows, heads, _, features) = self._run.group.size, part.shape
+        return _resized(part, (rows, lcm(heads, size) // size, sum(self._run.lengths), features))
+
+    def _fake_mask(self, mask: Tensor) -> Tensor:
+        """Return a fake tensor of the shape that `mask_of_heads` returns for `mask`."""
+        lengths, group = self._run.lengths, self._run.group
+        sizes = list(mask.shape)
+        sizes[2 if sizes[2] == lengths[group.rank] else 3] = sum(lengths)
+        sizes[1] = max(sizes[1] // group.size, 1)
+        return _resized(mask, sizes)
 
     def _problem(self, tensors: Sequence[Tensor]) -> str | None:
         """Return a message saying why the module cannot run on full sequences, or None."""
@@ -118,3 +154,11 @@ class PlannedAttention:
                 "number that divides the heads of queries"
             )
         return None
+
+
+def _resized(fake: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return a contiguous fake tensor of shape `sizes` that requires a gradient if `fake` does."""
+    for dim, size in enumerate(sizes):
+        if fake.size(dim) != size:
+            fake = fake.narrow(dim, 0, 1)
+    return fake.expand(*sizes).contiguous()

@@ -147,13 +147,20 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @contextmanager
 def _without_hooks(module: nn.Module) -> Iterator[None]:
-    """Context manager that disables the hooks of `module`, so that they never see fake tensors."""
+    """Context manager that disables the hooks of `module`, so that they never see fake tensors.
+
+    Hooks with an attribute `runs_on_fakes` stay, because they change the shapes of tensors.
+    """
     hooks_by_module = [
         (inner, key, vars(inner)[key]) for inner in module.modules() for key in _HOOKS
     ]
     try:
-        for inner, key, _ in hooks_by_module:
-            vars(inner)[key] = OrderedDict()
+        for inner, key, hooks in hooks_by_module:
+            vars(inner)[key] = OrderedDict(
+                (number, hook)
+                for number, hook in hooks.items()
+                if getattr(hook, "runs_on_fakes", False)
+            )
         yield
     finally:
         for inner, key, hooks in hooks_by_module:
