@@ -29,18 +29,22 @@ CASES = [
     (3, 3, "gloo", "steps", "sgd", "1:gathered:4"),
     (3, 3, "auto", "plain", "adamw", "0:gather:6"),
     (3, 3, "auto", "steps", "writes", "1:backward:8"),
+    (3, 2, "gloo", "steps", "writes", "1:backward:8"),
 ]
 MORE = [
-    (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
-    for number, (moment, zero) in enumerate(
-        [
-            *((moment, number % 3) for number, moment in enumerate((*MOMENTS, *PUBLISHES))),
-            *((moment, 3) for moment in (*MOMENTS, *GATHERS)),
-        ]
-    )
-    for transport in ("auto", "gloo")
-    for loop in ("steps", "plain")
-    for rank, at in [(number % 3, (2 * number + 1) % STEPS)]
+    (3, 1, "auto", "steps", "writes", "0:save:4"),
+    *(
+        (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
+        for number, (moment, zero) in enumerate(
+            [
+                *((moment, number % 3) for number, moment in enumerate((*MOMENTS, *PUBLISHES))),
+                *((moment, 3) for moment in (*MOMENTS, *GATHERS)),
+            ]
+        )
+        for transport in ("auto", "gloo")
+        for loop in ("steps", "plain")
+        for rank, at in [(number % 3, (2 * number + 1) % STEPS)]
+    ),
 ]
 
 

@@ -419,7 +419,13 @@ class UserObjects:
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
-        assert self.states.copies is not None
+        states = self.states
+        assert states.copies is not None
+        sharded = self.spec.placement.is_sharded("parameters")
+        # The copies would otherwise lack what user code has written since the last step.
+        if not sharded and (written := states.parameters.written()):
+            states.optimizer.refresh_masters(written)
+            states.copies.take_in_writes(written)
         # Nothing is released before every rank has gathered all states.
         self.lay_out(self.spec.shard_group.steadily(self.gather_whole))
 

@@ -75,6 +75,9 @@ def full_parameters(
         if write:
             states.parameters.settle()
             states.optimizer.refresh_masters(written)
+            # `settle` has recorded the writes, so the next step would not find them.
+            if shown is None and states.copies is not None:
+                states.copies.take_in_writes(written)
 
 
 def _writers(spec: EngineSpec, states: States) -> Collectives:

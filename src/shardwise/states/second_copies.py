@@ -178,14 +178,11 @@ class SecondCopies:
         """Update the copies of replicated parameters that all ranks have changed identically.
 
         Args:
-            written: Indices of these parameters.
+            written: Indices of these parameters. Their masters are replaced.
         """
         for index, interval in enumerate(self.optimizer.intervals):
             now = self._parameters.parameters.part(index, interval.own).loaded()
-            for piece in interval.all_pieces:
-                if piece.parameter in written:
-                    a, b = piece.start - interval.own[0], piece.end - interval.own[0]
-                    interval.target.loaded()[a:b] = now[a:b]
+            interval.target.loaded().copy_(now)
         self.optimizer.refresh_masters(written)
 
 
