@@ -3,10 +3,11 @@
     python benchmarks/optimizer_state.py [--steps 2000] [--width 64] [--layers 2] [--rates 4e-3]
 
 examples/language_model.py trains on one worker at each rate, from the same weights and on the same
-batches: in fp32 with each state, and in bf16 with masters and with stochastic rounding. The table
-shows the mean loss of the last tenth of the steps, the loss on the held-out text, and the size of
-the states that the run prints. The last line is the time of `engine.step` for a layer of --numel
-parameters: the median of updates in turns. `--steps 0` measures only that.
+batches: in fp32 with each state, and in bf16 with masters and with stochastic rounding. `--runs`
+chooses some of them. The table shows the mean loss of the last tenth of the steps, the loss on the
+held-out text, and the size of the states that the run prints. The last line is the time of
+`engine.step` for a layer of --numel parameters: the median of updates in turns. `--steps 0`
+measures only that.
 """
 
 import json
@@ -28,11 +29,11 @@ import shardwise as sw
 EXAMPLE = Path(__file__).parents[1] / "examples" / "language_model.py"
 STATES = ("full", "8bit")
 RUNS = {
-    "full": [],
+    "fp32": [],
     "8bit": ["--optimizer-state=8bit"],
+    "8bit-bf16": ["--precision=bf16", "--optimizer-state=8bit-bf16"],
     "bf16": ["--precision=bf16"],
-    "bf16 8bit": ["--precision=bf16", "--optimizer-state=8bit"],
-    "bf16 8bit-bf16": ["--precision=bf16", "--optimizer-state=8bit-bf16"],
+    "bf16,8bit": ["--precision=bf16", "--optimizer-state=8bit"],
 }
 """Flags of `shardwise run`. Losses are compared with the first."""
 
@@ -54,17 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {"layers": 2, "width": 64, "context": 64, "batch_size": 16}
     figure.add_numbers(parser, sizes | {"vocabulary": 512, "numel": 4 * 2**20})
     parser.add_argument("--rates", type=figure.floats, default=[4e-3], metavar="X,Y")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=[*RUNS], metavar="NAME")
     parser.add_argument("--data", type=Path, help="a text (default: Python's library)")
     options = parser.parse_args(arguments)
     facts = figure.begin()
     words = figure.as_flags(options, ("steps", *sizes, "vocabulary"))
     words += [] if options.data is None else [f"--data={options.data}"]
+    runs = {name: RUNS[name] for name in RUNS if name == "fp32" or name in options.runs}
     rows: list[list[str]] = []
     figures: dict[str, dict[str, object]] = {}
     for rate in options.rates if options.steps else ():
-        found = {name: _train(flags, [*words, f"--lr={rate}"]) for name, flags in RUNS.items()}
+        found = {}
+        for name, flags in runs.items():
+            found[name] = _train(flags, [*words, f"--lr={rate}"])
+            print(f"{name}: {found[name]}", file=sys.stderr, flush=True)
         for state, run in found.items():
-            ratio = [run.loss / found["full"].loss, run.held_out / found["full"].held_out]
+            ratio = [run.loss / found["fp32"].loss, run.held_out / found["fp32"].held_out]
             rows.append(
                 [
                     f"{state}, rate {rate:g}",
