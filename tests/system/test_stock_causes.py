@@ -75,7 +75,6 @@ WITHOUT_MISTAKE = (
     "static_graph",
     "own_part",
     "closure",
-    "narrow_backward",
 )
 FAST = {"14_average_of_shards", "padded_evaluation", "full_evaluation"}
 

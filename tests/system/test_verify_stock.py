@@ -135,13 +135,13 @@ def test_script_of_deepspeed(
 
 
 @pytest.mark.full
-def test_script_of_trl_is_not_proved(shardwise: Launcher, tmp_path: Path) -> None:
+def test_correct_script_of_trl(shardwise: Launcher, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="the trl package is not there")
-    ran, found = verify(shardwise, tmp_path, "-n", "2", "--stock", script("stock_trl"))
-    # The backward pass of TRL's loss adds up gradients in fp32.
-    assert ran.code == 4, ran.out + ran.err
+    # The backward pass of TRL's loss adds up gradients in fp32, a cast that verify undoes.
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_trl"))
+    ran, found = verify(shardwise, tmp_path, *words)
+    assert ran.code == 0, ran.out + ran.err
     assert found["causes"] == []
-    assert "an operation that computes in fp32 even then" in " ".join(ran.out.split())
 
 
 @pytest.mark.full

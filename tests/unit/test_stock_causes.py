@@ -64,7 +64,8 @@ def records(
     ]
     trained = [[name for kind, name in steps[0] if kind == "model"]]
     own = [dict(each) for each in facts] or [{} for _ in range(ranks)]
-    rows = [{"terms": [TERM] * terms, "batches": terms}] * (len(steps) - 1)
+    term = TERM | {"items": 8.0 * RANKS / ranks}  # the same rows for any number of ranks
+    rows = [{"terms": [term] * terms, "batches": terms}] * (len(steps) - 1)
     return StockRecords(
         RecordedTraining({0: made}, facts={"driver": "plain"}),
         [NO_FACTS | {"trained": trained} | each for each in own],
@@ -112,8 +113,10 @@ def test_tells_averaged_sums_from_gradients_averaged_twice(
     scale: float, bias: Tensor, name: str
 ) -> None:
     made = records(*trained(scale, bias))
-    rows = [row | {"terms": [TERM | {"is_sum": True}]} for row in made.steps[0]]
-    assert suspected(ONE, replace(made, steps=[rows] * RANKS))[0] == name
+    for term in ({"items": None, "is_sum": True}, {"items": 4.0}):
+        rows = [row | {"terms": [TERM | term]} for row in made.steps[0]]
+        one, two = replace(ONE, steps=[rows]), replace(made, steps=[rows] * RANKS)
+        assert suspected(one, two)[0] == name
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,8 @@ elif not by_hand:
     model = DistributedDataParallel(plain, static_graph=mistake == "static_graph")
 halves = [dist.new_group([first, first + 1]) for first in range(0, size, 2)] if size > 2 else [None]
 rate = 0.1 * (1 + rank) if mistake == "other_rates" else 0.1
+if mistake == "sums":
+    rate = 0.002  # gradients of sums are larger
 optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 sampler = None if mistake == "context_loss" else DistributedSampler(data)

@@ -23,18 +23,6 @@ x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
 data = TensorDataset(x, x.prod(1, keepdim=True).sigmoid())
 
 
-class NarrowBackward(torch.autograd.Function):
-    """The identity, with a backward pass that rounds to fp32."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return (gradient.float() / 3).to(gradient.dtype) * 3
-
-
 def computed_in_fp32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """Return the output of a layer, by casts that nothing undoes."""
     narrow = torch.from_numpy(numpy.zeros(1, numpy.float32))
@@ -58,8 +46,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(x).tanh() + self.signs((x[:, 0] > 0).long())
-        if trait == "narrow_backward":
-            hidden = NarrowBackward.apply(hidden)
         second = self.second(hidden)
         if trait == "fp32_layer":
             second = computed_in_fp32(self.second, hidden)

@@ -123,7 +123,7 @@ def _of_gradients(
     if not ratios or all(abs(ratio - 1) < CLOSE for ratio in ratios.values()):
         return
     if _agree(ratios.values()):
-        yield _scaled(made, sum(ratios.values()) / len(ratios))
+        yield _scaled(reference, made, sum(ratios.values()) / len(ratios))
         return
     wrong = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) >= CLOSE}
     if _agree(wrong.values()):
@@ -167,7 +167,7 @@ def _unreduced(
     )
 
 
-def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
+def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockSuspect:
     """Return the suspect for gradients that are all wrong by the factor `ratio`."""
     size = len(made.ranks)
     if abs(ratio - size) < CLOSE * size:
@@ -186,12 +186,13 @@ def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
             "ranks, and not averaged.",
             {"scale_gradients": 1 / size},
         )
-    terms = [term for rows in made.steps for row in rows for term in row["terms"]]
-    if abs(ratio * size - 1) < CLOSE and terms and all(term["is_sum"] for term in terms):
+    divisors = {*_divisors(reference), *_divisors(made)}
+    # A mean over the rows of a batch has a larger divisor in one process than on a rank.
+    if abs(ratio * size - 1) < CLOSE and len(divisors) == 1 and None not in divisors:
         return StockSuspect(
             "sums averaged over ranks",
-            f"Gradients are 1/{size} as large as in one process. The losses are sums, such as "
-            'those of reduction="sum", and gradients are averaged over ranks, as by '
+            f"Gradients are 1/{size} as large as in one process. The losses are sums, or sums "
+            "divided by a constant, and gradients are averaged over ranks, as by "
             f"DistributedDataParallel. Multiply each loss by {size}, the number of ranks.",
             {"scale_gradients": float(size)},
         )
@@ -208,6 +209,12 @@ def _scaled(made: StockRecords, ratio: float) -> StockSuspect:
         f"Gradients are {ratio:.6g} times as large as in one process.",
         {"scale_gradients": 1 / ratio},
     )
+
+
+def _divisors(made: StockRecords) -> set[float | None]:
+    """Return the numbers by which the sums in losses are divided. None stands for unknown ones."""
+    terms = [term for rows in made.steps for row in rows for term in row["terms"]]
+    return {1.0 if term["is_sum"] else term["items"] for term in terms}
 
 
 def _partly_scaled(
