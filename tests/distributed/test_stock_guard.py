@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 import shardwise as sw
 from shardwise.errors import GuardError, UsageError
@@ -240,3 +241,83 @@ def test_refuses_bad_arguments(options, message):
     model = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=message):
         sw.Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+
+def alone_case(world, path, check):
+    with joined(world, path):
+        check()
+    return True
+
+
+def followed_samples():
+    """An evaluation leaves no samples. Persistent workers may have started before."""
+    model = nn.Linear(3, 1)
+    guard = sw.Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    loader = torch.utils.data.DataLoader(
+        torch.arange(24.0).view(8, 3), 4, num_workers=1, persistent_workers=True
+    )
+    next(iter(loader))
+    for _ in guard.follow(loader):
+        pass
+    assert guard._spikes._samples == []
+    for number, x in enumerate(guard.follow(loader)):
+        guard.backward(model(x).sum())
+        assert guard._spikes._samples == list(range(4 * number, 4 * number + 4))
+        guard.step()
+    guard.close()
+
+
+def overflows():
+    """A loss scale that is too large is no spike, but a loss that is not finite is one."""
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    guard = sw.Guard(model, optimizer, spikes="stop", scaler=scaler)
+    before = model.weight.detach().clone()
+
+    def step(x):
+        optimizer.zero_grad()
+        # The scaled loss is finite, and its gradient overflows.
+        guard.backward(scaler.scale(model(x * 1e6).mean() * 1e-6))
+        scaler.step(optimizer)
+        scaler.update()
+        guard.step()
+
+    with torch.no_grad():
+        model.weight.zero_()
+        model.bias.zero_()
+    before = model.weight.detach().clone()
+    step(torch.full((2, 3), 1e4))
+    assert model.weight.equal(before)
+    assert scaler.get_scale() == 2.0**119
+    with pytest.raises(GuardError, match="the loss is nan"):
+        step(torch.full((2, 3), torch.nan))
+    guard.close()
+
+
+def norms_in_16_bits():
+    model = nn.Linear(300, 300, bias=False).half()
+    guard = sw.Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    model.weight.grad = torch.full_like(model.weight, 1000.0)
+    guard._spikes.after_backward(torch.zeros(()))
+    assert guard._spikes._squares[0].sqrt().item() == pytest.approx(300 * 1000, rel=1e-3)
+    guard.close()
+
+
+def distributed_losses():
+    model = nn.Linear(3, 1)
+    guard = sw.Guard(model, torch.optim.SGD(model.parameters(), 0.1))
+    loss = DTensor.from_local(torch.tensor(2.0), init_device_mesh("cpu", (1,)), [Replicate()])
+    guard._spikes.after_backward(torch.tensor(1.0))
+    guard._spikes.after_backward(loss)
+    guard._spikes.before_step(1)
+    assert [type(each) for each in guard._spikes._losses] == [torch.Tensor] * 2
+    assert sum(map(float, guard._spikes._losses)) == 3.0
+    guard.close()
+
+
+@pytest.mark.parametrize(
+    "check", [followed_samples, overflows, norms_in_16_bits, distributed_losses]
+)
+def test_reads_one_process(group, tmp_path, check):
+    assert group(1)(alone_case, str(tmp_path / "store"), check) == [True]

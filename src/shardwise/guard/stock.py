@@ -172,6 +172,8 @@ class Guard:
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield a DataLoader's batches, and remember their samples for messages about spikes.
 
+        A loop without a backward pass, such as an evaluation, leaves no samples behind.
+
         Args:
             loader: The loader. Without a map-style dataset, samples have no indices, so they are
                 not named.

@@ -51,6 +51,7 @@ class StockSpikes:
         self._squares: list[Tensor] = []
         self._scale = 1.0
         self._samples: list[int] = []
+        self._backwards = 0
 
     def follow(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield a loader's batches, and remember the indices of their samples."""
@@ -59,22 +60,37 @@ class StockSpikes:
             yield from loader
             return
         if not isinstance(sampler, _Remembered):
-            # DataLoader forbids assignments to this attribute. Persistent workers keep reading from
-            # the first sampler, so it stays.
+            # DataLoader forbids assignments to this attribute.
             sampler = vars(loader)["batch_sampler"] = _Remembered(sampler)
+        if (iterator := getattr(loader, "_iterator", None)) is not None:
+            # Persistent workers that were started before read from the first sampler.
+            iterator._index_sampler = sampler
         sampler.drawn.clear()
-        for batch in loader:
-            # Workers read ahead, but yield batches in the order of the sampler.
-            self._samples += sampler.drawn.popleft()
-            yield batch
+        before, backwards = list(self._samples), self._backwards
+        try:
+            for batch in loader:
+                # Workers read ahead, but yield batches in the order of the sampler.
+                self._samples += sampler.drawn.popleft()
+                yield batch
+        finally:
+            if self._backwards == backwards:  # an evaluation, which is no part of a step
+                self._samples = before
 
     def after_backward(self, loss: Tensor) -> None:
         """Record a loss, and the gradients that its backward pass has added to."""
+        self._backwards += 1
         if loss.numel() == 1:
-            self._losses.append(loss.detach().reshape(()).double())
+            value: Any = loss.detach()
+            if hasattr(value, "full_tensor"):  # a DTensor, as in `loss_parallel`
+                value = value.full_tensor()
+            self._losses.append(value.reshape(()).double())
         self._squares = [torch.stack(list(_weighted_squares(self._model, self._group.size))).sum()]
-        if self._scaler is not None and self._scaler.is_enabled():
+        if self._scales:
             self._scale = float(self._scaler.get_scale())
+
+    @property
+    def _scales(self) -> bool:
+        return self._scaler is not None and bool(self._scaler.is_enabled())
 
     def forget(self) -> None:
         """Forget the losses and samples of the completed or skipped step."""
@@ -97,6 +113,10 @@ class StockSpikes:
             return  # a closure computes the losses inside of the step
         losses = [float(each) / self._scale for each in rows[:, 0]]
         mean, norm = math.fsum(losses) / group.size, math.sqrt(rows[:, 1].sum()) / self._scale
+        if self._scales and math.isfinite(mean) and not math.isfinite(norm):
+            # The scale was too large. GradScaler skips the step, but calls `optimizer.step` of
+            # fused optimizers, which do so themselves.
+            return
         if not (math.isfinite(mean) and math.isfinite(norm)):
             found = f"the loss is {mean:.4g}, and the gradient norm is {norm:.4g}"
         elif not (found := self._spikes.look_at(mean, norm)):
@@ -157,4 +177,7 @@ def _weighted_squares(model: nn.Module, size: int) -> Iterator[Tensor]:
         local = getattr(gradient, "_local_tensor", gradient)
         if local.is_sparse:
             local = local.coalesce().values()
-        yield local.norm().to(device, torch.float64).square() * (shards / size)
+        # In fp16 the norm could overflow.
+        wide = torch.promote_types(local.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(local, dtype=wide)
+        yield norm.to(device, torch.float64).square() * (shards / size)
