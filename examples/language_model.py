@@ -4,6 +4,7 @@
     python examples/language_model.py                         # the same with one worker
     torchrun --nproc-per-node 2 examples/language_model.py    # the same, started by torchrun
     shardwise run -n 2 examples/language_model.py --data my/texts --layers 8 --width 384
+    shardwise run -n 2 --context 2 examples/language_model.py  # half of a window each
 
 It learns Python's standard library, or the text of --data, for at most 3 minutes. The losses are
 the same for every number of workers and every placement. It prints losses, held-out perplexities, a
@@ -25,6 +26,7 @@ import torch
 from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
+from torch.utils.data import default_collate
 
 import shardwise as sw
 from helpers import corpus, gpt, report
@@ -45,8 +47,8 @@ def main() -> None:
     )
     engine = sw.Engine(model, optimizer)
     windows, held_out = text.windows(args.context, args.held_out)
-    loader = sw.Loader(windows, batch_size=args.batch_size, shuffle=True)
-    held_out_loader = sw.Loader(held_out, batch_size=args.batch_size)
+    loader = sw.Loader(windows, batch_size=args.batch_size, shuffle=True, collate_fn=with_positions)
+    held_out_loader = sw.Loader(held_out, batch_size=args.batch_size, collate_fn=with_positions)
     token_bytes = text.token_bytes.to(world.device)
 
     with Log(args.out, args.steps, visible=world.is_main) as log:
@@ -86,14 +88,16 @@ def train(
     log.evaluated(evaluate())
     for _ in loader.epochs(log.steps):  # always enough, because an epoch has at least one step
         for step in loader.steps():
-            for tokens, targets in step:
-                engine.forward_backward(partial(gpt.token_loss, model), tokens, targets)
+            for batch in step:
+                engine.forward_backward(
+                    partial(gpt.token_loss, model), *batch, weight=count_targets
+                )
             stats = engine.step(max_norm=1.0)
             scheduler.step()
 
             log.trained(
                 loss=float(stats.loss),
-                tokens=float(stats.weight) * model.shape.context,
+                tokens=float(stats.weight),
                 grad_norm=float(stats.grad_norm),
                 learning_rate=scheduler.get_last_lr()[0],
             )
@@ -109,15 +113,30 @@ def evaluate(model: gpt.GPT, loader: sw.Loader, token_bytes: Tensor) -> HeldOut:
     metrics = sw.Metrics()
     model.eval()
     with torch.no_grad():
-        for tokens, targets in loader:
+        for tokens, targets, positions in loader:
             metrics.add(
                 n=targets.numel(),
-                loss=gpt.token_loss(model, tokens, targets),
+                loss=gpt.token_loss(model, tokens, targets, positions),
                 bytes=token_bytes[targets].mean(),
             )
     model.train()
     mean = metrics.compute()
     return HeldOut(loss=float(mean["loss"]), bytes_per_token=float(mean["bytes"]))
+
+
+def with_positions(samples: list[corpus.Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a batch of tokens, targets and positions, each (rows, length).
+
+    With --context, a worker gets a part of each window, from which it cannot tell the positions.
+    """
+    tokens, targets = default_collate(samples)
+    return tokens, targets, torch.arange(tokens.size(1)).expand_as(tokens)
+
+
+def count_targets(tokens: Tensor, targets: Tensor, positions: Tensor) -> int:
+    """Return the weight of a micro-batch, which is its number of targets on this worker."""
+    del tokens, positions
+    return targets.numel()
 
 
 def shared_text(world: sw.World, args: argparse.Namespace) -> corpus.Corpus:

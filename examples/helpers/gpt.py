@@ -84,9 +84,13 @@ class GPT(nn.Module):
                 shrink = math.sqrt(2 * self.shape.layers) if writes else 1.0
                 nn.init.normal_(parameter, std=0.02 / shrink)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        time = tokens.shape[1]
-        cosine, sine = self.cosine[:time], self.sine[:time]
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the scores. `positions` (batch, time) are 0, 1, 2 ... if they are left out."""
+        if positions is None:
+            time = tokens.shape[1]
+            cosine, sine = self.cosine[:time], self.sine[:time]
+        else:  # (batch, 1, time, width / heads / 2)
+            cosine, sine = self.cosine[positions][:, None], self.sine[positions][:, None]
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cosine, sine)
@@ -112,9 +116,11 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
 
 
-def token_loss(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+def token_loss(
+    model: GPT, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+) -> Tensor:
     """Return the mean cross-entropy per token, in nats."""
-    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+    return F.cross_entropy(model(tokens, positions).flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()

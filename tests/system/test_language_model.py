@@ -29,6 +29,7 @@ LAUNCHERS = {
     "alone": [sys.executable],
     "two": [str(BIN / "shardwise"), "run", "-n", "2", "--zero", "2"],
     "micro": [str(BIN / "shardwise"), "run", "-n", "2", "--zero", "1", "--micro-batch-size", "2"],
+    "context": [str(BIN / "shardwise"), "run", "-n", "2", "--context", "2"],
     "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2"],
 }
 
@@ -63,7 +64,7 @@ def start(launcher: str, out: Path, *flags: str) -> Run:
 
 
 OFTEN = [
-    *("alone", "two"),
+    *("alone", "two", "context"),
     *(pytest.param(name, marks=pytest.mark.full) for name in ("torchrun", "micro")),
 ]
 

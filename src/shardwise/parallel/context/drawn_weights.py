@@ -33,9 +33,13 @@ class _Weight:
     mean: float
     deviation: float
 
+    def allocate(self) -> None:
+        """Allocate the storage, which costs little time and memory until it is filled."""
+        self.storage.resize_(self.size * 8)
+
     def draw(self) -> None:
         """Allocate the storage, and fill it with the same numbers as every other time."""
-        self.storage.resize_(self.size * 8)
+        self.allocate()
         # A new tensor, because autograd rejects changes to the one that it has saved.
         flat = torch.empty(0, dtype=torch.float64, device=self.storage.device)
         flat.set_(self.storage, 0, (self.size,))  # type: ignore[call-overload]
@@ -143,7 +147,8 @@ class DrawnWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and (weight := self._weights.get(leaf.untyped_storage()._cdata)) is not None
         }
         for weight in used.values():
-            weight.draw()
+            # To make a view, torch checks the size of the storage, but reads nothing.
+            weight.allocate() if func.overloadpacket in _VIEWS else weight.draw()
         try:
             return func(*args, **kwargs)
         finally:
@@ -168,6 +173,16 @@ class _KeepsRead(TorchFunctionMode):
             self._weights.keep(args[0])
         return func(*args, **(kwargs or {}))
 
+
+_VIEWS = {
+    torch.ops.aten.alias,
+    torch.ops.aten.detach,
+    torch.ops.aten.expand,
+    torch.ops.aten.t,
+    torch.ops.aten.transpose,
+    torch.ops.aten.unsqueeze,
+    torch.ops.aten.view,
+}
 
 _READS = {Tensor.__repr__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.numpy, Tensor.tolist}
 
