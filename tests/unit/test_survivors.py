@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
@@ -175,7 +176,7 @@ def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], na
 
 
 def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:
-    solo.survival = survival = Survival(SimpleNamespace(), print)  # type: ignore[arg-type]
+    solo.survival = survival = Survival(SimpleNamespace(generation=0), print)  # type: ignore[arg-type]
     for _ in Loader(list(range(8)), 4):
         assert survival.in_step
         break
@@ -232,3 +233,18 @@ def test_a_late_request_of_a_member_does_not_invite_it_again() -> None:
     assert admission.waiting(1, members=(0, 1)) == []
     ask(2)  # a new process, after rank 2 was lost
     assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]
+
+
+def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
+    solo: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(generation=0)
+    solo.survival = Survival(group, print)  # type: ignore[arg-type]
+    loader = Loader(torch.arange(8), batch_size=4)
+    builds: list[int] = []
+    build = loader._build
+    monkeypatch.setattr(loader, "_build", lambda: (builds.append(group.generation), build()))
+    with torch.no_grad():
+        for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
+            assert [len(rows) for rows in loader] == [4, 4]
+    assert builds == [2]

@@ -232,6 +232,7 @@ class Loader(HintsAtAttributes):
     def _build(self) -> None:
         """Create the reader and torch's DataLoader for the current seed, mesh and position."""
         self._seed, self._mesh = self._world.seed, self._world.mesh
+        self._generation = self._world.generation
         part_order = choose_part_order(self._arguments, self._world, self._position)
         self._reader = reader(self._arguments, self._world, part_order)
         self._plan = _plan(self._arguments, self._reader)
@@ -399,9 +400,16 @@ class Loader(HintsAtAttributes):
         """
         # A Loader may be created before the engine, and only the engine knows the tensor and
         # pipeline axes. An open pass keeps its shares until it ends.
-        if self._mesh == self._world.mesh or self._open_pass() is not None:
+        if self._is_shared_now or self._open_pass() is not None:
             return
         self._share_anew()
+
+    @property
+    def _is_shared_now(self) -> bool:
+        """True if the rows are divided among the current ranks. The same on all ranks."""
+        # After a loss and an admission, the size may be the same as before, and only some ranks may
+        # have another number. But all must divide the rows again, because this is collective.
+        return self._mesh == self._world.mesh and self._generation == self._world.generation
 
     def _share_anew(self) -> None:
         """Continue with this rank's share on the current mesh."""
@@ -454,8 +462,7 @@ class Loader(HintsAtAttributes):
         if repeats:
             self._position = self._step_start
             self._taken -= 1
-        # After a loss and an admission, the size may be the same as before.
-        elif self._mesh == self._world.mesh and self._arguments.rank == self._world.data_rank:
+        elif self._is_shared_now:
             return None
         self._share_anew()
         return self._items()

@@ -240,6 +240,11 @@ class World(BatchRows, HintsAtAttributes):
         return self.size == 1 and self.survival is None
 
     @property
+    def generation(self) -> int:
+        """Number of times that the run has lost ranks or admitted spares, the same on all ranks."""
+        return 0 if self.survival is None else self.survival.group.generation
+
+    @property
     def expert_size(self) -> int:
         """Number of ranks across which a layer's experts are divided."""
         return self.mesh.expert
