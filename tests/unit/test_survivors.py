@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
@@ -232,3 +233,18 @@ def test_a_late_request_of_a_member_does_not_invite_it_again() -> None:
     assert admission.waiting(1, members=(0, 1)) == []
     ask(2)  # a new process, after rank 2 was lost
     assert [place.rank for place in admission.waiting(1, members=(0, 1))] == [2]
+
+
+def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
+    solo: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = SimpleNamespace(generation=0)
+    solo.survival = Survival(group, print)  # type: ignore[arg-type]
+    loader = Loader(torch.arange(8), batch_size=4)
+    builds: list[int] = []
+    build = loader._build
+    monkeypatch.setattr(loader, "_build", lambda: (builds.append(group.generation), build()))
+    with torch.no_grad():
+        for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
+            assert [len(rows) for rows in loader] == [4, 4]
+    assert builds == [2]

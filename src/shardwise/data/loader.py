@@ -400,9 +400,16 @@ class Loader(HintsAtAttributes):
         """
         # A Loader may be created before the engine, and only the engine knows the tensor and
         # pipeline axes. An open pass keeps its shares until it ends.
-        if self._mesh == self._world.mesh or self._open_pass() is not None:
+        if self._is_shared_now or self._open_pass() is not None:
             return
         self._share_anew()
+
+    @property
+    def _is_shared_now(self) -> bool:
+        """True if the rows are divided among the current ranks. The same on all ranks."""
+        # After a loss and an admission, the size may be the same as before, and only some ranks may
+        # have another number. But all must divide the rows again, because this is collective.
+        return self._mesh == self._world.mesh and self._generation == self._world.generation
 
     def _share_anew(self) -> None:
         """Continue with this rank's share on the current mesh."""
@@ -455,9 +462,7 @@ class Loader(HintsAtAttributes):
         if repeats:
             self._position = self._step_start
             self._taken -= 1
-        # Not the mesh: after a loss and an admission, a rank may have the same share as before. A
-        # new rank begins to read with a collective, in which all ranks must take part.
-        elif self._generation == self._world.generation:
+        elif self._is_shared_now:
             return None
         self._share_anew()
         return self._items()

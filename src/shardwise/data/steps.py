@@ -187,12 +187,11 @@ class LoaderPass:
             # A rank that could finish its step after a loss still has the shares of all ranks.
             if (items := self._shared_again(False)) is not None:
                 self._items = items
-            world = self._world
-            group, item = world.generation, self._fetch()
+            generation, item = self._world.generation, self._fetch()
             if item is not None and (survival := self.survival) is not None:
                 survival.before_step(self.stream)
             # An epoch begins with a collective, in which ranks may be lost too.
-            if group == world.generation:
+            if generation == self._world.generation:
                 return item
 
     def _fetch(self) -> Item | None:

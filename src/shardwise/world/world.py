@@ -235,14 +235,14 @@ class World(BatchRows, HintsAtAttributes):
         return [group for group in groups if group is not self.collectives]
 
     @property
-    def generation(self) -> int:
-        """Number of times that ranks were lost or have joined, with `--survive`."""
-        return 0 if self.survival is None else self.survival.group.generation
-
-    @property
     def is_alone(self) -> bool:
         """True if this is the only rank, and no other will join it."""
         return self.size == 1 and self.survival is None
+
+    @property
+    def generation(self) -> int:
+        """Number of times that the run has lost ranks or admitted spares, the same on all ranks."""
+        return 0 if self.survival is None else self.survival.group.generation
 
     @property
     def expert_size(self) -> int:
