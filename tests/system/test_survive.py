@@ -32,7 +32,7 @@ CASES = [
     (3, 2, "gloo", "steps", "writes", "1:backward:8"),
 ]
 MORE = [
-    (3, 1, "auto", "steps", "writes", "0:save:4"),
+    (3, 1, "auto", "steps", "writes", "0:begun:4"),
     *(
         (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
         for number, (moment, zero) in enumerate(
