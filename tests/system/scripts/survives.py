@@ -62,6 +62,7 @@ engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
 engine.track(loader=loader)
+held_out = sw.Loader(dataset, batch_size=8)
 
 
 def reach(moment: str) -> None:
@@ -164,6 +165,14 @@ def save() -> None:
         engine.save("checkpoints", keep=2)
 
 
+def evaluate() -> None:
+    """Check that the ranks evaluate each row once."""
+    with torch.no_grad():
+        seen = sum(int(index.sum()) for _, _, index in held_out)
+    assert world.sum(torch.tensor(seen)).item() == 49 * 50 / 2
+
+
+evaluate()
 for _ in loader.epochs(2):
     if loop == "steps":
         for step in loader.steps():
@@ -200,9 +209,7 @@ def held(state: OptimizerState) -> list[torch.Tensor]:
 
 
 assert os.getpid() == process
-with torch.no_grad():
-    seen = sum(len(index) for _, _, index in loader)
-assert world.sum(torch.tensor(seen)).item() == 50
+evaluate()
 engine.save("checkpoints")
 with engine.full_parameters():
     weights = torch.cat([each.detach().flatten() for each in model.parameters()])
