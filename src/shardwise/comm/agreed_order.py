@@ -126,7 +126,7 @@ class AgreedOrder:
     @property
     def end(self) -> int:
         """Number of entries of all members so far, including those that have left."""
-        return self._end
+        return len(self._names)
 
     def start_at(self, first: int) -> None:
         """Forget all members, and number the entries of later members from `first`.
@@ -138,10 +138,6 @@ class AgreedOrder:
         self._staying, self._members, self._by_use = set(), [], []
         self._known.clear()
         self._choices = None
-
-    @property
-    def _end(self) -> int:
-        return len(self._names)
 
     def open(self, key: Hashable, *, descending: bool = False, uneven: bool = False) -> None:
         """Begin a pass of the kind `key`, which must be the same on all ranks.
@@ -186,8 +182,8 @@ class AgreedOrder:
             self._goes_as_listed = False
         yield from self._take(left)
         while self._may_ask:
-            wish = self._agree(self._end + (2 if failed else self._goes_as_listed))
-            if wish >= self._end:
+            wish = self._agree(self.end + (2 if failed else self._goes_as_listed))
+            if wish >= self.end:
                 break
             self._goes_as_listed = False
             yield from self._take([self._choice[wish]])
@@ -201,7 +197,7 @@ class AgreedOrder:
         """
         if self._order is None:
             # The smallest wish is returned, so this holds if the pass succeeded on any rank.
-            if agreed < self._end + 2:
+            if agreed < self.end + 2:
                 seen, full = self._taken, list(expected)
                 if self._descending:  # merge in the order of a forward pass
                     completed = with_unseen(seen[::-1], full[::-1])[::-1]
@@ -213,7 +209,7 @@ class AgreedOrder:
             # another engine decides which of its units the backward pass needs.
             owners = {self._owners[entry] for entry in self._taken}
             is_of_one = sum(not owner.exchanges for owner in owners) <= 1
-            as_listed = agreed == self._end + 1 and is_of_one
+            as_listed = agreed == self.end + 1 and is_of_one
             self._order.kept = self._order.kept + 1 if as_listed else 0
             self._known[self._key] = self._with_new(self._order)
 
@@ -265,7 +261,7 @@ class AgreedOrder:
     def serve(self) -> Iterator[int]:
         """Yield the entries that other ranks need in uneven passes, until no rank needs any."""
         self.open(None, uneven=True)
-        while (wish := self._agree(self._end)) < self._end:
+        while (wish := self._agree(self.end)) < self.end:
             yield self._choice[wish]
 
     def over(self) -> int | None:
