@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.bad_input.drawing import SCRIPT, Input
-from tests.distributed.group import FORKED, _environment
+from tests.distributed.group import FORKED, session_environment
 
 LIMIT = 120.0
 """Seconds that a refusal may take on a busy machine."""
@@ -50,7 +50,7 @@ class Seen:
 def try_input(given: Input, folder: Path, *, real: bool) -> Seen:
     """Run the command line with an input, in the new `folder`, which is removed afterwards."""
     _prepare(given, folder)
-    environ = _environment() | given.environ | {"TMPDIR": str(folder / "temporary")}
+    environ = session_environment() | given.environ | {"TMPDIR": str(folder / "temporary")}
     environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
     began = time.monotonic()
     try:

@@ -1,9 +1,8 @@
 """Kills or stops ranks while they train, and records how and when the other ranks notice.
 
-Started as `python -m tests.distributed.faults`. It reads cases as JSON lines, forks the ranks of
-each case from itself, so that torch is imported only once, and writes a JSON line with the
-outcomes. A line contains several cases. Each starts after the fault of the previous one, while that
-case waits.
+`serve` runs in a process that is forked from the warm one. It receives lists of cases, forks the
+ranks of each case from itself, because only their parent can read their exit codes, and sends the
+outcomes. Each case of a list starts after the fault of the previous one, while that case waits.
 """
 
 import json
@@ -12,12 +11,14 @@ import random
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 VICTIM, FAULTY_STEP, STEPS = 1, 3, 6
@@ -219,11 +220,10 @@ def _ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-if __name__ == "__main__":
-    import torch._dynamo  # noqa: F401 (so that no rank need import it)
-
-    import shardwise.engine  # noqa: F401
-
-    for line in sys.stdin:
-        ends = run([Case(**case) for case in json.loads(line)])
-        print(json.dumps([[asdict(outcome) for outcome in end] for end in ends]), flush=True)
+def serve(connection: Connection, environ: Mapping[str, str]) -> None:
+    """Run the cases that arrive on the connection, until it closes."""
+    os.environ.clear()
+    os.environ.update(environ)
+    with suppress(EOFError):
+        while True:
+            connection.send(run(connection.recv()))

@@ -304,7 +304,7 @@ class _Rank:
                 _Descriptor(self.printed),
                 inherited,
                 identity,
-                _environment() | {environment.RUN_SECRET_VARIABLE: known},
+                session_environment() | {environment.RUN_SECRET_VARIABLE: known},
                 settings,
             ),
         )
@@ -392,7 +392,7 @@ def _one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _environment() -> dict[str, str]:
+def session_environment() -> dict[str, str]:
     """Return the session's environment without the variables that define a rank or a test."""
     strange = ("SHARDWISE_", "PYTEST_")
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}

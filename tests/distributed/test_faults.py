@@ -4,22 +4,17 @@ Each case runs once. With TEST_REPEATS=100 in the environment it runs 100 times,
 stopped in every phase.
 """
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.distributed.faults import PHASES, VICTIM, Case, Outcome
-
-ROOT = Path(__file__).parents[2]
+from tests.distributed.faults import PHASES, VICTIM, Case, Outcome, serve
+from tests.distributed.group import FORKED, session_environment
 
 REPEATS = int(os.environ.get("TEST_REPEATS", "1"))
 TRANSPORTS: dict[str, dict[str, Any]] = {
@@ -58,32 +53,24 @@ class Faults:
     """`faults(case)` returns the outcomes of its ranks."""
 
     def __init__(self) -> None:
-        environ = {name: v for name, v in os.environ.items() if not name.startswith("SHARDWISE_")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.faults"],
-            cwd=ROOT,
-            env=environ | {"OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._connection, theirs = FORKED.Pipe()
+        self._process = FORKED.Process(target=serve, args=(theirs, session_environment()))
+        self._process.start()
+        theirs.close()
 
     def __call__(self, case: Case) -> list[Outcome]:
         return self.at_once([case])[0]
 
     def at_once(self, cases: Sequence[Case]) -> list[list[Outcome]]:
         """Return the outcomes of several cases that run in parallel."""
-        assert self._process.stdin
-        assert self._process.stdout
-        asked = json.dumps([asdict(case) for case in cases])
-        print(asked, file=self._process.stdin, flush=True)
-        # torch 2.9's Gloo also names its peer there.
-        said = next(line for line in self._process.stdout if line.startswith("[[{"))
-        return [[Outcome(**outcome) for outcome in end] for end in json.loads(said)]
+        self._connection.send(list(cases))
+        return self._connection.recv()
 
     def close(self) -> None:
         """Stop the process, whose ranks have already exited."""
-        self._process.communicate()
+        self._connection.close()
+        self._process.join()
+        self._process.close()
 
 
 @pytest.fixture(scope="module")

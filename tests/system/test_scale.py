@@ -4,9 +4,12 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from shardwise.tools.scale import runs
+from shardwise.tools.scale.runs import ScalingPlan
 from tests.system.launcher import Launcher, script
 
 pytestmark = [
@@ -43,6 +46,33 @@ def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launche
     (found,) = json.loads((shardwise.folder / "out" / "scaling.json").read_text())["results"]
     assert (found["kind"], found["batch"], found["steps"]) == ("weak", 24, 4)
     assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
+
+
+SETTLED = """\
+import shardwise as sw
+world = sw.init(quiet=True)
+print(world.settings.batch)
+"""
+
+
+@pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
+def test_kind_overrides_the_batch_setting(
+    kind: str, batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "settled.py"
+    path.write_text(SETTLED)
+    monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
+    plan = ScalingPlan(
+        words=(str(path),),
+        flags=(),
+        sizes=(1, 2),
+        kinds=(kind,),
+        warmup=5,
+        steps=None,
+        out=tmp_path,
+    )
+    ended = runs.run(plan, kind, 1, lambda steps: None)
+    assert ended.log.read_text().splitlines()[-1] == batch
 
 
 def test_neither_reads_nor_writes_checkpoints(shardwise: Launcher) -> None:

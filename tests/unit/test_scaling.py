@@ -368,24 +368,6 @@ def test_refuses_wrong_arguments_with_a_remedy(
     assert complaint in capsys.readouterr().err
 
 
-SETTLED = """\
-import shardwise as sw
-world = sw.init(quiet=True)
-print(world.settings.batch)
-"""
-
-
-@pytest.mark.parametrize(("kind", "batch"), [("strong", "total"), ("weak", "worker")])
-def test_kind_overrides_the_batch_setting(
-    kind: str, batch: str, made: ScalingReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "settled.py"
-    script.write_text(SETTLED)
-    monkeypatch.setenv("SHARDWISE_BATCH", "worker" if kind == "strong" else "total")
-    ended = runs.run(replace(made.plan, words=(str(script),)), kind, 1, lambda steps: None)
-    assert ended.log.read_text().splitlines()[-1] == batch
-
-
 def test_removes_only_files_of_an_earlier_run(tmp_path: Path) -> None:
     for name in ("output.txt", "rank-0.jsonl", "rank-0.pt", "notes.txt"):
         (tmp_path / name).write_text("")
