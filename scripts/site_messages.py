@@ -229,7 +229,8 @@ def _messages() -> Iterator[Message | Untraced]:
     for path in sorted(SOURCES.rglob("*.py")):
         relative = path.relative_to(SOURCES).as_posix()
         for call, function in _calls(_tree(path), None):
-            name = ast.unparse(call.func).rpartition(".")[2]
+            called = call.func
+            name = called.attr if isinstance(called, ast.Attribute) else ast.unparse(called)
             if name not in names or not call.args:
                 continue
             texts = _Tracer(path, function).texts(call.args[0])
