@@ -13,6 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.model import activation_offload
 from tests.distributed.test_engine import batch
+from tests.tables import each_value
 
 WAYS = {
     "recomputed": {"activations": "recomputed"},
@@ -91,15 +92,9 @@ LOCAL = {"rows": 12, "micro": None}
 """No rank gets a single row, which has no variance."""
 
 
-@pytest.mark.parametrize(
-    ("size", "zero"),
-    [
-        *((2, 0), (3, 1), (2, 2)),
-        *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, 0), (2, 1), (3, 2))),
-    ],
-)
-def test_every_row(group, tmp_path, size, zero):
-    group(size)(alike_case, str(tmp_path), SYNC | {"zero": zero}, limit=120)
+@each_value(size=[2, 3], zero=[0, 1, 2], way=WAYS)
+def test_every_row(group, tmp_path, size, zero, way):
+    group(size)(alike_case, str(tmp_path), SYNC | {"zero": zero}, [way], limit=120)
 
 
 def local_case(world, folder):
@@ -111,9 +106,10 @@ def test_statistics_of_each_rank(group, tmp_path, size):
     group(size)(local_case, str(tmp_path), limit=120)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16", "fp16-mixed"])
-def test_every_precision(group, tmp_path, precision):
-    group(2)(alike_case, str(tmp_path), SYNC | {"zero": 1, "precision": precision}, limit=120)
+@each_value(precision=["bf16-mixed", "bf16", "fp16-mixed"], way=WAYS)
+def test_every_precision(group, tmp_path, precision, way):
+    settings = SYNC | {"zero": 1, "precision": precision}
+    group(2)(alike_case, str(tmp_path), settings, [way], limit=120)
 
 
 def several_forwards_case(world, folder):

@@ -103,7 +103,7 @@ class TestFailures:
         assert outcome.lost["lost"] == 0
 
     def test_run_that_never_ends_is_stopped(self) -> None:
-        found = simulate(model(failing(2000), interval=5000.0), 1, 0)
+        found = simulate(model(failing(2000), interval=5000.0, work=DAY), 1, 0)
         assert found.unfinished == 1
         assert found.goodput.mean < 0.05
 
