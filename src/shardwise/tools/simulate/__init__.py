@@ -2,6 +2,7 @@
 
 - failure_classes.py: reads failure classes: their rates, and the hardware that they take down
 - run_model.py: the parameters of a run, the causes of lost time, and the slowest of many devices
+- simulation.py: draws the events of a simulated run, which its two kinds below share
 - trial.py: simulates one run, event by event
 - island_trial.py: simulates one run with islands; a failure stops only the islands that it hits
 - outcome.py: the result of a trial, and how it spent its time

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardwise.tools.simulate.failure_classes import FailureClass
-from shardwise.tools.simulate.outcome import BINS, GIVES_UP, USEFUL, Outcome, TimeSpent
+from shardwise.tools.simulate.outcome import USEFUL
 from shardwise.tools.simulate.run_model import RunModel
+from shardwise.tools.simulate.simulation import Simulation
 
 WORK, BOUNDARY, SAVE = "work", "boundaries", "saves"
 """The parts of a round, in order. The last two are also causes of lost time."""
@@ -47,48 +47,19 @@ class _Absence:
     awaited: bool = False
 
 
-class IslandTrial:
-    """Simulates `model` with random numbers from `seed`."""
+class IslandTrial(Simulation):
+    """A run with islands."""
 
     def __init__(self, model: RunModel, seed: int) -> None:
-        self._model = model
-        self._random = np.random.default_rng(seed)
-        rates = [each.rate_over(model.topology) for each in model.failures]
-        self._rate = sum(rates)
-        self._sums = np.cumsum(rates)
-        self._slowest = model.slowest
+        super().__init__(model, seed)
         self._units = model.topology.hosts * model.units_per_host // model.islands
         """Number of units per island."""
-        self._stops = 0
-        self._time = TimeSpent(model.work / BINS)
         self._away: dict[int, _Absence] = {}
         self._left: list[tuple[str, float]] = []
         """Remaining parts of the round, with their seconds (for WORK, seconds of work)."""
         self._round = 0.0
         """Work that each present island has done in this round."""
         self._saves_in = self._rounds_between_saves
-        self._kept = 0.0
-        self._written: list[tuple[float, float]] = []
-        """Checkpoints being written, as (time of completion, work that it contains)."""
-        self._free = model.spares
-        self._returns: list[float] = []
-        self._slow: list[tuple[float, float]] = []
-        self._failures: dict[str, int] = {}
-        self._moments: list[tuple[float, str]] = []
-        self._next = self._draw_next()
-
-    def run(self) -> Outcome:
-        """Simulate the run until it ends, or until it takes GIVES_UP times as long as its work."""
-        limit = GIVES_UP * self._model.work
-        while not self._is_done and self._time.now < limit:
-            ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
-            ends += [each.until for each in self._away.values()]
-            self._go_on(min(*ends, limit))
-            if not self._is_done:
-                self._take_events()
-        return self._time.closed(
-            failures=self._failures, moments=self._moments, whole=self._is_done, stops=self._stops
-        )
 
     # -- rounds -------------------------------------------------------------------------------
 
@@ -110,7 +81,7 @@ class IslandTrial:
     @property
     def _pace(self) -> float:
         """Wall seconds per second of work."""
-        return self._slowest * max((factor for _, factor in self._slow), default=1.0)
+        return self._slowest * self._slow_factor
 
     @property
     def _length(self) -> float:
@@ -222,15 +193,11 @@ class IslandTrial:
 
     # -- events -------------------------------------------------------------------------------
 
-    def _draw_next(self) -> float:
-        if not self._rate:
-            return math.inf
-        return self._time.now + float(self._random.exponential(1 / self._rate))
+    def _further_events(self) -> Iterator[float]:
+        return (each.until for each in self._away.values())
 
     def _take_events(self) -> None:
         now = self._time.now
-        while self._slow and self._slow[0][0] <= now:
-            heapq.heappop(self._slow)
         while self._returns and self._returns[0] <= now:
             heapq.heappop(self._returns)
             self._take_back_host()
@@ -271,22 +238,17 @@ class IslandTrial:
 
     def _strike(self) -> None:
         """Handle a failure at the current time."""
-        # Draw the class of the failure in proportion to the rates.
-        drawn = self._random.random() * self._rate
-        failure = self._model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
-        self._next = self._draw_next()
+        failure = self._draw_failure()
         hit = self._hit(failure)
         working = [island for island in hit if island not in self._away]
         # If all affected islands are already absent, the failure matters only if it takes down more
         # of their hosts.
         if not working and (not hit or failure.planned or failure.slowdown > 1):
             return
-        self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
-        self._moments.append((self._time.now, failure.name))
+        self._record(failure)
         if failure.slowdown > 1:
-            lasts = float(self._random.exponential(failure.lasts))
-            heapq.heappush(self._slow, (self._time.now + lasts, failure.slowdown))
-        elif failure.planned:
+            return
+        if failure.planned:
             self._leave(working)
         else:
             self._fail(failure, hit, working)
@@ -346,11 +308,7 @@ class IslandTrial:
 
     def _go_back(self) -> None:
         """Return to the newest complete checkpoint, because no island is left."""
-        self._stops += 1
-        while self._written and self._written[0][0] <= self._time.now:
-            self._kept = self._written.pop(0)[1]
-        self._written.clear()
-        self._time.lose(self._work - self._kept)
+        self._lose_unsaved_work()
         self._saves_in = self._rounds_between_saves
         for each in self._away.values():
             # No island is left that could wait for this one.

@@ -1,76 +1,31 @@
 """Trial: simulates one run without islands, event by event.
 
-The events are failures, hosts returning from repair, and the ends of slow periods. Nothing changes
-between two events, so all steps and saves between them are computed at once. Failures of all
-components form a single Poisson process with the sum of their rates. The class of each failure is
-drawn at random.
+Nothing changes between two events, so all steps and saves between them are computed at once.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from shardwise.tools.simulate.failure_classes import FailureClass
-from shardwise.tools.simulate.outcome import BINS, GIVES_UP, USEFUL, Outcome, TimeSpent
+from shardwise.tools.simulate.outcome import USEFUL
 from shardwise.tools.simulate.run_model import RunModel
+from shardwise.tools.simulate.simulation import Simulation
 
 
-class Trial:
-    """Simulates `model` with random numbers from `seed`.
+class Trial(Simulation):
+    """A run in which each failure stops all devices."""
 
-    If `moments` (increasing, in seconds) is not None, failures happen at these times instead of at
-    random ones.
-    """
+    _work = 0.0
 
     def __init__(self, model: RunModel, seed: int, moments: Sequence[float] | None = None) -> None:
-        self._model = model
-        self._random = np.random.default_rng(seed)
-        rates = [each.rate_over(model.topology) for each in model.failures]
-        self._rate = sum(rates)
-        # The cumulative rates, for drawing the class of a failure.
-        self._sums = np.cumsum(rates)
-        self._slowest = model.slowest
-        self._time = TimeSpent(model.work / BINS)
-        self._work = 0.0
-        """Work done so far, in seconds of steps without jitter or slowdowns."""
-        self._kept = 0.0
-        """Work in the newest complete checkpoint."""
-        self._written: list[tuple[float, float]] = []
-        """Checkpoints being written, as (time of completion, work that it contains)."""
+        super().__init__(model, seed, moments)
         self._since = 0.0
         """Work done since the last save."""
         self._hosts = model.topology.hosts
         self._least = model.least or model.topology.hosts
-        self._free = model.spares
-        self._returns: list[float] = []
-        """Heap of times at which hosts return from repair."""
-        self._slow: list[tuple[float, float]] = []
-        """Heap of slow periods, as (end time, slowdown)."""
-        self._stops = 0
-        self._failures: dict[str, int] = {}
-        self._moments: list[tuple[float, str]] = []
-        self._given = None if moments is None else deque(moments)
-        self._next = self._draw_next()
-
-    def run(self) -> Outcome:
-        """Simulate the run until it ends, or until it takes GIVES_UP times as long as its work."""
-        while not self._is_done and self._time.now < self._limit:
-            ends = [self._next, *self._returns[:1], *(end for end, _ in self._slow[:1])]
-            self._go_on(min(*ends, self._limit))
-            if not self._is_done:
-                self._take_events()
-        return self._time.closed(
-            failures=self._failures, moments=self._moments, whole=self._is_done, stops=self._stops
-        )
-
-    @property
-    def _limit(self) -> float:
-        return GIVES_UP * self._model.work
 
     @property
     def _is_done(self) -> bool:
@@ -78,12 +33,7 @@ class Trial:
 
     # -- work and saves -----------------------------------------------------------------------
 
-    @property
-    def _slow_factor(self) -> float:
-        return max((factor for _, factor in self._slow), default=1.0)
-
     def _go_on(self, until: float) -> None:
-        """Work and save until time `until`, or until the work is done."""
         model = self._model
         # With fewer hosts, each second of work takes longer.
         hosts = model.topology.hosts / self._hosts
@@ -147,20 +97,8 @@ class Trial:
 
     # -- events -------------------------------------------------------------------------------
 
-    def _draw_next(self) -> float:
-        """Return the time of the next failure of any component."""
-        if self._given is not None:
-            while self._given and self._given[0] < self._time.now:
-                self._given.popleft()
-            return self._given.popleft() if self._given else math.inf
-        if not self._rate:
-            return math.inf
-        return self._time.now + float(self._random.exponential(1 / self._rate))
-
     def _take_events(self) -> None:
         now = self._time.now
-        while self._slow and self._slow[0][0] <= now:
-            heapq.heappop(self._slow)
         # To use a returned host, the run needs a restart, which is planned and loses no work.
         if self._take_returns():
             self._stop_as_planned()
@@ -186,20 +124,14 @@ class Trial:
     def _strike(self) -> FailureClass | None:
         """Draw the class of the current failure. Return None if it hits an absent host."""
         model = self._model
-        drawn = self._random.random() * self._rate
-        failure = model.failures[int(np.searchsorted(self._sums, drawn, side="right"))]
-        self._next = self._draw_next()
+        failure = self._draw_failure()
         absent = 1 - self._hosts / model.topology.hosts
         # The rate includes absent hosts. Discarding their failures leaves a Poisson process of the
         # present hosts.
         if failure.scope != "job" and absent and self._random.random() < absent:
             return None
-        self._failures[failure.name] = self._failures.get(failure.name, 0) + 1
-        self._moments.append((self._time.now, failure.name))
-        if failure.slowdown > 1:
-            lasts = float(self._random.exponential(failure.lasts))
-            heapq.heappush(self._slow, (self._time.now + lasts, failure.slowdown))
-        elif failure.repair:
+        self._record(failure)
+        if failure.repair and failure.slowdown == 1:
             self._take_away(failure)
         return failure
 
@@ -218,13 +150,7 @@ class Trial:
 
     def _stop(self, failure: FailureClass) -> None:
         """Handle a failure: return to the newest complete checkpoint, and restart."""
-        now = self._time.now
-        self._stops += 1
-        # A background save that was not complete at the failure is lost.
-        while self._written and self._written[0][0] <= now:
-            self._kept = self._written.pop(0)[1]
-        self._written.clear()
-        self._time.lose(self._work - self._kept)
+        self._lose_unsaved_work()
         self._work, self._since = self._kept, 0.0
         self._time.spend({"detection": min(failure.detect, self._model.detect)})
         self._start_again()
