@@ -60,6 +60,11 @@ def label(axes: Axes, x: float, y: float, text: str, **options: object) -> None:
     axes.text(x, y, text, **(settings | options))
 
 
+def note(axes: Axes, x: float, y: float, text: str) -> None:
+    """Write a line of explanation that begins at x."""
+    label(axes, x, y, text, ha="left", size=8)
+
+
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], **options: str) -> None:
     """Draw an arrow between two points."""
     style = {"arrowstyle": "-|>", "color": INK} | options
@@ -88,7 +93,7 @@ def placement() -> Figure:
         box(axes, 1.3 + index * 1.5, 3.24, 0.16, 0.13, color)
         label(axes, 1.52 + index * 1.5, 3.3, name, ha="left", size=8)
     box(axes, 1.3 + 3 * 1.5, 3.24, 0.16, 0.13, FAINT)
-    label(axes, 1.52 + 3 * 1.5, 3.3, "on another worker", ha="left", size=8)
+    note(axes, 1.52 + 3 * 1.5, 3.3, "on another worker")
     return figure
 
 
@@ -101,7 +106,7 @@ def _lanes(axes: Axes, lanes: list[tuple[str, list[tuple[float, float, str, str]
         for start, length, color, text in blocks:
             box(axes, 1.5 + start, y, length, 0.34, color, text, size=8)
     arrow(axes, (1.5, 0.3), (axes.get_xlim()[1] - 0.15, 0.3))
-    label(axes, 1.5, 0.14, "time", ha="left", size=8)
+    note(axes, 1.5, 0.14, "time")
 
 
 def zero2_step() -> Figure:
@@ -113,15 +118,13 @@ def zero2_step() -> Figure:
     communication = [(2.2 + 0.7 * i, 0.45, COMMUNICATION, f"b{i}") for i in range(4)]
     communication += [(5.15, 0.75, COMMUNICATION, "weights")]
     _lanes(axes, [("computation", compute), ("communication", communication)])
-    label(
+    note(
         axes,
         1.5,
         1.95,
         "b0 to b3: a bucket of gradients is summed to the worker that owns its shard",
-        ha="left",
-        size=8,
     )
-    label(axes, 1.5, 1.75, "weights: each worker sends its updated shard", ha="left", size=8)
+    note(axes, 1.5, 1.75, "weights: each worker sends its updated shard")
     return figure
 
 
@@ -138,22 +141,10 @@ def zero3_step() -> Figure:
     gathers += [(begin + backward, 0.43, COMMUNICATION, "g0")]
     sums = [(begin + backward * (i + 1), 0.43, reduce, f"r{2 - i}") for i in range(3)]
     _lanes(axes, [("computation", compute), ("all-gather", gathers), ("reduce-scatter", sums)])
-    label(
-        axes,
-        1.5,
-        2.5,
-        "g: gather the whole weights of a unit before its use, and free them after",
-        ha="left",
-        size=8,
+    note(
+        axes, 1.5, 2.5, "g: gather the whole weights of a unit before its use, and free them after"
     )
-    label(
-        axes,
-        1.5,
-        2.3,
-        "r: sum the gradients of a unit to the workers that own their shards",
-        ha="left",
-        size=8,
-    )
+    note(axes, 1.5, 2.3, "r: sum the gradients of a unit to the workers that own their shards")
     return figure
 
 
@@ -187,13 +178,11 @@ def bucket() -> Figure:
             size=8,
         )
     label(axes, 1.5 + half, 1.2, "reduce-scatter", size=8)
-    label(
+    note(
         axes,
         1.5,
         0.25,
         "A slot is the place of one tensor. A span can begin and end inside a tensor.",
-        ha="left",
-        size=8,
     )
     return figure
 
@@ -213,13 +202,11 @@ def tensor_split() -> Figure:
     box(axes, 5.9, 1.05, 0.95, 0.6, COMMUNICATION, "all-reduce", size=8)
     arrow(axes, (6.88, 1.35), (7.15, 1.35))
     label(axes, 7.35, 1.35, "y")
-    label(
+    note(
         axes,
         1.2,
         2.4,
         "y = gelu(x A) B: one sum over the workers, in place of a whole A and B on each",
-        ha="left",
-        size=8,
     )
     return figure
 
@@ -242,14 +229,7 @@ def pipeline_split() -> Figure:
             at += length if word else unit
         lanes.append((name, blocks))
     _lanes(axes, lanes)
-    label(
-        axes,
-        1.5,
-        1.78,
-        "F: forward of a micro-batch, B: its backward. Gaps: a stage waits.",
-        ha="left",
-        size=8,
-    )
+    note(axes, 1.5, 1.78, "F: forward of a micro-batch, B: its backward. Gaps: a stage waits.")
     return figure
 
 
@@ -296,25 +276,11 @@ def checkpoint() -> Figure:
     for index, (name, color, text) in enumerate(rows):
         y = 2.05 - index * 0.5
         box(axes, 0.4, y, 2.0, 0.38, color, name, size=8)
-        label(axes, 2.55, y + 0.19, text, ha="left", size=8)
+        note(axes, 2.55, y + 0.19, text)
     for worker in range(4):
         box(axes, 0.4 + worker * 0.5, 0.35, 0.48, 0.3, PARAMETERS, f"w{worker}", size=7)
-    label(
-        axes,
-        2.55,
-        0.5,
-        "each worker writes its own byte ranges of the files, without a gather",
-        ha="left",
-        size=8,
-    )
-    label(
-        axes,
-        2.55,
-        0.2,
-        "checkpoint.json is written last: without it the folder does not count",
-        ha="left",
-        size=8,
-    )
+    note(axes, 2.55, 0.5, "each worker writes its own byte ranges of the files, without a gather")
+    note(axes, 2.55, 0.2, "checkpoint.json is written last: without it the folder does not count")
     return figure
 
 
@@ -333,15 +299,13 @@ def hang_report() -> Figure:
         box(axes, x, 0.95, 1.3, 0.7, color, text, size=6.5)
         if index:
             arrow(axes, (x - 0.18, 1.3), (x - 0.01, 1.3))
-    label(
+    note(
         axes,
         0.15,
         0.6,
         "If a rank cannot answer, the report shows the state of its process, such as stopped (T),",
-        ha="left",
-        size=8,
     )
-    label(axes, 0.15, 0.38, "or that its host or its connection is lost.", ha="left", size=8)
+    note(axes, 0.15, 0.38, "or that its host or its connection is lost.")
     label(axes, 0.15, 1.95, "No collective waits in silence", ha="left", size=10)
     return figure
 
