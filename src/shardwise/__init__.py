@@ -3,11 +3,13 @@
 # Don't import anything large here: the command line can handle Ctrl-C only after this import.
 import os
 import sys
-from importlib import import_module
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
+# Not from typing, whose import takes longer than all the rest. Type checkers treat it as true.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from types import ModuleType
+    from typing import Any
+
     from shardwise import errors, lr
     from shardwise.data.files.json_lines import JsonLines
     from shardwise.data.files.parquet_rows import ParquetRows
@@ -85,15 +87,19 @@ _HOMES = {
 
 # In a rank, an error before `sw.init` must also reach the launcher's report.
 if "SHARDWISE_LAUNCH_REPORTS" in os.environ:
+    from importlib import import_module
+
     import_module("shardwise.net.error_file").watch_before_joining()
+    import_module("shardwise.net.helper_folder").use_run_folder()
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     """Import a public name when it is first used, so that the command line starts without torch."""
     if name in _HOMES:
         return getattr(_import(_HOMES[name]), name)
     if name in ("errors", "launch", "lr", "world"):
         return _import(f"shardwise.{name}")
+    from importlib import import_module
     from importlib.util import find_spec
 
     # Don't use `from shardwise import ...`, which would call this function recursively.
@@ -108,10 +114,11 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"{message}. {hint}")
 
 
-def _import(module: str) -> ModuleType:
+def _import(module: str) -> "ModuleType":
     """Import a module without changing the state of the script's random number generators."""
     # Some libraries draw from Python's global generator on import.
     import random
+    from importlib import import_module
 
     state = random.getstate()
     try:

@@ -1,7 +1,7 @@
 """Runs the `shardwise` command, also as `python -m shardwise`."""
 
+# Don't import anything else here: Ctrl-C during an import would show Python's traceback.
 import signal
-import threading
 
 
 def main() -> int:
@@ -9,13 +9,13 @@ def main() -> int:
 
     Ctrl-C during the imports terminates the process without a traceback, as in other commands.
     """
-    # Keep the current handler if SIGINT is ignored (under nohup), or outside the main thread.
-    is_ours = (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        and threading.current_thread() is threading.main_thread()
-    )
+    # Keep the current handler if SIGINT is ignored (under nohup).
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_ours:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        except ValueError:  # outside the main thread, which alone receives signals
+            is_ours = False
     from shardwise.cli.main import main as run
 
     if is_ours:

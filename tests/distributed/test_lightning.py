@@ -480,6 +480,29 @@ def test_scripts_that_ask_for_a_device_mesh_are_told_what_to_write(group):
     ranks(group, 2)(mesh_case)
 
 
+def states_case(world, sharded):
+    """Full states are on rank 0 only if the script's strategy is FSDPStrategy."""
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from shardwise.lightning import adoption
+
+    kind = "sharded" if sharded else "full"
+    with calm(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pl.Trainer, "__init__", pl.Trainer.__init__)
+        adoption._replace("lightning.pytorch", "Trainer", adoption.trainer_strategy)
+        for strategy in ("ddp", FSDPStrategy(state_dict_type=kind)):
+            states, whole = States(), world.is_main or sharded or strategy == "ddp"
+            fit = trainer(strategy, max_epochs=1, callbacks=[states])
+            fit.fit(Model(world.size))
+            assert bool(states.first) == bool(states.last) == whole
+            assert bool(fit.strategy.lightning_module_state_dict()) == whole
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
+def test_states_are_on_the_ranks_where_the_scripts_strategy_has_them(group, sharded):
+    ranks(group, 2)(states_case, sharded)
+
+
 class WithoutOptimizer(Model):
     """No optimizer: the module uses the gradients itself."""
 

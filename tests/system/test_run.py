@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -373,6 +375,19 @@ class TestFailing:
         assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
         assert "Its memory had reached 0.0 GB; the host has " in ran.err
 
+    @pytest.mark.parametrize("killed", ["rank", "worker"])
+    def test_killed_process_leaves_no_sockets(self, shardwise: Launcher, killed: str) -> None:
+        words = ("run", "-n", "2", "--device", "cpu", script("workers_killed"), killed)
+        # The path of a socket has at most 107 bytes.
+        with tempfile.TemporaryDirectory() as short:
+            ran = shardwise.run(*words, env={"TMPDIR": short})
+            left = os.listdir(short)
+        assert left == []
+        assert ran.lines() == ["[0] reading", "[1] reading"], ran.err
+        assert ran.code == (137 if killed == "rank" else 1)
+        assert "rank 1 of 2" in ran.err
+        assert shardwise.wait_until_gone() == []
+
     def test_names_out_of_memory_killer(self, shardwise: Launcher) -> None:
         with contextlib.ExitStack() as stack:
             try:
@@ -441,6 +456,28 @@ class TestStopping:
         said = "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately."
         assert ran.err.splitlines()[1:] == [said]  # the first line warns of two copies
         assert shardwise.wait_until_gone(limit=1.0) == []
+
+    def test_ctrl_c_in_the_imports_shows_no_traceback(self) -> None:
+        """Ctrl-C is handled from the start of `main`, before which almost nothing is imported."""
+        lines = f"""
+            import os, signal, sys
+            sys.path.insert(0, {str(Path(config.__file__).parents[2])!r})
+            known = set(sys.modules)
+            from shardwise.__main__ import main
+            print(sorted(set(sys.modules) - known), flush=True)
+
+            class Interrupts:
+                def find_spec(self, name, path, target=None):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+            sys.meta_path.insert(0, Interrupts())
+            main()
+        """
+        # Without site, because files of other packages could import modules there.
+        words = [sys.executable, "-I", "-S", "-c", textwrap.dedent(lines)]
+        ran = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+        assert ran.stdout == "['shardwise', 'shardwise.__main__']\n"
+        assert (ran.returncode, ran.stderr) == (-signal.SIGINT, "")
 
     def test_kill_9_of_the_launcher_leaves_nothing(self, shardwise: Launcher) -> None:
         process = self.reading(shardwise)

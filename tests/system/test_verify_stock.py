@@ -108,6 +108,7 @@ def test_correct_script_of_lightning(shardwise: Launcher, tmp_path: Path, kind: 
 @pytest.mark.parametrize(
     ("mistake", "cause"),
     [
+        ("summed_window_2", "gradients summed"),
         ("none", None),
         ("constant_batch", None),
         ("summed", "gradients summed"),

@@ -135,6 +135,43 @@ def test_recognises_shards_scaled_by_a_factor_per_rank(
     assert suspected(ONE, replace(made, steps=[rows] * RANKS)) == names
 
 
+LARGE = "accumulation not divided"
+SMALL = "accumulation divided twice"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "window", "scale", "alone", "names"),
+    [
+        # One process has the same factor, so the window causes it.
+        (2, 2, 2.0, (2, 2.0), [LARGE]),
+        (2, 2, 0.5, (2, 0.5), [SMALL]),
+        # One process has the factor 1, so the number of ranks causes it.
+        (2, 2, 2.0, (2, 1.0), []),
+        (2, 2, 0.5, (2, 1.0), []),
+        (2, 4, 0.25, (4, 1.0), []),
+        # The number of ranks explains no factor of 3.
+        (2, 3, 3.0, None, [LARGE]),
+        (2, 3, 3.0, (1, 1.0), [LARGE]),
+        # One process is unknown, or has a single micro-batch.
+        (2, 2, 2.0, None, [f"{LARGE}, or loss multiplied by the ranks"]),
+        (2, 2, 0.5, (1, 1.0), [f"{SMALL}, or loss divided by the ranks"]),
+        (2, 4, 0.25, None, [f"{SMALL}, or loss divided by the ranks"]),
+    ],
+)
+def test_tells_a_factor_of_the_window_from_one_of_the_ranks(
+    ranks: int, window: int, scale: float, alone: tuple[int, float] | None, names: list[str]
+) -> None:
+    def scaled(ranks: int, window: int, scale: float) -> StockRecords:
+        made = records(*trained(), ranks=ranks)
+        term = TERM | {"factor": scale / window}
+        rows = [{"terms": [term] * window, "batches": window}]
+        return replace(made, steps=[rows] * ranks)
+
+    reference = None if alone is None else scaled(1, *alone)
+    found = findings.findings(scaled(ranks, window, scale), reference)
+    assert [each.name for each in found] == names
+
+
 def test_a_factor_of_experts_alone_is_theirs() -> None:
     steps = trained(1.0, {1: 2 * BIAS})
     steps[0] = {**steps[0], ("model", "bias"): {1: BIAS}}

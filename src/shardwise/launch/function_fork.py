@@ -25,7 +25,7 @@ from multiprocessing.context import ForkProcess
 
 from shardwise.errors import LaunchError
 from shardwise.launch.worker import Begin, Process, Streams
-from shardwise.net import error_file
+from shardwise.net import error_file, helper_folder
 from shardwise.net.environment import REPORTS_VARIABLE
 
 FORKED_IN_THREADS = r".*use of fork\(\) may lead to deadlocks"
@@ -121,6 +121,7 @@ def begin_anew(environ: Mapping[str, str]) -> None:
     sys.excepthook = sys.__excepthook__
     if REPORTS_VARIABLE in os.environ:  # in a new rank, `import shardwise` does this
         error_file.watch_before_joining()
+        helper_folder.use_run_folder()
     _open_streams(buffered=not os.environ.get("PYTHONUNBUFFERED"))
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()

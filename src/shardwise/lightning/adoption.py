@@ -45,6 +45,9 @@ def _replace(tree: str, name: str, strategy: Callable[[str], Any]) -> None:
             _say(name, given, keywords)
             ours = keywords["strategy"] = strategy(tree)()
             ours.replaces = given if isinstance(given, str) else type(given).__name__
+            # FSDPStrategy has this attribute. Sharded states are on all ranks.
+            states = getattr(given, "_state_dict_type", "full")
+            ours.states_on_rank_0 = ours.replaces.lower().startswith("fsdp") and states == "full"
             keywords["devices"], keywords["num_nodes"] = 1, 1
             keywords["accelerator"] = sw.world().device.type.replace("cuda", "gpu")
         stock(self, *arguments, **keywords)

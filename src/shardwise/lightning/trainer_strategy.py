@@ -77,6 +77,8 @@ class OverEngines:
     _precision_keyword = "precision_plugin"
     replaces = ""
     """Name of the script's strategy, with --adopt."""
+    states_on_rank_0 = False
+    """True if the script's strategy, such as FSDPStrategy, returns full states on rank 0 only."""
 
     # -- rank and device --------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class TrainerStrategy(OverEngines):
 
         If parameters are sharded, rank 0 gets it and the other ranks get an empty dict.
         """
-        return self.training.state_dict(self.lightning_module)
+        return self._on_its_ranks(self.training.state_dict(self.lightning_module))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights from `checkpoint` into the module. Collective."""
@@ -385,8 +387,14 @@ class TrainerStrategy(OverEngines):
         )
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the full state of `optimizer`, as a single process would have it. Collective."""
-        return self.training.optimizer_state(plain(optimizer))
+        """Return the full state of `optimizer`, as a single process would have it. Collective.
+
+        If the script's strategy is FSDPStrategy, ranks other than 0 get an empty dict, as from it.
+        """
+        return self._on_its_ranks(self.training.optimizer_state(plain(optimizer)))
+
+    def _on_its_ranks(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {} if self.states_on_rank_0 and not self.training.world.is_main else state
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states in `checkpoint`, saved at any world size. Collective."""

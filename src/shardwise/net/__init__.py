@@ -7,6 +7,7 @@ rendezvous.py                connects all ranks, with rendezvous_file.py or torc
 store.py, listeners.py       rank 0's key-value store; blocks new connections to Gloo's sockets
 network.py, hosts.py         network interfaces and addresses; host lists
 progress.py, error_file.py   reports from a rank to its launcher
+helper_folder.py             folder for the sockets of DataLoader workers
 private_files.py             files that only this user can read
 restarts.py                  decides whether to restart a failed run
 python_command.py            builds the command line that runs a Python module

@@ -52,7 +52,7 @@ def findings(made: StockRecords, reference: StockRecords | None = None) -> list[
         *_untied_weights(made),
         *_saved_parts(made),
         *_buffers_apart(made),
-        *_normalisation(made),
+        *_normalisation(made, reference),
         *_clipping(made),
         *_norm_of_some(made),
         *_accumulation(reference),
@@ -327,12 +327,13 @@ def is_of_batch_norm(buffer: str, made: StockRecords) -> bool:
     )
 
 
-def _normalisation(made: StockRecords) -> Iterator[Finding]:
+def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterator[Finding]:
     """Check that the losses of each step add up to one mean over all items of the step.
 
     Each loss is `factor` times a mean over `items`. A factor that all losses share may be
     intentional, such as the weight of a term.
     """
+    alone = None if reference is None else _sum_of_factors(reference)
     size = len(made.ranks)
     first: float | None = None
     for number, rows in enumerate(zip(*made.steps, strict=False)):
@@ -349,8 +350,18 @@ def _normalisation(made: StockRecords) -> Iterator[Finding]:
             first = factors
             wrong = max(factors, 1 / factors)
             if backwards > 1 and abs(wrong - backwards) < CLOSE * backwards:
-                yield _wrong_sum(number, backwards, is_large=factors > 1)
-                return
+                # One process with several micro-batches also has a wrong window in its factors, but
+                # not the number of ranks.
+                if alone is not None and alone[1] > 1:
+                    is_window = _is_close(max(alone[0], 1 / alone[0]), alone[1])
+                elif backwards in (size, size**2):
+                    yield _wrong_by_window_or_ranks(number, backwards, size, factors)
+                    return
+                else:
+                    is_window = True
+                if is_window:
+                    yield _wrong_sum(number, backwards, is_large=factors > 1)
+                    return
         if abs(factors - first) > CLOSE * first:
             yield Finding(
                 "last short window",
@@ -371,6 +382,33 @@ def _normalisation(made: StockRecords) -> Iterator[Finding]:
                 "micro-batches.",
             )
             return
+
+
+def _sum_of_factors(reference: StockRecords) -> tuple[float, int] | None:
+    """Return the sum of the factors in the first step's losses, and their number.
+
+    Returns None if the factors are unknown.
+    """
+    terms = reference.steps[0][0]["terms"] if reference.steps and reference.steps[0] else []
+    total = math.fsum(term["factor"] for term in terms if term["items"])
+    return (total, len(terms)) if total else None
+
+
+def _is_close(value: float, expected: float) -> bool:
+    return abs(value - expected) < CLOSE * expected
+
+
+def _wrong_by_window_or_ranks(number: int, backwards: int, size: int, factor: float) -> Finding:
+    """Return the finding for losses with a factor that the window and the ranks both explain."""
+    window, ranks = ("not divided", "multiplied") if factor > 1 else ("divided twice", "divided")
+    by = "multiplies" if factor > 1 else "divides"
+    return Finding(
+        f"accumulation {window}, or loss {ranks} by the ranks",
+        f"The factors of the {backwards} losses of step {number} add up to {factor:.4g}: the "
+        f"script {'does not divide them' if factor > 1 else 'divides them twice'} by {backwards}, "
+        f"or it {by} them by a power of {size}, the number of ranks. A run with another number of "
+        "ranks tells which.",
+    )
 
 
 def _wrong_sum(number: int, backwards: int, *, is_large: bool) -> Finding:

@@ -183,7 +183,7 @@ def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockS
         return StockSuspect(
             "gradients summed",
             f"Gradients are {size} times as large as in one process: they are summed over {size} "
-            "ranks, and not averaged.",
+            f"ranks and not averaged, or each rank multiplies its loss by {size}.",
             {"scale_gradients": 1 / size},
         )
     divisors = {*_divisors(reference), *_divisors(made)}
