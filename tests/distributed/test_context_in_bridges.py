@@ -130,7 +130,9 @@ def test_accelerate_equals_one_process(group, size, context, zero):
     for rank, (state, logits, losses) in enumerate(ranks(group, size, context)(accelerated, zero)):
         if state or rank == 0:
             assert_equal(state, expected)
-        assert losses == pytest.approx(expected_losses, rel=1e-8)
+        # The script's own sum counts the rows that Accelerate repeats for the second group.
+        step = size // context
+        assert losses[::step] == pytest.approx(expected_losses[::step], rel=1e-8)
         torch.testing.assert_close(logits, expected_logits, rtol=1e-8, atol=1e-10)
 
 
@@ -150,7 +152,7 @@ def texts(count: int = ROWS) -> list[dict[str, Tensor]]:
 
 def accuracy(prediction: Any) -> dict[str, float]:
     """Return the share of next words that were predicted, from logits of full sequences."""
-    logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
+    logits, labels = map(torch.as_tensor, (prediction.predictions, prediction.label_ids))
     counted = labels[:, 1:] != -100
     right = (logits[:, :-1].argmax(-1) == labels[:, 1:]) & counted
     return {"right": float(right.sum() / counted.sum()), "rows": float(len(logits))}
@@ -295,7 +297,7 @@ def test_trainer_refuses_losses_outside_of_the_model(group, tmp_path):
     for errors in ranks(group, 2, 2)(refused_by_trainer, str(tmp_path)):
         assert errors["smoothing"].startswith("label_smoothing_factor cannot be combined")
         assert errors["function"].startswith("compute_loss_func cannot be combined")
-        assert "labels" in errors["override"]
+        assert "compute_loss must not shift labels" in errors["override"]
 
 
 # -- Lightning -------------------------------------------------------------------------------------
@@ -475,7 +477,7 @@ def refused_by_accelerate(world: Any) -> dict[str, str]:
 
     def other_samples() -> None:
         order = [number + world.rank for number in range(4)]
-        for _ in prepared(order=order)[2]:
+        for _ in prepared(order=order)[3]:
             pass
 
     def a_loss() -> None:

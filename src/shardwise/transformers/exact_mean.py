@@ -28,7 +28,11 @@ from shardwise.accelerate.repeated_samples import last_batch
 from shardwise.bridging.exact_mean import CountedBatch, ItemsOf
 from shardwise.bridging.sequence_batches import SplitBatch
 from shardwise.bridging.trained_engine import LossItems
+from shardwise.engine.loss_terms import read
 from shardwise.errors import UsageError
+
+CHECKED = 16
+"""Number of losses of which the items are compared with `--context`, which waits for a GPU."""
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -51,6 +55,34 @@ class WeighingAccelerator(Accelerator):
 
     items: LossItems | None = None
     splits_on_read = False
+    _left = CHECKED
+    """Number of losses whose items are still compared with the labels of their parts."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of `loss` in all engines that it reaches.
+
+        Raises UsageError with `--context` if the loss is a mean over other items than the labels of
+        this rank's part.
+        """
+        if self.sequences is not None and self.items is not None and self._left:
+            self._left -= 1
+            self._check_items(loss, self.items)
+        super().backward(loss, **kwargs)
+
+    def _check_items(self, loss: Tensor, items: LossItems) -> None:
+        main = read(loss, items.rows).main
+        counted = None if main is None else float(main.items)
+        labels = float(items.number or 0)
+        own = [counted, labels] if labels and counted not in (None, labels) else None
+        # A label is missing on one rank only, but all ranks must stop.
+        found = [each for each in self.world.context.gather_plain(own) if each is not None]
+        if found:
+            raise UsageError(
+                f"--context {self.world.context_size}: the loss of a worker's part is a mean over "
+                f"{found[0][0]:g} items, but the part has {found[0][1]:g} labels. The label of a "
+                "part's last token belongs to the next worker's part, so compute_loss must not "
+                "shift labels. Let the model shift them: return model(**inputs).loss."
+            )
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
         return self.items
