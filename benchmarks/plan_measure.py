@@ -55,7 +55,8 @@ class TensorBytes(TorchDispatchMode):
         inputs = {storage._cdata for storage in _storages((args, kwargs))}
         for storage in _storages(out):
             key = storage._cdata
-            if key not in self._alive and key not in inputs:
+            has_memory = storage.device.type != "meta"
+            if has_memory and key not in self._alive and key not in inputs:
                 self._alive[key] = weakref.ref(storage, lambda _, k=key: self._alive.pop(k))
         self.peak = max(self.peak, self.current)
         return out

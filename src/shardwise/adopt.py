@@ -27,8 +27,14 @@ def main(arguments: list[str]) -> None:
             f"{', '.join(LIBRARIES)}, separated by commas, and then a script or -m MODULE."
         )
     # Join before the library is imported, because some libraries read the rank on import.
-    join({}, f"--adopt {names}", in_parts=names == "deepspeed")
-    for name in names.split(","):
+    libraries = names.split(",")
+    join(
+        {},
+        f"--adopt {names}",
+        in_parts=names == "deepspeed",
+        splits_sequences="deepspeed" not in libraries,
+    )
+    for name in libraries:
         _adopt(name)
     # `set_up_python` returns True for `-m MODULE`.
     if program.set_up_python(words):

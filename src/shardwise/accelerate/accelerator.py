@@ -16,12 +16,13 @@ from accelerate.utils import (
     DynamoBackend,
     concatenate,
     extract_model_from_parallel,
+    recursively_apply,
     send_to_device,
 )
 from torch import Tensor, nn, optim
 
 import shardwise as sw
-from shardwise.accelerate import checkpoints, deepspeed_plugin, refusals
+from shardwise.accelerate import checkpoints, deepspeed_plugin, refusals, sequence_parts
 from shardwise.accelerate.clipping import Clipping
 from shardwise.accelerate.optimizer import ShardedOptimizer
 from shardwise.accelerate.pretrained import follow
@@ -30,6 +31,7 @@ from shardwise.bridging.deepspeed_json import settings_of
 from shardwise.bridging.exact_mean import items_of_loss
 from shardwise.bridging.joining import SETTINGS, join, joined
 from shardwise.bridging.plain_gradients import plain_backward
+from shardwise.bridging.sequence_batches import SequenceBatches
 from shardwise.bridging.trained_engine import LossItems
 from shardwise.bridging.trained_models import TrainedModels
 from shardwise.bridging.written_files import SchedulesFile, copied_state
@@ -60,6 +62,7 @@ class Accelerator(Clipping, Stock):
     Attributes:
         world: The run that this process has joined.
         engines: One engine for each set of models and optimizers that share parameters.
+        sequences: Splits sequences, with `--context`.
 
     Raises:
         UsageError: If a plugin selects another engine.
@@ -78,6 +81,12 @@ class Accelerator(Clipping, Stock):
     """
 
     _optimizers: list[Any]
+    splits_on_read = True
+    """True to split sequences in prepared loaders. A Trainer splits them later."""
+    _shares_samples = False
+    """True while a loader is prepared whose samples a context group shares."""
+    _counts_once = False
+    """True while rows are gathered that are equal on the ranks of a context group."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._settings = {n: keywords.pop(n) for n in SETTINGS & keywords.keys()}
@@ -95,7 +104,7 @@ class Accelerator(Clipping, Stock):
             "true",
         ):
             self._settings.setdefault("device", "cpu")
-        self.world = join(self._settings, "shardwise.accelerate.Accelerator")
+        self.world = join(self._settings, "shardwise.accelerate.Accelerator", splits_sequences=True)
         if self.world.device.type == "cpu":
             stock_arguments["cpu"] = True
         if self._json is not None:
@@ -110,7 +119,8 @@ class Accelerator(Clipping, Stock):
         if self._json is not None:
             self._json.keep()
         self._trained = TrainedModels(self._make_engine)
-        self._batches = PreparedBatches(self.world, self._is_training) if is_exact else None
+        self.sequences = self._split_sequences()
+        self._batches = self._counted_batches(is_exact)
         self._more_to_come = 0
         self._are_whole = False
         """True while parameters are gathered because the user's hooks are running."""
@@ -121,16 +131,31 @@ class Accelerator(Clipping, Stock):
         """Return the attributes to pickle, without the prepared objects."""
         prepared = dict.fromkeys(_PREPARED_LISTS, ())
         is_exact = self._batches is not None
-        return vars(self) | prepared | {"world": None, "_trained": None, "_batches": is_exact}
+        return (
+            vars(self)
+            | prepared
+            | {"world": None, "_trained": None, "sequences": None, "_batches": is_exact}
+        )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state | {name: list(state[name]) for name in _PREPARED_LISTS})
         # None in a process without a rank, such as a DataLoader worker.
         self.world = joined()  # type: ignore[assignment]
         self._trained = TrainedModels(self._make_engine)
-        self._batches = (
-            PreparedBatches(self.world, self._is_training) if state["_batches"] else None
-        )
+        self.sequences = self._split_sequences()
+        self._batches = self._counted_batches(state["_batches"])
+
+    def _split_sequences(self) -> SequenceBatches | None:
+        """Return what splits batches with `--context`, or None."""
+        is_split = self.world is not None and self.world.context_size > 1
+        return SequenceBatches(self.world, "the prepared loader") if is_split else None
+
+    def _counted_batches(self, is_exact: bool) -> PreparedBatches | None:
+        # A mean of means would be wrong, because parts have different numbers of tokens.
+        sequences = self.sequences if self.splits_on_read else None
+        if not is_exact and sequences is None:
+            return None
+        return PreparedBatches(self.world, self._is_training, sequences)
 
     def _check_ranks(self) -> None:
         if self.num_processes != self.world.size:
@@ -149,6 +174,18 @@ class Accelerator(Clipping, Stock):
     def engines(self) -> list[sw.Engine]:
         """The engines, oldest first."""
         return [each.engine for each in self._trained]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks or, for a loader with `--context`, of groups with other samples."""
+        if self._shares_samples:
+            return self.world.data_size
+        return int(super().num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """The rank or, for a loader with `--context`, the index of its group."""
+        return self.world.data_rank if self._shares_samples else int(super().process_index)
 
     def is_trained(self, model: nn.Module) -> bool:
         """Return whether an engine of this or another Accelerator trains `model`."""
@@ -217,9 +254,30 @@ class Accelerator(Clipping, Stock):
         return optimizer
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a loader. With `exact_mean`, its training batches contain no repeated samples."""
-        loader = super().prepare_data_loader(*args, **kwargs)
+        """Prepare a loader. With `exact_mean`, its training batches contain no repeated samples.
+
+        With `--context`, the ranks of a context group read the same samples.
+        """
+        if self.sequences is None:
+            loader = super().prepare_data_loader(*args, **kwargs)
+        else:
+            given = args[0] if args else kwargs["data_loader"]
+            sequence_parts.check_loader(given, self.dispatch_batches, self.world)
+            self._shares_samples = True
+            try:
+                loader = super().prepare_data_loader(*args, **kwargs)
+            finally:
+                self._shares_samples = False
+            sequence_parts.synchronise_order(loader, self.world)
         return loader if self._batches is None else self._batches.watch(loader)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a scheduler. With `--context`, it advances once per context group."""
+        prepared = super().prepare_scheduler(scheduler)
+        if self.sequences is not None:
+            prepared.__class__ = sequence_parts.GroupScheduler
+            prepared.groups = self.world.data_size
+        return prepared
 
     def _is_training(self) -> bool:
         """Return whether the next batch is a training batch rather than an evaluation batch."""
@@ -373,16 +431,58 @@ class Accelerator(Clipping, Stock):
 
         With `exact_mean`, it also accepts values from training batches. Ranks may have different
         numbers of rows in the last batch.
+
+        With `--context`, values per token (rows, length, ...) are joined to full sequences. Other
+        values must be equal on all ranks of a context group, and are counted once.
         """
+        if self.sequences is not None:
+            return self._gather_parts(input_data, use_gather_object)
+        return self._gather_rows(input_data, use_gather_object)
+
+    def _gather_rows(self, input_data: Any, use_gather_object: bool) -> Any:
         last = None if self._batches is None else self._batches.last
         at_end = self.gradient_state.end_of_dataloader
         if last is None or not at_end or not self.world.any(last.is_cut):
             return super().gather_for_metrics(input_data, use_gather_object)
         mine = send_to_device(input_data, "cpu") if last.samples else None
-        found = [each for each in self.world.gather(mine) if each is not None]
+        all_ranks = self.world.gather(mine)
+        ranks = all_ranks[:: self.world.context_size] if self._counts_once else all_ranks
+        found = [each for each in ranks if each is not None]
         if use_gather_object:
             return [value for each in found for value in each]
         return send_to_device(concatenate(found), self.device)
+
+    def _gather_parts(self, values: Any, use_gather_object: bool) -> Any:
+        if use_gather_object:
+            raise UsageError(
+                f"gather_for_metrics of objects is not supported with --context "
+                f"{self.world.context_size}, because objects cannot be joined. Pass tensors."
+            )
+        assert self.sequences is not None
+        values = self.sequences.whole(values)
+        self.sequences.check_equal(values, "gather_for_metrics")
+        self._counts_once = True
+        try:
+            return self._gather_rows(values, use_gather_object=False)
+        finally:
+            self._counts_once = False
+
+    def gather(self, tensor: Any) -> Any:
+        """Gather a tensor of all ranks, as Accelerate does. Collective."""
+        found = super().gather(tensor)
+        if not self._counts_once:
+            return found
+        world = self.world
+        return recursively_apply(lambda rows: sequence_parts.counted_once(rows, world), found)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, **options: Any) -> Any:
+        """Pad tensors to the same size, as Accelerate does. Collective.
+
+        With `--context` and `dim` 1, parts of sequences are first joined to full sequences.
+        """
+        if dim == 1 and self.sequences is not None:
+            tensor = self.sequences.whole(tensor)
+        return super().pad_across_processes(tensor, dim=dim, **options)
 
     # -- checkpoints and shutdown -----------------------------------------------------------
 

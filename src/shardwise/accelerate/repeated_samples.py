@@ -16,6 +16,8 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.bridging.exact_mean import CountedBatch, CountedBatches
+from shardwise.bridging.sequence_batches import SequenceBatches
+from shardwise.bridging.trained_engine import trained_engines
 from shardwise.errors import UsageError
 
 
@@ -23,13 +25,20 @@ class PreparedBatches(CountedBatches):
     """Drops repeated rows from the batches of prepared loaders.
 
     `is_training` returns whether the next batch is a training batch. Evaluation batches keep
-    repeated rows, because gather_for_metrics expects them and drops them.
+    repeated rows, because gather_for_metrics expects them and drops them. `sequences` splits the
+    sequences of all batches, if an engine will exchange their tokens.
     """
 
-    def __init__(self, world: sw.World, is_training: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        world: sw.World,
+        is_training: Callable[[], bool],
+        sequences: SequenceBatches | None = None,
+    ) -> None:
         super().__init__("prepared loader", "accelerator.backward")
         self._world = world
         self._is_training = is_training
+        self._sequences, self.reads_loss = sequences, sequences is not None
 
     def watch(self, loader: Any) -> Any:
         """Make the prepared `loader` count its batches and drop repeated rows. Returns `loader`."""
@@ -47,7 +56,12 @@ class PreparedBatches(CountedBatches):
 
         In a training batch, repeated rows are dropped.
         """
-        return last_batch(loader, batch, self._world, cuts=self._is_training())
+        training = self._is_training()
+        shown, counted = last_batch(loader, batch, self._world, cuts=training)
+        if self._sequences is not None and trained_engines():
+            part = self._sequences.split(shown)
+            shown = self._sequences.show(part, counted.samples, training=training)
+        return shown, counted
 
 
 class _CountingLoader:
@@ -80,10 +94,10 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
     IterableDataset separately (dispatch_batches=False), repeated rows cannot be recognised. In this
     case all rows count, and a message says so.
     """
-    if world.size == 1:
+    if world.data_size == 1:
         return rows
     if isinstance(loader, DataLoaderDispatcher):
-        return _share_of_rank(loader.remainder, rows, world.rank)
+        return _share_of_rank(loader.remainder, rows, world.data_rank)
     shard = loader.batch_sampler  # samplers are nested: find the one that shards
     while shard is not None and not isinstance(shard, BatchSamplerShard):
         shard = getattr(shard, "batch_sampler", None)
@@ -98,17 +112,17 @@ def own_samples(loader: Any, rows: int, world: sw.World) -> int:
     sampler: Any = shard.batch_sampler  # yields the batches of all ranks
     size = getattr(sampler, "batch_size", None)
     if size is None:  # batches of any size: Accelerate repeats entire batches
-        left = len(sampler) % world.size
-        return rows if left == 0 or world.rank < left else 0
-    each = size // world.size if shard.split_batches else size
+        left = len(sampler) % world.data_size
+        return rows if left == 0 or world.data_rank < left else 0
+    each = size // world.data_size if shard.split_batches else size
     if rows != each:
         raise UsageError(
             f"exact_mean=True cannot recognize repeated samples: a batch of {each} samples has a "
             f"first tensor of {rows} rows. Make collate_fn return one row per sample, or write "
             "DataLoader(..., drop_last=True)."
         )
-    left = len(sampler.sampler) % (each * world.size)
-    return _share_of_rank(left, each, world.rank) if left else rows
+    left = len(sampler.sampler) % (each * world.data_size)
+    return _share_of_rank(left, each, world.data_rank) if left else rows
 
 
 def _share_of_rank(total: int, each: int, rank: int) -> int:

@@ -55,6 +55,8 @@ class CountedBatches:
 
     def __init__(self, loaders: str, call: str, items_of: ItemsOf | None = None) -> None:
         self._loaders = loaders
+        self.reads_loss = False
+        """True to let the engine read from the loss over how many items it is a mean."""
         self._advice = f"Write {call}(loss, weight=number_of_items_that_the_loss_averages)."
         self.items_of = items_of
         self._open: dict[int, CountedBatch] = {}
@@ -100,7 +102,7 @@ class CountedBatches:
             rows = None if self.last is None else self.last.samples
             return LossItems(0.0 if rows == 0 else number, same_items=same_items, rows=rows)
         batch = self.batch_of_loss()
-        counted: Any = batch.samples
+        counted: Any = None if self.reads_loss else batch.samples
         if self.items_of is not None:
             counted = self.items_of(self.last_rows) if batch.samples else 0.0
         return LossItems(counted, batch, same_items, rows=batch.samples)

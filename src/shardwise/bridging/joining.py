@@ -20,25 +20,31 @@ SETTINGS = frozenset(FIELDS)
 """The keyword arguments of a bridge that are Shardwise settings."""
 
 
-def join(settings: Mapping[str, Any], library: str, *, in_parts: bool = False) -> sw.World:
+def join(
+    settings: Mapping[str, Any],
+    library: str,
+    *,
+    in_parts: bool = False,
+    splits_sequences: bool = False,
+) -> sw.World:
     """Return the world of this process. Calls `sw.init` with `settings` if the script has not.
 
     Raises UsageError for islands, and for settings that contradict a run that this process has
     already joined. Unless `in_parts` is true, also raises UsageError if a replica spans several
-    ranks, as with `--tensor`.
+    ranks, as with `--tensor`. Unless `splits_sequences` is true, raises it for `--context`.
     """
     given = {name: value for name, value in settings.items() if name not in OF_THE_ENGINE}
     world = joined()
     if world is None:
         error_file.watch_exceptions()
         settled = resolve(sources(os.environ, given))[0]
-        _refuse(settled, library, in_parts=in_parts)
+        _refuse(settled, library, in_parts=in_parts, splits_sequences=splits_sequences)
         # These libraries seed and save generators themselves, so Shardwise does not reseed them.
         # The exception is a replica with several ranks, which must draw the same random numbers in
         # each step.
         world = sw.init(**{"reseed": settled.tensor * settled.pipeline > 1, **given})
     else:
-        _refuse(world.settings, library, in_parts=in_parts)
+        _refuse(world.settings, library, in_parts=in_parts, splits_sequences=splits_sequences)
         _refuse_late(world, given, library)
     _set_environment(world)
     _mention_one_process(world)
@@ -78,7 +84,7 @@ def divide(world: sw.World, library: str, **axes: int) -> None:
     initialize.divide(world, axes)
 
 
-def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
+def _refuse(settings: Settings, library: str, *, in_parts: bool, splits_sequences: bool) -> None:
     """Raise UsageError for settings that conflict with a library's own data loading or steps."""
     if settings.islands != 1:
         raise UsageError(
@@ -86,7 +92,7 @@ def _refuse(settings: Settings, library: str, *, in_parts: bool) -> None:
             "workers at each step, but islands step independently. Leave the flag out, or write "
             "the loop with sw.Engine."
         )
-    if settings.context > 1:
+    if settings.context > 1 and not splits_sequences:
         raise UsageError(
             f"{library} cannot be combined with --context {settings.context}: it does not cut the "
             "sequences of its batches. Leave the flag out, or write the loop with sw.Engine and "

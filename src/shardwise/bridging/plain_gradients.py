@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.errors import UsageError
 
 
 def plain_backward(
@@ -28,6 +29,11 @@ def plain_backward(
     """
     # `p.grad` accumulates over steps until the script clears it. The gradients of earlier steps are
     # already identical on all ranks, so averaging them again does not change them.
+    if world.context_size > 1:
+        raise UsageError(
+            f"--context {world.context_size} exchanges tokens only in models that an engine "
+            "trains, but no optimizer was set up: pass an optimizer of the model's parameters too."
+        )
     world.expect_no_engine()
     # Call the method of the class, because a bridge replaces the method of the loss itself.
     Tensor.backward(loss, retain_graph=retain_graph)  # type: ignore[no-untyped-call]

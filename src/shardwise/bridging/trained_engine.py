@@ -24,9 +24,12 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class LossItems:
-    """The items over which a loss is averaged: their `number`, and their `batch` if it is known."""
+    """The items over which a loss is averaged: their `number`, and their `batch` if it is known.
 
-    number: float | Tensor
+    The number is None if the engine reads it from the loss.
+    """
+
+    number: float | Tensor | None
     batch: object = None
     same_items: bool | None = None
     """True if an earlier loss had the same items. None if the script does not say."""
@@ -133,13 +136,15 @@ class TrainedEngine:
         if again is None and items.batch is not None:
             again = (items.batch is self._batch and self.engine.has_gradients) or None
         self._batch, number = items.batch, items.number
+        sw.world().current_batch.own_rows = items.rows
+        if number is None:
+            return {"same_items": again}
         # Only if the items were counted in the batch and the script has not passed their number.
         if items.rows and items.batch is not None:
             main = read(loss, items.rows).main
             # A further loss of the batch gets the weight of the first one.
             number = self._number if again else number if main is None else main.items
         self._number = number
-        sw.world().current_batch.own_rows = items.rows
         return {"weight": number, "same_items": again}
 
     def clear(self) -> None:

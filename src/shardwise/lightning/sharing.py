@@ -30,6 +30,8 @@ from torch.utils.data import (
 )
 
 from shardwise.bridging.exact_mean import CountedBatch, CountedBatches, ItemsOf
+from shardwise.bridging.sequence_batches import SequenceBatches
+from shardwise.bridging.trained_engine import trained_engines
 from shardwise.errors import UsageError
 
 
@@ -129,13 +131,24 @@ class LoadedBatches(CountedBatches):
     ) -> None:
         super().__init__("loader that was set up", call, items_of)
         self._is_training = is_training
+        self._sequences: SequenceBatches | None = None
+
+    def split(self, sequences: SequenceBatches, *, splits_on_read: bool) -> None:
+        """Read weights from losses, because sequences are split (`--context`).
+
+        `splits_on_read` is True to split the batches of all loaders when they are read.
+        """
+        self.reads_loss = True
+        self._sequences = sequences if splits_on_read else None
 
     def watch(self, loader: Any) -> Any:
         """Return a copy of `loader` that counts its batches and drops repeated samples.
 
-        A stream is returned unchanged, because each worker reads its own stream.
+        A stream is returned unchanged, because each worker reads its own stream. With `--context`,
+        the workers of a group read the same stream.
         """
-        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        is_stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+        if not isinstance(loader, DataLoader) or (is_stream and self._sequences is None):
             return loader
         sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
         is_shared = isinstance(sampler, DistributedSampler) and isinstance(
@@ -173,8 +186,13 @@ class LoadedBatches(CountedBatches):
     def _count(
         self, share: TrainBatches | None, number: int, batch: Any
     ) -> tuple[Any, CountedBatch]:
-        self.last_rows, rows = batch, _rows_or_one(batch)
-        return batch, CountedBatch(rows, False) if share is None else share.counted(number, rows)
+        rows = _rows_or_one(batch)
+        counted = CountedBatch(rows, False) if share is None else share.counted(number, rows)
+        if self._sequences is not None and trained_engines():
+            part = self._sequences.split(batch)
+            batch = self._sequences.show(part, counted.samples, training=self._is_training())
+        self.last_rows = batch
+        return batch, counted
 
     def set_current_batch(self, batch: Any) -> None:
         """Declare that the next loss is computed from `batch`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -113,7 +114,7 @@ class OverEngines:
         world = self.training.world
         if world.size == 1:
             return None
-        return {"num_replicas": LightningShare(world.size), "rank": world.rank}
+        return {"num_replicas": LightningShare(world.data_size), "rank": world.data_rank}
 
     @property
     def device_mesh(self) -> Any:
@@ -217,6 +218,8 @@ class TrainerStrategy(OverEngines):
             own = vars(self.lightning_module)
             own["toggle_optimizer"] = lambda optimizer: setattr(engines, "only", plain(optimizer))
             own["untoggle_optimizer"] = lambda optimizer: setattr(engines, "only", None)
+        if self.training.sequences is not None:
+            vars(self.lightning_module)["log"] = log_per_token(self.lightning_module)
 
     def teardown(self) -> None:
         """Turn the model and its optimizers back into plain ones, on the CPU.
@@ -224,7 +227,7 @@ class TrainerStrategy(OverEngines):
         Collective, unless this rank has failed: a failed rank does not wait for the others.
         """
         if self.lightning_module is not None:
-            for name in ("toggle_optimizer", "untoggle_optimizer"):
+            for name in ("toggle_optimizer", "untoggle_optimizer", "log"):
                 vars(self.lightning_module).pop(name, None)
         if self._failed and self.training.world.size > 1:
             self.precision_plugin.teardown()
@@ -321,8 +324,6 @@ class TrainerStrategy(OverEngines):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as its forward method."""
-        if self.training.exact is not None:
-            self.training.exact.set_current_batch(args[0] if args else next(iter(kwargs.values())))
         return self._inside("train", "training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -341,10 +342,18 @@ class TrainerStrategy(OverEngines):
         module: nn.Module = self.lightning_module
         method = getattr(module, name)
         trained = self.training.engines.of_model(module)
+        training = kind == "train"
+        if args:
+            args = (self.training.part_of(args[0], training=training), *args[1:])
+        else:
+            first = next(iter(kwargs))
+            kwargs[first] = self.training.part_of(kwargs[first], training=training)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
             # With manual optimization, training_step itself calls backward and step, which must not
-            # happen inside a forward pass.
-            by_hand = kind == "train" and not self.lightning_module.automatic_optimization
+            # happen inside a forward pass. With --context, tokens are exchanged in the forward pass
+            # of a model that returns logits, not in a step that returns a loss.
+            by_hand = training and not self.lightning_module.automatic_optimization
+            by_hand = by_hand or self.training.sequences is not None
             if by_hand or trained is None or module not in trained.models:
                 return method(*args, **kwargs)
             return _inside_forward(module, method, *args, **kwargs)
@@ -402,6 +411,24 @@ class TrainerStrategy(OverEngines):
 
 
 _EVALUATIONS = ("validate", "sanity_check", "test")
+
+
+def log_per_token(module: Any) -> Callable[..., None]:
+    """Return `module.log` that raises UsageError for means whose number of tokens is unknown."""
+    log = module.log
+
+    @wraps(log)
+    def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        is_mean = kwargs.get("reduce_fx", "mean") in ("mean", torch.mean)
+        if kwargs.get("sync_dist") and is_mean and kwargs.get("batch_size") is None:
+            raise UsageError(
+                f"self.log({name!r}, ..., sync_dist=True) with --context would average over "
+                "workers, whose parts of the sequences have different numbers of tokens. Pass this "
+                "worker's number: batch_size=int((labels != -100).sum())."
+            )
+        log(name, value, *args, **kwargs)
+
+    return checked
 
 
 def refuse_precision(plugin: Any) -> None:

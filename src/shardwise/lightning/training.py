@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.bridging.exact_mean import ItemsOf, items_of_loss
 from shardwise.bridging.joining import SETTINGS, join
 from shardwise.bridging.plain_gradients import plain_backward
+from shardwise.bridging.sequence_batches import SequenceBatches
 from shardwise.bridging.trained_engine import TrainedEngine, trained_engines
 from shardwise.bridging.trained_models import Make, TrainedModels, connected_parts
 from shardwise.bridging.written_files import copied_state
@@ -105,6 +106,7 @@ class StrategyTraining:
         world: The run, once `join` has been called.
         scaler: The precision plugin's loss scaler.
         exact: The batches of the loaders, if means are exact.
+        sequences: Splits sequences, with `--context`.
     """
 
     world: sw.World
@@ -135,17 +137,36 @@ class StrategyTraining:
         self._more_to_come = 0
         self._are_whole = False
         """True while gradients are gathered because the user's hooks are running."""
+        self.sequences: SequenceBatches | None = None
         self.exact: LoadedBatches | None = None
         if exact_mean:
-            items_of = exact_mean if callable(exact_mean) else None
+            self.exact = self._counted_batches(exact_mean if callable(exact_mean) else None)
 
-            def trains() -> bool:
-                # A Trainer passes only its training loaders. Fabric passes all of them.
-                by_mode = torch.is_grad_enabled() and any(m.training for m in self._modules)
-                return by_mode or library != "Fabric"
+    def _counted_batches(self, items_of: ItemsOf | None) -> LoadedBatches:
+        def trains() -> bool:
+            # A Trainer passes only its training loaders. Fabric passes all of them.
+            by_mode = torch.is_grad_enabled() and any(m.training for m in self._modules)
+            return by_mode or self._library != "Fabric"
 
-            call = "fabric.backward" if library == "Fabric" else "self.manual_backward"
-            self.exact = LoadedBatches(call, items_of, trains)
+        call = "fabric.backward" if self._library == "Fabric" else "self.manual_backward"
+        return LoadedBatches(call, items_of, trains)
+
+    def part_of(self, batch: Any, *, training: bool) -> Any:
+        """Return this rank's part of the sequences of a Trainer's `batch`, with `--context`.
+
+        Without an engine, attention does not exchange tokens, so the batch is not split.
+        """
+        if self.exact is not None and training:
+            self.exact.set_current_batch(batch)
+        if self.sequences is None or not len(self.engines):
+            return batch
+        part = self.sequences.split(batch)
+        assert self.exact is not None
+        samples = self.exact.batch_of_loss().samples if training else part.rows
+        shown = self.sequences.show(part, samples, training=training)
+        if training:
+            self.exact.set_current_batch(shown)
+        return shown
 
     def join(self, accelerator: str) -> None:
         """Join the run on the device of the library's `accelerator` class.
@@ -159,7 +180,12 @@ class StrategyTraining:
                 'CUDA GPUs. Write accelerator="cpu" or "gpu".'
             )
         given = {"device": "cpu"} if wanted == "cpu" else {}
-        self.world = join(self._settings | given, self._library)
+        self.world = join(self._settings | given, self._library, splits_sequences=True)
+        if self.world.context_size > 1:
+            self.sequences = SequenceBatches(self.world, f"a loader of {self._library}")
+            # A mean of means would be wrong, because parts have different numbers of tokens.
+            self.exact = self._counted_batches(None) if self.exact is None else self.exact
+            self.exact.split(self.sequences, splits_on_read=self._library == "Fabric")
         if self.world.device.type != wanted:
             raise UsageError(
                 f"{self._library} computes on {wanted}, but this run computes on "
@@ -184,7 +210,10 @@ class StrategyTraining:
             self._modules.append(module)
             self.make_alike(module)
         self._optimizers += [each for each in optimizers if any(each.param_groups)]
-        models = [part for each in self._modules for part in _models_of(each, self._optimizers)]
+        modules = self._modules
+        if self.sequences is not None and self._library == "Trainer":
+            modules = [_inner(each) for each in modules]
+        models = [part for each in modules for part in _models_of(each, self._optimizers)]
         if any(each not in models for each in self._models):
             self.engines.close()  # a second optimizer splits a model that had one engine
         self._models = models
@@ -361,6 +390,17 @@ class StrategyTraining:
             type(optimizer).load_state_dict(optimizer, dict(state))
         else:
             trained.engine.load_optimizer_state_dict(state, optimizer)
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    """Return the child that has all parameters of a LightningModule, or `module` itself.
+
+    Tokens are exchanged in the forward pass of a model that returns logits, not in a training step
+    that returns a loss.
+    """
+    held = {id(p) for p in module.parameters()}
+    whole = (c for c in module.children() if {id(p) for p in c.parameters()} == held)
+    return next(whole, module)
 
 
 def _models_of(module: nn.Module, optimizers: Sequence[optim.Optimizer]) -> list[nn.Module]:

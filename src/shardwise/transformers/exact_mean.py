@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import find_batch_size
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer import unwrap_peft_model
@@ -26,8 +26,13 @@ from transformers.trainer import unwrap_peft_model
 from shardwise.accelerate import Accelerator
 from shardwise.accelerate.repeated_samples import last_batch
 from shardwise.bridging.exact_mean import CountedBatch, ItemsOf
+from shardwise.bridging.sequence_batches import SplitBatch
 from shardwise.bridging.trained_engine import LossItems
+from shardwise.engine.loss_terms import read
 from shardwise.errors import UsageError
+
+CHECKED = 16
+"""Number of losses of which the items are compared with `--context`, which waits for a GPU."""
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -49,6 +54,35 @@ class WeighingAccelerator(Accelerator):
     """
 
     items: LossItems | None = None
+    splits_on_read = False
+    _left = CHECKED
+    """Number of losses whose items are still compared with the labels of their parts."""
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass of `loss` in all engines that it reaches.
+
+        Raises UsageError with `--context` if the loss is a mean over other items than the labels of
+        this rank's part.
+        """
+        if self.sequences is not None and self.items is not None and self._left:
+            self._left -= 1
+            self._check_items(loss, self.items)
+        super().backward(loss, **kwargs)
+
+    def _check_items(self, loss: Tensor, items: LossItems) -> None:
+        main = read(loss, items.rows).main
+        counted = None if main is None else float(main.items)
+        labels = float(items.number or 0)
+        own = [counted, labels] if labels and counted not in (None, labels) else None
+        # A label is missing on one rank only, but all ranks must stop.
+        found = [each for each in self.world.context.gather_plain(own) if each is not None]
+        if found:
+            raise UsageError(
+                f"--context {self.world.context_size}: the loss of a worker's part is a mean over "
+                f"{found[0][0]:g} items, but the part has {found[0][1]:g} labels. The label of a "
+                "part's last token belongs to the next worker's part, so compute_loss must not "
+                "shift labels. Let the model shift them: return model(**inputs).loss."
+            )
 
     def _items_of(self, kwargs: dict[str, Any]) -> LossItems | None:
         return self.items
@@ -63,8 +97,9 @@ class StepItems:
     def __init__(self, trainer: Any, items_of: ItemsOf | None) -> None:
         self._trainer = trainer
         self._items_of = items_of
-        self._items: list[tuple[Any, Tensor]] = []
-        """The batches of the step, kept alive so that no other batch gets their id."""
+        self._items: list[tuple[Any, Tensor, SplitBatch | None]] = []
+        """The batches of the step, kept alive so that no other batch gets their id. With
+        `--context`, also this rank's part of each."""
         self._total = torch.zeros(())
         self._losses: list[Tensor] = []
         """For each evaluation batch, (2,) in fp64: the loss times its items, and the items."""
@@ -99,9 +134,10 @@ class StepItems:
         for batch in found:
             # The user's own `read` may have replaced a batch. In that case all of its rows count.
             rows = samples[id(batch)] if id(batch) in samples else find_batch_size(batch)
-            self._items.append((batch, self._number(batch, rows, device)))
+            part = self._part(batch)
+            self._items.append((batch, self._number(batch, rows, device, part), part))
         zero = torch.zeros((), dtype=torch.float64, device=device)
-        own = sum((items for _, items in self._items), zero)
+        own = sum((items for _, items, _ in self._items), zero)
         self._total = self._trainer.accelerator.reduce(own, "sum")
         return found, self._total
 
@@ -111,25 +147,44 @@ class StepItems:
             return batch, CountedBatch(find_batch_size(batch), is_cut=False)
         return last_batch(loader, batch, self._trainer.accelerator.world, cuts=True)
 
-    def _number(self, batch: Any, samples: int, device: torch.device) -> Tensor:
+    def _part(self, batch: Any) -> SplitBatch | None:
+        """Return this rank's part of the sequences of `batch`, or None if they are not split."""
+        # Without an engine, attention does not exchange tokens, so an evaluation is not split.
+        accelerator = self._trainer.accelerator
+        is_split = accelerator.sequences is not None and accelerator.is_trained(self._trainer.model)
+        return accelerator.sequences.split(batch) if is_split else None
+
+    def _number(
+        self, batch: Any, samples: int, device: torch.device, part: SplitBatch | None
+    ) -> Tensor:
+        """Return the number of items in `batch` or, with `--context`, in this rank's `part`."""
         items: Any = samples
         if samples and self._items_of is not None:
-            items = self._items_of(batch)
+            items = self._items_of(batch if part is None else part.values)
         elif samples:
-            items = self._labels(batch, samples)
+            items = self._labels(batch, samples, part)
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
 
-    def _labels(self, batch: Any, samples: int) -> Any:
+    def _labels(self, batch: Any, samples: int, part: SplitBatch | None) -> Any:
         """Return the number of labels other than -100.
 
-        If `batch` has no class labels, return `samples`.
+        If `batch` has no class labels, return `samples`. With `--context`, raise UsageError.
         """
         shifted = "shift_labels" in batch
         labels = batch["shift_labels"] if shifted else batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim == 0:
+            if part is not None:
+                raise UsageError(
+                    "--context: this batch has no class labels, so it is unknown over how many "
+                    "items of this worker's part the loss is a mean. Pass a function that counts "
+                    "the items of a part: exact_mean=lambda part: ..."
+                )
             return samples
         if not shifted and labels.ndim > 1 and self._shifts_labels():
-            labels = labels[..., 1:]
+            labels = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        if part is not None:
+            # The label of a part's last token is the first one of the next part.
+            labels = self._trainer.accelerator.sequences.part_of(labels)
         return labels.ne(IGNORED).sum()
 
     def _shifts_labels(self) -> bool:
@@ -148,20 +203,21 @@ class StepItems:
         return shifts and name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
     @contextmanager
-    def micro_batch(self, batch: Any) -> Iterator[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    def micro_batch(self, batch: Any) -> Iterator[tuple[Any, Tensor, Callable[[Tensor], Tensor]]]:
         """Context manager in which losses are means over `batch`, weighted by its number of items.
 
-        Yields the number of items for the model, and a function. The function converts the loss to
-        its part of the step's loss, which the trainer averages over the workers.
+        Yields the batch for the model (with `--context`, this rank's part), its number of items,
+        and a function. The function converts the loss to its part of the step's loss, which the
+        trainer averages over the workers.
         """
-        found = [items for known, items in self._items if known is batch]
+        found = [(items, split) for known, items, split in self._items if known is batch]
         if not found:
             raise UsageError(
                 "With exact_mean=True the weight of this batch is unknown: training_step was "
                 "called with a batch that get_batch_samples has not returned. Change batches in "
                 "the data_collator or in _prepare_inputs."
             )
-        (items,), total = found, self._total
+        ((items, split),), total = found, self._total
         accelerator = self._trainer.accelerator
         workers = accelerator.world.size
 
@@ -169,9 +225,11 @@ class StepItems:
             return torch.where(items > 0, loss * (items / total * workers), 0.0).to(loss.dtype)
 
         accelerator.items = LossItems(items, same_items=False)
+        if split is not None:
+            batch = accelerator.sequences.show(split, split.rows, training=True)
         try:
             with self._means_of_one_batch():
-                yield items.clamp(min=1), part
+                yield batch, items.clamp(min=1), part
         finally:
             accelerator.items = None
 
@@ -190,19 +248,40 @@ class StepItems:
         """
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
-        items = whole = self._number(shown, given.samples, device)
+        part = shown_part = self._part(shown)
+        items = whole = self._number(shown, given.samples, device, shown_part)
         if given.is_cut:
-            whole = self._number(batch, find_batch_size(batch), device)
+            part = self._part(batch)
+            whole = self._number(batch, find_batch_size(batch), device, part)
         with self._item_count_set(whole):
-            found = step(model, batch, *how)
+            found = step(model, self._shown(batch, part), *how)
         loss = found[0]
         if self._trainer.accelerator.world.any(given.is_cut):
             with self._item_count_set(items):
-                loss = step(model, shown, True, *how[1:])[0]
+                loss = step(model, self._shown(shown, shown_part), True, *how[1:])[0]
         if loss is not None:
             loss = torch.where(items > 0, loss.to(device, torch.float64) * items, 0.0)
             self._losses.append(torch.stack([loss, items]))
-        return found
+        return found if part is None else self._joined(found, whole)
+
+    def _shown(self, batch: Any, part: SplitBatch | None) -> Any:
+        if part is None:
+            return batch
+        return self._trainer.accelerator.sequences.show(part, part.rows, training=False)
+
+    def _joined(self, found: Any, items: Tensor) -> Any:
+        """Return the loss, logits and labels of full sequences from those of the parts.
+
+        `items` is the number of items of this rank's part. Collective.
+        """
+        accelerator = self._trainer.accelerator
+        loss, *others = found
+        if loss is not None:
+            own = [float(torch.where(items > 0, loss * items, 0.0)), float(items)]
+            parts = accelerator.world.context.gather_plain(own)
+            total, count = (sum(each) for each in zip(*parts, strict=True))
+            loss = torch.full_like(loss, total / max(count, 1))
+        return loss, *accelerator.sequences.whole(others)
 
     @contextmanager
     def _item_count_set(self, items: Tensor) -> Iterator[None]:

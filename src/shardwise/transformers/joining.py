@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+import shardwise as sw
 from shardwise.bridging.joining import join
 from shardwise.errors import UsageError
 
@@ -24,7 +25,8 @@ def join_with_arguments() -> None:
         return
 
     def setup_devices(arguments: Any) -> Any:
-        join({"device": "cpu"} if arguments.use_cpu else {}, "TrainingArguments")
+        settings = {"device": "cpu"} if arguments.use_cpu else {}
+        join(settings, "TrainingArguments", splits_sequences=True)
         return stock.func(arguments)
 
     setattr(setup_devices, _MARK, True)
@@ -46,4 +48,25 @@ def check_arguments(arguments: Any, workers: int) -> None:
             "auto_find_batch_size is not supported on several workers: if one ran out of memory, "
             "the others would wait for it in a collective. Find the batch size with one worker, "
             "and write per_device_train_batch_size."
+        )
+
+
+def context_size(arguments: Any) -> int:
+    """Return the number of ranks per context group, after joining the run."""
+    assert arguments.device is not None  # joins the run
+    return sw.world().context_size
+
+
+def check_loss(trainer: Any) -> None:
+    """Raise UsageError with `--context` if the Trainer computes a loss outside of the model."""
+    size = context_size(trainer.args)
+    outside = {
+        "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
+        "compute_loss_func": trainer.compute_loss_func is not None,
+    }
+    for name in (name for name, is_set in outside.items() if is_set and size > 1):
+        raise UsageError(
+            f"{name} cannot be combined with --context {size}: it shifts labels outside of the "
+            "model, where the next worker's first label is missing. Leave it out, or write the "
+            "loop with sw.Engine and shift the labels before world.share."
         )

@@ -20,7 +20,7 @@ from shardwise.bridging.deepspeed_json import say_settings, settings_of
 from shardwise.bridging.joining import SETTINGS
 from shardwise.transformers.deepspeed_argument import OptimizersOfJson, check_plugin, job_of
 from shardwise.transformers.exact_mean import StepItems, WeighingAccelerator
-from shardwise.transformers.joining import check_arguments
+from shardwise.transformers.joining import check_arguments, check_loss, context_size
 
 SCHEDULER = "scheduler.pt"
 """The file in which transformers saves the state of the schedule."""
@@ -60,6 +60,7 @@ class Sharded(OptimizersOfJson):
         self._take(keywords)
         super().__init__(*arguments, **keywords)
         self.check_optimizers()
+        check_loss(self)
 
     def _take(self, keywords: dict[str, Any]) -> None:
         """Pop the Shardwise settings from `keywords`."""
@@ -72,6 +73,9 @@ class Sharded(OptimizersOfJson):
         """Create Shardwise's Accelerator in place of the stock one."""
         job = job_of(self.args)
         settings = self._settings if job is None else settings_of(job) | self._settings
+        if context_size(self.args) > 1 and self._exact is None:
+            # A mean of means would be wrong, because parts have different numbers of labels.
+            self._exact = StepItems(self, None)
         kind = Accelerator if self._exact is None else WeighingAccelerator
 
         def make(**arguments: Any) -> Accelerator:
@@ -129,8 +133,13 @@ class Sharded(OptimizersOfJson):
         step = super().training_step  # type: ignore[misc]
         if self._exact is None:
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
-        with self._exact.micro_batch(inputs) as (items, part):
-            return part(step(model, inputs, items))
+        with self._exact.micro_batch(inputs) as (batch, items, part):
+            return part(step(model, batch, items))
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Return the number of samples per step. A context group counts once."""
+        total = int(super().get_total_train_batch_size(args))  # type: ignore[misc]
+        return total // self.accelerator.world.context_size
 
     # -- saving -----------------------------------------------------------------------------
 
@@ -276,6 +285,7 @@ def prepare_trainer(trainer: Any, **settings: Any) -> Any:
         )
     trainer.create_accelerator_and_postprocess()
     trainer.check_optimizers()
+    check_loss(trainer)
     return trainer
 
 

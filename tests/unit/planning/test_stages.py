@@ -101,5 +101,10 @@ def test_lists_meshes_of_a_cluster():
     assert not any(each.schedule == "interleaved" or each.pipeline == 4 for each in found)
     assert {each.pipeline for each in meshes(cluster, [1], 0, 16)} == {1}
     # Two rows employ all 4 devices only if each row is split over 2 of them.
-    found = list(meshes(cluster, [1], 0, 2, contexts=[2, 4]))
+    found = list(meshes(cluster, [1], 0, 2, contexts=[(1, 2), (1, 4)]))
     assert [(each.data, each.context) for each in found] == [(2, 1), (4, 2), (4, 4)]
+    # Each row is split over 2 devices, and so are the layers, or they are on 2 devices in turn.
+    found = list(meshes(cluster, [], 2, 2, contexts=[(1, 2), (2, 2)]))
+    assert AxisSizes(data=2, context=2, pipeline=2, schedule="1f1b") in found
+    assert AxisSizes(data=2, context=2, tensor=2) in found
+    assert all(each.data * each.tensor * each.pipeline == 4 for each in found)

@@ -51,8 +51,7 @@ class TransformersInputs:
                 'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
             )
         self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
-        # Without **kwargs, shifted labels would not reach the loss, and the trial says so.
-        self._shifts = is_one and model.loss_type in (None, "ForCausalLM") and _takes_any(model)
+        self._shifts = takes_shifted_labels(model)
         self._window: int | None = getattr(config, "sliding_window", None)
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         self._layers: set[str] = set(getattr(config, "layer_types", None) or ())
@@ -160,6 +159,13 @@ def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
 
 def _takes_any(model: nn.Module) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in _parameters(model).values())
+
+
+def takes_shifted_labels(model: nn.Module) -> bool:
+    """Return whether `model` shifts labels, and also accepts shifted ones."""
+    # Without **kwargs, shifted labels would not reach the loss, and the trial says so.
+    is_causal = getattr(model, "loss_type", "") in (None, "ForCausalLM")
+    return is_causal and hasattr(model, "config") and _takes_any(model)
 
 
 def weight_of(kwargs: dict[str, Any]) -> float | None:

@@ -54,12 +54,12 @@ def meshes(
     layers: int,
     total: int,
     experts: int = 0,
-    contexts: Sequence[int] = (),
+    contexts: Sequence[tuple[int, int]] = (),
     beside_experts: Sequence[int] = (1,),
 ) -> Iterator[AxisSizes]:
     """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
 
-    Also yields the meshes with a context-parallel size in `contexts`.
+    Also yields the meshes with a pair of tensor- and context-parallel sizes in `contexts`.
 
     `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
     `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
@@ -80,11 +80,19 @@ def meshes(
                 # The ranks of a replica share its tokens out, so they hold different experts.
                 if data * parts % expert == 0 and expert % parts == 0:
                     yield AxisSizes(data=data, tensor=parts, expert=expert)
-    for context in contexts:
-        # The ranks of a context group have the same samples.
-        groups = cluster.devices // context
-        groups = min(groups, total) if total else groups
-        yield AxisSizes(data=groups * context, context=context)
+    for parts, context in contexts:
+        devices = cluster.devices // parts // context
+        for stages in pipeline_sizes(devices, max(layers, 1)):
+            # The replicas of a context group have the same samples.
+            groups = min(devices // stages, total) if total else devices // stages
+            for schedule in schedules(stages, layers):
+                yield AxisSizes(
+                    data=groups * context,
+                    tensor=parts,
+                    pipeline=stages,
+                    schedule=schedule,
+                    context=context,
+                )
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:

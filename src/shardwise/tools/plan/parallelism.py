@@ -66,7 +66,8 @@ class Parallelism:
 
     def context_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that hold parts of the same sequences."""
-        return group_of(cluster, self.context, 1)
+        stride = self.tensor if self.stages_last else self.tensor * self.pipeline
+        return group_of(cluster, self.context, stride)
 
     def tensor_group(self, cluster: Cluster) -> Group:
         """Return a group of ranks that split each layer between them."""

@@ -28,6 +28,7 @@ from shardwise.tools.plan.observe import (
 )
 from shardwise.tools.plan.record import StepRecord
 from shardwise.tools.plan.search import Line, Question
+from shardwise.tools.plan.stage_records import part_of, stage_layers
 
 Observe = Callable[[Way], ObservedStep]
 """Observes the script once."""
@@ -183,7 +184,8 @@ class Plan:
     def _context_notes(self) -> Iterator[str]:
         """Yield the bytes that attention sends with each context-parallel size and method."""
         steps = self.question.steps
-        sent = {w: s.large for w, s in steps.items() if w.context > 1 and w.activations == "kept"}
+        kept = [w for w in steps if w.activations == "kept" and w.tensor == 1]
+        sent = {way: steps[way].large for way in kept if way.context > 1}
         for context in sorted({way.context for way in sent}):
             methods = " and ".join(
                 f"{in_bytes(record.sent_bytes)} with {way.method}"
@@ -243,7 +245,13 @@ class Plan:
             choice.context_method,
             choice.tensor > 1 and choice.expert > 1,
         )
-        return question.record(way, choice.micro_batch).sent_bytes * choice.micro_batches
+        record = question.record(way, choice.micro_batch)
+        if choice.pipeline == 1:
+            return record.sent_bytes * choice.micro_batches
+        rows = stage_layers(record, choice.pipeline * choice.stages_per_rank)
+        stages = [part_of(record, layers).sent_bytes for layers in rows]
+        most = max(sum(stages[rank :: choice.pipeline]) for rank in range(choice.pipeline))
+        return most * choice.micro_batches
 
 
 def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
@@ -288,8 +296,8 @@ def _observe_contexts(
     if owner := _owner_of_batches(script):
         if request.context:
             raise ConfigError(
-                f"--context {request.context} cannot be combined with --adopt {owner}, which does "
-                "not split the sequences of its batches. Leave out one of them."
+                f"shardwise plan --context {request.context} cannot observe a script with --adopt "
+                f"{owner}, whose batches are split by the library's loaders. Leave out one of them."
             )
         return
     sizes = [request.context] if request.context else context_sizes(cluster)
@@ -301,19 +309,26 @@ def _observe_contexts(
         )
     if not (request.context or steps[PLAIN].large.attends):
         return  # most models without attention have no sequences
-    failed: dict[str, str] = {}
-    for size in sizes:
-        for method in METHODS:
-            # A model that cannot run on 2 parts cannot run on 4 either. Heads that cannot be
-            # spread over 2 ranks cannot be spread over 4.
-            if method in failed:
-                continue
-            way = Way(context=size, method=method)
-            try:
-                steps[way] = observe(way)
-            except LaunchError as error:
-                failed[method] = str(error)
-                yield f"--context {size} with {method} was not tried: {error}"
+    # Each pair of sizes takes an observation for each method. Without --context, try no pairs.
+    parts = [1]
+    if request.context:
+        most = cluster.per_host // request.context
+        parts = [n for n in tensor_sizes(cluster) if n <= most and Way(tensor=n) in steps]
+    for split in parts:
+        failed: set[str] = set()
+        for size in sizes:
+            for method in METHODS:
+                # A model that cannot run on 2 parts cannot run on 4 either. Heads that cannot be
+                # spread over 2 ranks cannot be spread over 4.
+                if method in failed:
+                    continue
+                way = Way(tensor=split, context=size, method=method)
+                try:
+                    steps[way] = observe(way)
+                except LaunchError as error:
+                    failed.add(method)
+                    beside = f" and --tensor {split}" if split > 1 else ""
+                    yield f"--context {size}{beside} with {method} was not tried: {error}"
 
 
 def _owner_of_batches(script: Script) -> str | None:

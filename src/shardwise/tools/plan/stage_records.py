@@ -35,12 +35,17 @@ def _part(record: StepRecord, layers: range) -> StepRecord:
     here = [n for n, each in enumerate(record.operations) if each.layer in layers]
     cut = _Cut(record, layers, here)
     tensors = (cut.life(each) for each in record.tensors)
-    uses = (cut.use(each) for each in record.uses)
+    uses = tuple(use for each in record.uses if (use := cut.use(each)) is not None)
+    units = {use.unit for use in uses}
+    # Exchanges outside units count on the first stage.
+    if 0 in layers:
+        units.add(-1)
     return replace(
         record,
         operations=tuple(record.operations[n] for n in here),
         tensors=tuple(each for each in tensors if each is not None),
-        uses=tuple(each for each in uses if each is not None),
+        uses=uses,
+        exchanged=tuple(each for each in record.exchanged if each.unit in units),
         parameters=tuple(
             replace(each, arrived=cut.before(each.arrived))
             for each in record.parameters

@@ -1,0 +1,131 @@
+"""Splits the sequences of batches that a library's loaders have read (`--context`).
+
+The loaders of a context group read the same samples, and each rank takes its part of every
+sequence:
+
+    -n 4 --context 2, batches of 2 rows    rank            0    1    2    3
+                                           samples read    0-1  0-1  2-3  2-3
+                                           tokens          0-3  4-8  0-3  4-8      of 9
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import shardwise as sw
+from shardwise.errors import DataError, UsageError
+from shardwise.parallel.context.token_exchange import gather
+from shardwise.world import sequence_parts
+from shardwise.world.current_batch import Batch, StreamShape
+from shardwise.world.sequence_parts import DIM
+
+
+@dataclass(frozen=True, eq=False)
+class SplitBatch:
+    """This rank's part of the sequences of a batch: the `values` that the script receives."""
+
+    values: Any
+    rows: int
+    length: int
+    """The length of the full sequences."""
+
+
+class SequenceBatches:
+    """Splits batches, and describes them to the engine as `world.share` does.
+
+    Args:
+        world: The run.
+        source: Name of the source of the batches in messages ("prepared loader").
+    """
+
+    def __init__(self, world: sw.World, source: str) -> None:
+        self._world, self._source = world, source
+        self._rank, self._size = world.context_rank, world.context_size
+        self._lengths: list[int] = []
+        """The length of each rank's part of the last batch that was shown."""
+
+    def split(self, batch: Any) -> SplitBatch:
+        """Return this rank's part of the sequences of `batch`. Collective.
+
+        Raises DataError if the ranks of the context group have read different samples, or if the
+        batch cannot be split.
+        """
+        # Not a node of torch's trees, such as the batches of tokenizers.
+        is_other_mapping = isinstance(batch, Mapping) and not isinstance(batch, dict)
+        values = dict(batch) if is_other_mapping else batch
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        self._check_same(tensors)
+        part, length = sequence_parts.cut(values, self._rank, self._size, call=self._source)
+        return SplitBatch(part, next(len(each) for each in tensors if each.ndim > DIM), length)
+
+    def _check_same(self, tensors: list[Tensor]) -> None:
+        # Attention would silently mix the sequences of different samples.
+        if not self._are_equal(tensors):
+            raise DataError(
+                f"{self._source}: --context {self._size} gives each worker a part of the same "
+                "sequences, but the workers of a context group have read different samples. Do not "
+                "share the samples by rank in the script, and draw their order from the same seed "
+                "on all workers."
+            )
+
+    def _are_equal(self, tensors: list[Tensor]) -> bool:
+        """Return whether the `tensors` have the same bits on all ranks of the context group."""
+        number = 0
+        for each in tensors:
+            number = zlib.crc32(repr((each.shape, each.dtype)).encode(), number)
+            data = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            number = zlib.crc32(data.numpy().data, number)
+        return len(set(self._world.context.gather_plain(number))) == 1
+
+    def check_equal(self, values: Any, call: str) -> None:
+        """Raise UsageError if `values` differ between the ranks of the context group. Collective.
+
+        `call` is the caller's name, for messages.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        if not self._are_equal(tensors):
+            shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+            raise UsageError(
+                f"{call} got values of shape {shapes} that differ between workers with parts of "
+                f"the same sequences (--context {self._size}), so they cannot be counted once per "
+                "sample. Pass values per token of shape (rows, length, ...), which are joined; or "
+                "add up the sums and the counts of all workers and divide afterwards."
+            )
+
+    def part_of(self, values: Tensor) -> Tensor:
+        """Return this rank's part of `values` (rows, length, ...)."""
+        part: Tensor = sequence_parts.cut(values, self._rank, self._size, call=self._source)[0]
+        return part
+
+    def show(self, batch: SplitBatch, samples: int, *, training: bool) -> Any:
+        """Declare that the next forward pass runs on `batch`. Return its values.
+
+        `samples` is the number of rows that count; 0 if all of them are repeated.
+        """
+        self._lengths = sequence_parts.lengths_of(batch.length, self._size)
+        shape = StreamShape(batch_size=None, micro_batches=1, steps_per_epoch=None)
+        # The other ranks' batches are unknown. They usually have the same number of rows.
+        total = batch.rows * self._world.data_size
+        given = Batch(samples=samples, total=total, sequence=batch.length)
+        self._world.current_batch.share(self._source, shape, given, training=training)
+        return batch.values
+
+    def whole(self, values: Any) -> Any:
+        """Return nested `values` with full sequences, joined from all ranks' parts. Collective.
+
+        Only tensors (rows, own length, ...) of the batch that was shown last are joined.
+        """
+
+        def joined(part: Tensor) -> Tensor:
+            if part.ndim <= DIM or part.size(DIM) != self._lengths[self._rank]:
+                return part
+            return gather(part, DIM, self._lengths, self._world.context)
+
+        return pytree.tree_map_only(Tensor, joined, values) if self._lengths else values
