@@ -50,14 +50,16 @@ class Runner:
 
     def __call__(self, seed: int) -> Result:
         """Try the losses of `seed`."""
-        run = draw(seed)
+        run = self.draw(seed)
         folder = self._folder / f"loss-{seed}"
         folder.mkdir()
-        launcher, began = Launcher(folder), time.monotonic()
+        launcher, began = self.launcher(folder), time.monotonic()
         try:
-            ran = self._run(run, launcher)
-            kind, words = judge(run, ran, folder)
-            if alive := launcher.wait_until_gone(4):
+            ran = self.run(run, launcher)
+            kind, words = judge(
+                run, ran, folder, lost=self.lost_ranks(ran.err), is_pair=self.is_pair(run)
+            )
+            if alive := self.left(launcher):
                 kind, words = "left behind", f"processes {alive}"
             self.continued += map(float, _CONTINUED.findall(ran.out))
             story = f"exit code {ran.code}\n{ran.out[-3000:]}{ran.err[-6000:]}"
@@ -75,7 +77,28 @@ class Runner:
             seconds=time.monotonic() - began,
         )
 
-    def _run(self, run: Run, launcher: Launcher) -> Ran:
+    def draw(self, seed: int) -> Run:
+        """Draw the run of `seed`."""
+        return draw(seed)
+
+    def launcher(self, folder: Path) -> Launcher:
+        """Return a launcher whose runs are in `folder`."""
+        return Launcher(folder)
+
+    def left(self, launcher: Launcher) -> list[str]:
+        """Return what a run has left behind."""
+        return [str(pid) for pid in launcher.wait_until_gone(4)]
+
+    def lost_ranks(self, err: str) -> set[int]:
+        """Return the ranks that the launcher has named as lost."""
+        return lost_ranks(err)
+
+    def is_pair(self, run: Run) -> bool:
+        """Return whether a rank may have been lost together with its second copy."""
+        return len(run.losses) > 1
+
+    def run(self, run: Run, launcher: Launcher) -> Ran:
+        """Run the script with the losses of `run`."""
         flags = ["-n", str(run.size), "--survive", str(run.most), *run.placement]
         flags += ["--spares", str(run.spares)] if run.spares else []
         flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
@@ -85,8 +108,17 @@ class Runner:
         return launcher.finish(launcher.start(*words, env=environ), limit=150)
 
 
-def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
-    """Return the kind of result, and a few words about it."""
+def lost_ranks(err: str) -> set[int]:
+    """Return the ranks that the launcher has named as lost."""
+    return {int(rank) for rank in _LOST.findall(err)}
+
+
+def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) -> tuple[str, str]:
+    """Return the kind of result, and a few words about it.
+
+    The launcher has named the ranks in `lost`. If `is_pair` is true, a rank may have been lost
+    together with its second copy.
+    """
     last = ran.err.strip().splitlines()[-1][:300] if ran.err.strip() else ""
     if ran.code == SAVED and [loss.name for loss in run.losses] == ["TERM", "TERM"]:
         return "saved", last
@@ -96,9 +128,8 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
             return "too many at once", last
         if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
             return "in the evaluation", last
-        pair = run.zero and len(run.losses) > 1 and "held the second copy of" in ran.err
+        pair = run.zero and is_pair and "held the second copy of" in ran.err
         return ("pair lost" if pair else "ended"), last
-    lost = {int(rank) for rank in _LOST.findall(ran.err)}
     joined = {int(rank) for ranks in _JOINED.findall(ran.out) for rank in ranks.split(", ")}
     # A lost rank may have joined again as a spare, and a spare may be lost after it has joined.
     places = {int(place): int(rank) for rank, place in _FINISHED.findall(ran.out)}
@@ -114,7 +145,7 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
     except AssertionError as error:
         return "other result", str(error)[:300]
     waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]
-    is_stopped = any(loss.name == "STOP" for loss in run.losses)
+    is_stopped = any(loss.name in ("STOP", "CUT") for loss in run.losses)
     if waits and max(waits) > TIMEOUT / 2 and not is_stopped:
         return "late", f"the others continued after {max(waits)} s"
     if "shardwise: lost rank" not in ran.out:

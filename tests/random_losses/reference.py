@@ -73,12 +73,12 @@ def check(
     """
     losses, weights = undisturbed(kind, order())
     stored: list[dict[str, Any]] = [torch.load(folder / f"out-{rank}.pt") for rank in left]
-    for place, found in enumerate(stored):
-        since = STEPS - len(found["losses"]) if left[place] in joined else first
+    for rank, found in zip(left, stored, strict=True):
+        since = STEPS - len(found["losses"]) if rank in joined else first
         assert found["losses"] == pytest.approx(losses[since:], rel=1e-8)
         assert torch.allclose(found["weights"], weights, rtol=1e-8, atol=1e-10)
         # The second copies have the bits of their originals.
         if "copy" in found:
-            originals = stored[place - 1]["own"]
+            originals = stored[found["owner"]]["own"]
             assert len(found["copy"]) == len(originals)
             assert all(map(torch.equal, found["copy"], originals))

@@ -141,6 +141,11 @@ class Lab:
                 return found
             time.sleep(0.05)
 
+    def clear(self) -> None:
+        """Remove the files that a host leaves if all of its processes are killed at once."""
+        for path in self.temporary.glob("shardwise-*"):
+            shutil.rmtree(path)
+
     def _cable(self, number: int, state: str) -> None:
         inside = ["nsenter", "--net", "--target", str(self._switch)]
         subprocess.run([*inside, "ip", "link", "set", f"port{number}", state], check=True)

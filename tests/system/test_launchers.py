@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.random_losses.reference import check
 from tests.system import cluster as clusters
 from tests.system.cluster import Cluster
 from tests.system.components import need
@@ -319,6 +321,20 @@ class TestSlurm:
         ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS)
         assert ran.returncode != 0
         assert "Rank 0 of 2 lost rank 1" in ran.stdout + ran.stderr
+
+    def test_survives_lost_rank_of_other_host(
+        self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
+    ) -> None:
+        """Our launcher starts the ranks, over srun."""
+        words = ["-m", "shardwise", "run", "--survive", "1", "--zero", "2", script("survives")]
+        command = shlex.join([sys.executable, *words, "steps", "sgd", "out", "1:backward:5"])
+        (tmp_path / "job").write_text(f"#!/bin/sh\nexec {command}\n")
+        flags = ("--output=said", "--nodes=2", "--ntasks-per-node=1")
+        state = slurm.batch(*flags, "job", cwd=tmp_path, env=SETTINGS | warm_on_hosts)
+        said = (tmp_path / "said").read_text()
+        assert state == "COMPLETED", said
+        assert "shardwise: rank 1 ended (" in said
+        check(tmp_path, "sgd", [0])
 
     @pytest.fixture
     def batch(

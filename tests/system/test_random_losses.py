@@ -21,7 +21,7 @@ from tests.random_losses.drawing import (
     SAVES,
     draw,
 )
-from tests.random_losses.judging import COMMAND, Runner, judge
+from tests.random_losses.judging import COMMAND, Runner, judge, lost_ranks
 from tests.random_losses.reference import STEPS, order, undisturbed
 from tests.system.launcher import Ran
 
@@ -67,4 +67,4 @@ def test_a_run_is_judged_by_its_end(
     losses, weights = undisturbed(RUN.kind, order())
     stored = {"losses": losses, "weights": weights + change, "own": []}
     torch.save(stored, tmp_path / f"out-{1 - LOST}.pt")
-    assert judge(RUN, Ran(code, out, err), tmp_path)[0] == kind
+    assert judge(RUN, Ran(code, out, err), tmp_path, lost=lost_ranks(err), is_pair=True)[0] == kind

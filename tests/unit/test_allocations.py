@@ -71,6 +71,21 @@ def test_no_allocation_without_list(environ: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "slots"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "1(x3)"}, [None] * 3),  # the job has not requested tasks
+        ({"SLURM_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5"}, [2, 2, 1]),
+    ],
+)
+def test_hosts_of_slurm(environ: dict[str, str], slots: list[int | None]) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_NODELIST": "n[1-2],m3"}
+    found = allocations.find(job | environ)
+    assert found is not None
+    assert [host.name for host in found.hosts] == ["n1", "n2", "m3"]
+    assert [host.slots for host in found.hosts] == slots
+
+
+@pytest.mark.parametrize(
     ("environ", "message"),
     [
         ({"PBS_NODEFILE": "/nowhere"}, "PBS_NODEFILE='/nowhere'.*No such file"),

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-H", "a" * 300], "is too long for a host name"),
         (["-x", "RANK=1"], "shardwise run sets"),
         (["-x", "A=1", "-x", "A=2"], "-x A is given twice"),
+        (["--nnodes", "1", "--survive", "1"], "--survive 1 cannot be combined with --nnodes"),
+        (["-H", "h1,h2", "--survive", "1", "--spares", "2"], "--spares 2 needs all workers on"),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
     ],
 )
@@ -83,6 +86,21 @@ def test_user_may_set_master_port_in_slurm_allocation(
     for told_otherwise in (["--port", "29501"], ["-H", "n1"], ["--nnodes", "1"]):
         assert cli.main([*asked, *told_otherwise, SCRIPT]) == 2
         assert "shardwise run sets" in capsys.readouterr().err
+
+
+def test_our_launcher_starts_ranks_of_slurm_allocation_with_survive(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allocation = {"JOB_ID": "19", "JOB_NUM_NODES": "2", "JOB_NODELIST": "n[1-2]", "NTASKS": "4"}
+    for name, value in (allocation | {"TASKS_PER_NODE": "2(x2)"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert cli.main(["run", "--dry-run", "--survive", "1", SCRIPT]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("4 ranks on 2 hosts; rank 0 listens on n1")
+    assert "srun --nodes=1 --ntasks=1 --overlap --unbuffered" in shown.out
+    assert "--nodelist=n2 sh -c 'cd " in shown.out
+    assert "hosts of Slurm (SLURM_JOB_NODELIST): n1:2, n2:2" in shown.err
 
 
 @pytest.mark.parametrize(

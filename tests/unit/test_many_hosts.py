@@ -17,7 +17,7 @@ from shardwise.launch import failure_report, start
 from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.run_spec import RunSpec
-from shardwise.launch.ssh import agents, command, protocol
+from shardwise.launch.ssh import agents, command, many_hosts, protocol
 from shardwise.launch.worker_output import WorkerOutput, open_log
 from shardwise.net import environment, hosts, network
 from shardwise.net.error_file import ErrorReport
@@ -271,6 +271,19 @@ class TestSsh:
         assert words[-1].endswith("exec /opt/py -P -m shardwise.launch.ssh.agent")
         with pytest.raises(LaunchError, match="--ssh-port 22: qrsh has no flag for a port"):
             command.ssh_command(replace(way, ssh_port=22), Host("h2"))
+
+    def test_srun_starts_a_shell_on_the_host(self) -> None:
+        words = command.ssh_command(replace(WAY, ssh=("srun", "--overlap")), Host("h2", 4))
+        assert words[:-1] == ["srun", "--overlap", "--nodelist=h2", "sh", "-c"]
+
+    @pytest.mark.parametrize(
+        ("counts", "warns"), [((2, 2), False), ((1, 2), True), ((2, 1, 1), False), ((1, 1), False)]
+    )
+    def test_host_with_most_workers_is_named(self, counts: tuple[int, ...], warns: bool) -> None:
+        shares = hosts.spread([Host(f"h{place}", each) for place, each in enumerate(counts)])
+        line = many_hosts.survival_line(shares)
+        assert line.startswith("shardwise: --survive: the run ends if this host is lost")
+        assert ("it also ends if h1 is lost" in line) == warns
 
     @pytest.mark.parametrize(
         ("reached", "leads_to"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
@@ -25,6 +26,10 @@ class Substitutes:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.started: list[int] = []
+        self.lost: list[int] = []
+
+    def mark_lost(self, ranks: Sequence[int]) -> None:
+        self.lost += ranks
 
     def clear_away(self, rank: int) -> None:
         pass
@@ -45,7 +50,7 @@ class Run:
         self.said: list[str] = []
         output = SimpleNamespace(close=lambda: None)
         self.supervisor = Supervisor(
-            cast(Any, SimpleNamespace(say=self.said.append)),
+            cast(Any, SimpleNamespace(say=self.said.append, broken=False)),
             cast(Any, [output] * 3),
             signals,
             grace=1,
@@ -105,6 +110,26 @@ def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
     )
     run.kill(2, joined=60, step=61)
     assert run.substitutes.started[-1] == 2
+
+
+def test_the_others_continue_once_a_lost_host_has_ended_its_ranks(run: Run) -> None:
+    """Before that, a rank that is cut off could still write to a checkpoint."""
+    run.supervisor.lost([1], "h2 (rank 1) is lost: no sign of life.", 0.1)
+    assert run.said == [
+        "shardwise: h2 (rank 1) is lost: no sign of life. The others continue without it "
+        "(--survive).\n"
+    ]
+    run.supervisor.turn(0)
+    assert run.substitutes.lost == []
+    until = time.monotonic() + 10
+    while not run.substitutes.lost and time.monotonic() < until:
+        run.supervisor.turn(0.1)
+    assert run.substitutes.lost == [1]
+
+
+def test_the_loss_of_the_last_ranks_host_ends_the_run(run: Run) -> None:
+    run.supervisor.lost([0, 1, 2], "h1 (ranks 0-2) is lost.", 0.1)
+    assert run.said == []
 
 
 class Saves:

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
     Decision,
     Report,
     check_number,
+    copy_places,
+    count_losses,
     decide,
     holders,
     leader,
     stands,
 )
+from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
-from shardwise.errors import CollectiveError, PeerLost, UsageError
+from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
+from shardwise.net import environment, listeners, progress
+from shardwise.net.identity import Identity
 from shardwise.watch.status_server import RankAddress, StatusServer
-from shardwise.world.survival import Survival
+from shardwise.world.survival import Survival, check
 from shardwise.world.world import World
 
 
@@ -149,7 +158,67 @@ def test_more_losses_at_once_than_allowed_are_refused(
         if refused
         else (nullcontext())
     ):
-        check_number((0, 1, 2, 3), left, most)
+        check_number(dict.fromkeys(range(4), "h"), left, most)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "instead"),
+    [("torchrun", "-n N --survive 2`, or -H HOST1"), ("Slurm", "--survive 2` in the job script")],
+)
+def test_other_launchers_are_refused_with_the_command_to_use(launcher: str, instead: str) -> None:
+    identity = Identity(launcher=launcher, rank=0, size=4, local_rank=0, local_size=2)
+    with pytest.raises(ConfigError, match=rf"started by {launcher}.*`shardwise run {instead}"):
+        check(Settings(survive=2), identity, torch.device("cpu"), {})
+
+
+def test_a_timeout_shorter_than_that_of_hosts_is_refused() -> None:
+    identity = Identity(launcher="shardwise run", rank=0, size=4, local_rank=0, local_size=2)
+    variables = {environment.SURVIVES_VARIABLE: "0", environment.LOST_AFTER_VARIABLE: "15.0"}
+    with pytest.raises(ConfigError, match=r"--timeout 12 is too short .* wait up to 15 s"):
+        check(Settings(survive=1, timeout=12.0), identity, torch.device("cpu"), variables)
+    check(Settings(survive=1, timeout=16.0), identity, torch.device("cpu"), variables)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "lost", "expected"),
+    [
+        ("aabb", (1,), 1),
+        ("aabb", (2, 3), 1),  # a whole host
+        ("aabb", (1, 2), 2),
+        ("aabb", (1, 2, 3), 2),  # a whole host, and one rank of the other
+        ("aabbc", (0, 1, 4), 2),
+        ("aaa", (0, 1), 2),
+    ],
+)
+def test_a_host_that_is_lost_as_a_whole_counts_once(
+    hosts: str, lost: tuple[int, ...], expected: int
+) -> None:
+    assert count_losses(lost, dict(enumerate(hosts))) == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        ("a", [0]),
+        ("aaa", [1, 2, 0]),
+        ("abc", [1, 2, 0]),
+        ("aabb", [2, 3, 0, 1]),
+        ("abab", [1, 0, 3, 2]),
+        ("aabc", [2, 3, 0, 1]),
+        ("aab", [2, 0, 1]),  # a host with more than half of the ranks
+    ],
+)
+def test_second_copies_are_on_another_host(hosts: str, expected: list[int]) -> None:
+    assert copy_places(hosts) == expected
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_only_a_host_with_most_ranks_holds_copies_of_its_own(hosts: list[str]) -> None:
+    copies = copy_places(hosts)
+    assert sorted(copies) == list(range(len(hosts)))
+    same = sum(hosts[place] == hosts[copy] for place, copy in enumerate(copies))
+    largest = max(map(hosts.count, hosts))
+    assert same == max(0, 2 * largest - len(hosts))
 
 
 @pytest.mark.parametrize(
@@ -166,13 +235,13 @@ def test_more_losses_at_once_than_allowed_are_refused(
 def test_a_lost_ranks_state_is_on_the_next_rank(
     members: tuple[int, ...], left: tuple[int, ...], expected: list[int]
 ) -> None:
-    assert holders(members, left) == expected
+    assert holders(members, left, copy_places(["h"] * len(members))) == expected
 
 
 @pytest.mark.parametrize(("left", "named"), [((0, 3), "1 and 2"), ((1, 2), "3 and 0"), ((3,), "0")])
 def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], named: str) -> None:
     with pytest.raises(CollectiveError, match=f"Ranks {named}.*last checkpoint"):
-        holders((0, 1, 2, 3), left)
+        holders((0, 1, 2, 3), left, (1, 2, 3, 0))
 
 
 def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:
@@ -248,3 +317,38 @@ def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
         for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
             assert [len(rows) for rows in loader] == [4, 4]
     assert builds == [2]
+
+
+def test_connections_to_a_lost_host_are_closed() -> None:
+    """A thread that waits for data from it is woken. Other connections stay open."""
+    with ExitStack() as stack:
+        ends = {}
+        for address in ("127.0.0.1", "127.0.0.2"):
+            listener = stack.enter_context(socket.create_server((address, 0)))
+            client = stack.enter_context(socket.create_connection(listener.getsockname()))
+            ends[address] = client, stack.enter_context(listener.accept()[0])
+        listeners.close_connections(["127.0.0.2"])
+        assert ends["127.0.0.2"][0].recv(1) == b""
+        ends["127.0.0.1"][1].sendall(b"x")
+        assert ends["127.0.0.1"][0].recv(1) == b"x"
+
+
+def test_the_launcher_reports_lost_ranks_of_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.REPORTS_VARIABLE, str(tmp_path))
+    server = StatusServer(0, 4)
+    hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
+    places = [
+        RankAddress(rank=rank, host=host, address=f"10.0.0.{host}", name="run")
+        for rank, host in hosts.items()
+    ]
+    server.start(places)
+    progress.mark_lost(tmp_path, [3, 1])
+    assert [server.has_ended(rank) for rank in hosts] == [False, False, False, True]
+    assert server.lost_hosts() == []
+    progress.mark_lost(tmp_path, [2])
+    assert server.lost_hosts() == ["10.0.0.b"]
+    server.continue_with([0, 1], 1)
+    assert server.lost_hosts() == []
+    server.close()

@@ -54,7 +54,7 @@ from shardwise.comm.nccl import Nccl
 from shardwise.comm.ordered_sums import Sum
 from shardwise.comm.same_host import host_key, ranks_by_host
 from shardwise.comm.shared_memory import SharedMemory
-from shardwise.comm.survivors import Loss, SurvivorGroup, holders
+from shardwise.comm.survivors import Loss, SurvivorGroup, copied_places, holders
 from shardwise.net.torchrun_store import exposed
 
 __all__ = [
@@ -76,6 +76,7 @@ __all__ = [
     "address_of",
     "check_all",
     "connect",
+    "copied_places",
     "disconnect",
     "exposed",
     "for_thread",

@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives, Cuts, Handle, check_groups, interval
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
@@ -330,6 +331,23 @@ class Hierarchical(MappedMemory):
         """Group the ranks in `group` by host. Hosts that have none of these ranks are omitted."""
         found = ([rank for rank in host if rank in group] for host in self._hosts)
         return [ranks for ranks in found if ranks]
+
+    def forget(self) -> None:
+        """Close the sockets to other hosts, because a rank is lost. See GlooExchange.forget."""
+        for group in (self._between, self._under):
+            assert isinstance(group, Gloo)
+            group.messages.forget()
+
+    def retire(self) -> Arena:
+        """Close the group after ranks are lost. See SharedMemory.retire."""
+        self.forget()
+        for child in list(self._children):
+            child.forget()
+            child.close()
+        self._between.close()
+        arena = self._inside.retire()
+        self._progress_thread.close()
+        return arena
 
     def close(self) -> None:
         # Close children first, because they use this process's arena and sockets.

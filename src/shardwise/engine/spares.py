@@ -97,6 +97,7 @@ class SpareReturns:
         state = group.enter()
         # Before the states are laid out, because a rank that is lost there has joined.
         self._engine.world.progress.joined(self._engine.steps)
+        self._engine.world.limit_stops(group.stop_limit)
         number = group.members[group.rank]
         self._engine.world.step_log.join(
             self._engine.world.settings.record, number, state["logged_steps"]

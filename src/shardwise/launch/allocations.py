@@ -10,18 +10,22 @@ Schedulers list the hosts in an environment variable, or in a file that a variab
     Grid Engine     PE_HOSTFILE           file, one line per host: n1 2 all.q@n1 UNDEFINED
     OAR             OAR_NODEFILE          file, one line per slot (a core)
     SkyPilot        SKYPILOT_NODE_IPS     one line per host
+    Slurm           SLURM_JOB_NODELIST    n[1-2]
 
-Slurm is missing here, because in a Slurm job srun starts the ranks (see slurm.py).
+In a Slurm job, srun starts the ranks (see slurm.py) and ends all of them when one is lost. Only
+with --survive, our own launcher starts them, over srun in place of ssh.
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.errors import LaunchError
 from shardwise.net import hosts
 from shardwise.net.hosts import Host
+from shardwise.net.identity import read_text
+from shardwise.net.launchers import slurm
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,13 @@ def _per_host(text: str) -> list[str]:
     return [f"[{word}]" if word.count(":") > 1 else word for word in dict.fromkeys(text.split())]
 
 
-_INSTEAD_OF_SSH = {"OAR": "oarsh", "Grid Engine": "qrsh -inherit"}
+_INSTEAD_OF_SSH = {
+    "OAR": "oarsh",
+    "Grid Engine": "qrsh -inherit",
+    # One step on each host, next to the step of the batch script. Without --unbuffered, srun would
+    # hold back an agent's heartbeats until the end of the line.
+    "Slurm": "srun --nodes=1 --ntasks=1 --overlap --unbuffered --cpu-bind=none",
+}
 
 _SOURCES = (
     _Source("PBS", "PBS_NODEFILE", True, _per_slot),
@@ -149,4 +159,13 @@ def find(environ: Mapping[str, str]) -> Allocation | None:
             found = found[1:]  # IBM's CSM lists its launch node first, which must not run ranks
         if found:
             return Allocation(source.scheduler, source.variable, tuple(found))
-    return None
+    return _of_slurm(environ) if slurm.needs_srun(environ) else None
+
+
+def _of_slurm(environ: Mapping[str, str]) -> Allocation:
+    names = slurm.node_names(read_text(environ, "SLURM_JOB_NODELIST", "Slurm"))
+    counts: Sequence[int | None] = [None] * len(names)
+    if "SLURM_NTASKS" in environ:
+        counts = slurm.task_counts(read_text(environ, "SLURM_TASKS_PER_NODE", "Slurm"))
+    found = tuple(Host(name, slots) for name, slots in zip(names, counts, strict=False))
+    return Allocation("Slurm", "SLURM_JOB_NODELIST", found)

@@ -290,6 +290,14 @@ def killed_line(rank: int, how: str) -> str:
     return f"shardwise: rank {rank} ended ({how}). The others continue without it (--survive).\n"
 
 
+def lost_host_line(why: str) -> str:
+    """Return the line that the launcher prints if the other ranks continue without a host.
+
+    `why` is the reason, as a sentence.
+    """
+    return f"shardwise: {why} The others continue without it (--survive).\n"
+
+
 def spare_line(rank: int, how: str) -> str:
     """Return the line that the launcher prints if a spare exits before it has joined the others."""
     return (

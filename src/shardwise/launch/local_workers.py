@@ -4,7 +4,8 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,8 +19,13 @@ from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
 from shardwise.net import environment, error_file, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
-from shardwise.net.progress import Progress
+from shardwise.net.progress import Progress, StopLimit
 from shardwise.net.restarts import SAVED
+from shardwise.watch import process_status
+from shardwise.watch.process_status import STOPPED
+
+LOOK = 1.0
+"""Seconds between two checks for stopped ranks."""
 
 Hear = Callable[[int, int, bytes], None]
 """Callback for output: called with the rank, the stream number, and new bytes (b"" at its end)."""
@@ -91,6 +97,8 @@ class LocalWorkers:
         self._watched_over: list[Worker] = []
         """Workers whose process groups are registered with the orphan reaper."""
         self._stopping = False
+        self._look_at = time.monotonic()
+        self._stopped_since: dict[StopLimit, float] = {}
         self._memory = resources.host_memory()
 
     def start(self, listener: socket.socket | None) -> None:
@@ -188,6 +196,38 @@ class LocalWorkers:
     def ended_well(self, rank: int) -> None:
         """Tell this host's ranks, which may be waiting for `rank`, that it exited with code 0."""
         progress.mark_ended_early(self._folder, rank)
+
+    def mark_lost(self, ranks: Sequence[int]) -> None:
+        """Tell this host's ranks that `ranks`, on any host, no longer exist."""
+        progress.mark_lost(self._folder, ranks)
+
+    def kill_stopped(self) -> float:
+        """Kill each rank that is stopped (SIGSTOP) for longer than its limit (`--survive`).
+
+        A stopped rank keeps its sockets open, so the other ranks would wait for it. If it resumed
+        later, it would act on an outdated state.
+
+        Returns the seconds until the next call.
+        """
+        now = time.monotonic()
+        if now < self._look_at:
+            return self._look_at - now
+        if now > self._look_at + 2 * LOOK:  # this process was stopped too: begin to count again
+            self._stopped_since.clear()
+        self._look_at = now + LOOK
+        running = (worker.rank for worker in self._workers if worker.end is None)
+        limits = {rank: progress.read_stop_limit(self._folder, rank) for rank in running}
+        stopped = [
+            limit
+            for limit in limits.values()
+            if limit and process_status.process_state(limit.pid, limit.begun) == STOPPED
+        ]
+        self._stopped_since = {each: self._stopped_since.get(each, now) for each in stopped}
+        for limit, since in self._stopped_since.items():
+            if now - since > limit.seconds:
+                with suppress(ProcessLookupError):
+                    os.kill(limit.pid, signal.SIGKILL)
+        return LOOK
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal to the process groups of all ranks."""

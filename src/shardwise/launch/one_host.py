@@ -93,6 +93,8 @@ def _once(spec: RunSpec, begin: Begin, console: Console, signals: Signals) -> En
                 supervisor.saves_first,
             )
             supervisor.substitutes = workers
+            if spec.survives:
+                supervisor.every_turn.append(workers.kill_stopped)
             with closing(supervisor), ExitStack() as stack:
                 if spec.survives and spec.size > 1:
                     try:

@@ -20,6 +20,10 @@ from shardwise.net import environment
 from shardwise.net.hosts import Share
 from shardwise.net.identity import Identity
 
+LOST_SLACK = 5.0
+"""Seconds beyond `patience` after which a silent host has certainly ended its ranks. This includes
+the time that its orphan reaper waits for a stopped agent."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
@@ -97,8 +101,13 @@ class RunSpec:
 
     @property
     def survives(self) -> bool:
-        """True if ranks on a single host continue after one of them was killed (`--survive`)."""
-        return len(self.shares) == 1 and self.flags.get("survive", "0") != "0"
+        """True if the other ranks continue after one of them was killed (`--survive`)."""
+        return self.flags.get("survive", "0") != "0"
+
+    @property
+    def lost_after(self) -> float:
+        """Seconds of silence after which a host has certainly ended its ranks."""
+        return self.patience + LOST_SLACK
 
     @property
     def spares(self) -> int:
@@ -217,8 +226,10 @@ def rank_environment(
         "MASTER_ADDR": meeting.address,
         "MASTER_PORT": str(meeting.master_port),
     }
-    if spec.survives and identity.local_size == identity.size:
+    if spec.survives:
         given[environment.SURVIVES_VARIABLE] = str(spec.spares)
+        if identity.local_size < identity.size and not spare:
+            given[environment.LOST_AFTER_VARIABLE] = str(spec.lost_after)
     if spare:
         given[environment.SPARE_VARIABLE] = spare
     if columns is not None:

@@ -3,6 +3,7 @@
 no hosts, or -n N           this host                     one_host.py
 -H, --hostfile              ssh to each                   ssh/many_hosts.py
 a Slurm allocation          srun                          slurm.py
+the same, with --survive    an agent on each, by srun     allocations.py, ssh/many_hosts.py
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
 --nnodes                    torch's elastic agent         elastic.py
 """
@@ -57,7 +58,9 @@ def run(request: LaunchRequest) -> int:
         if not (is_service and has_hosts and outer.rank == 0):
             _refuse_in_every_rank(outer)
     # Hosts named by the user take precedence over the allocation, and --nnodes over both.
+    survives = request.settings.get("survive", "0") != "0"
     by_srun = request.nnodes is None and not named and slurm.needs_srun(os.environ)
+    by_srun = by_srun and not survives  # srun would end all ranks with the lost one
     # With srun and no --port, the launcher does not set MASTER_ADDR and MASTER_PORT, so the user
     # may.
     overridable = environment.MASTER if by_srun and not request.port else ()
@@ -86,6 +89,12 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     if is_alone and request.hosts is None and request.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
+    if not is_alone and request.settings.get("spares", "0") != "0":
+        raise LaunchError(
+            f"--spares {request.settings['spares']} needs all workers on this host, because spares "
+            "find the others through its files. Leave it out: --survive continues with the workers "
+            "that are left."
+        )
     parts, settings = 0, request.settings
     if request.part_runner is not None:
         counts = [share.count for share in shares]
@@ -164,6 +173,12 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
     if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
+    if request.settings.get("survive", "0") != "0":
+        raise LaunchError(
+            f"--survive {request.settings['survive']} cannot be combined with --nnodes: torch's "
+            "elastic agent ends all ranks when one is lost. Start the run once, from one host: "
+            f"shardwise run -H HOST1,HOST2 --survive {request.settings['survive']} train.py"
+        )
     if request.size is not None:
         raise LaunchError(
             f"-n {request.size} cannot be combined with --nnodes, which may change the total "

@@ -10,6 +10,7 @@ groups that outlive the supervisor.
 
 import selectors
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -65,7 +66,10 @@ class Site(Protocol):
 
 
 class Substitutes(Protocol):
-    """Replaces lost ranks by spares, with `--spares`. See LocalWorkers."""
+    """Handles the loss of ranks, and replaces them by spares with `--spares`. See LocalWorkers."""
+
+    def mark_lost(self, ranks: Sequence[int]) -> None:
+        """Tell all other ranks that `ranks` no longer exist."""
 
     def clear_away(self, rank: int) -> None:
         """Kill the processes of `rank`, and those that it left behind."""
@@ -131,6 +135,10 @@ class Supervisor:
         self._dismissed: set[int] = set()
         """Spares that are killed because the other ranks have exited."""
         self._sites: Sequence[Site] = ()
+        self._lost_at: list[tuple[float, Sequence[int]]] = []
+        """Ranks of lost hosts, and the time from which they certainly no longer exist."""
+        if survives:
+            self.every_turn.append(self._report_lost)
         self._plan = SignalSchedule()
         self._running = set(range(len(outputs)))
         self._exits: dict[int, RankExit] = {}
@@ -222,6 +230,7 @@ class Supervisor:
             self._killed.add(rank)
             self.say(failure_report.killed_line(rank, rank_exit.how))
             workers.clear_away(rank)
+            self._mark_lost([rank])
             if self._has_spares and self._asked is None and self._may_start_again(rank_exit):
                 self._start_spare(rank)
         elif is_last:
@@ -292,17 +301,38 @@ class Supervisor:
         self._spares.add(rank)
         self._running.add(rank)
 
-    def lost(self, ranks: Sequence[int], why: str) -> None:
+    def lost(self, ranks: Sequence[int], why: str, after: float = 0.0) -> None:
         """Stop all other ranks, because the host of `ranks` was lost.
+
+        With `--survive`, let the others continue instead.
 
         Args:
             ranks: The lost host's ranks.
             why: The reason, as a sentence.
+            after: Seconds after which the lost host has certainly ended its ranks.
         """
         self._running.difference_update(ranks)
+        has_others = bool(self._running) or any(end.code == 0 for end in self._ends())
+        if self._survives and self._is_patient and has_others:
+            self._killed.update(ranks)
+            self._lost_at.append((time.monotonic() + after, ranks))
+            self.say(failure_report.lost_host_line(why))
+            return
         self._losses.append(why)
         if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
+
+    def _report_lost(self) -> float | None:
+        """Report ranks of lost hosts once they have ended. Return the seconds until the next."""
+        now = time.monotonic()
+        for _, ranks in [each for each in self._lost_at if each[0] <= now]:
+            self._mark_lost(ranks)
+        self._lost_at = [each for each in self._lost_at if each[0] > now]
+        return min((at - now for at, _ in self._lost_at), default=None)
+
+    def _mark_lost(self, ranks: Sequence[int]) -> None:
+        assert self.substitutes is not None
+        self.substitutes.mark_lost(ranks)
 
     def saves_first(self, asked: signal.Signals) -> None:
         """Cancel all scheduled signals, because ranks save before they exit.

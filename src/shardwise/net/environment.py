@@ -32,6 +32,9 @@ SURVIVES_VARIABLE = PREFIX + "SURVIVES"
 Holds the number of spares (`--spares`).
 """
 
+LOST_AFTER_VARIABLE = PREFIX + "LOST_AFTER"
+"""Set with `--survive` on several hosts: seconds after which a silent host counts as lost."""
+
 SPARE_VARIABLE = PREFIX + "SPARE"
 """Set in a rank that joins the others while they train: REPLACES or GROWS."""
 

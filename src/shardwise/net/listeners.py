@@ -1,9 +1,12 @@
-"""Blocks new connections to Gloo's listening sockets once all ranks are connected.
+"""Controls Gloo's sockets: blocks new connections, and closes connections to lost hosts.
 
 While a process group exists, Gloo accepts any connection without authentication, and aborts the
 process when it runs out of file descriptors. Yet a complete group needs no new connections. Gloo
 does not expose its sockets, so we find them among the process's descriptors and attach a socket
 filter that drops every packet. Established connections have their own sockets and are not affected.
+
+Nor does Gloo notice that another host has lost power or its network. We close its connections to
+such a host in the same way.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 _ATTACH_FILTER = 26
@@ -42,8 +45,10 @@ def shut() -> None:
     noted = list(_noted)
     _noted.clear()
     program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
-    for listener in _listening() if noted else ():
+    for listener in _tcp_sockets() if noted else ():
         with listener, suppress(OSError):
+            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
             host, port = listener.getsockname()[:2]
             packed = socket.inet_pton(listener.family, host.partition("%")[0])
             # Gloo publishes its addresses as the kernel's sockaddr structures. In an IPv6 address,
@@ -54,8 +59,19 @@ def shut() -> None:
                 listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
-def _listening() -> Iterator[socket.socket]:
-    """Yield a duplicate of each listening TCP socket in this process. The caller closes it."""
+def close_connections(addresses: Collection[str]) -> None:
+    """Close this process's TCP connections to the hosts at `addresses`.
+
+    Threads that wait for data on them are woken, as if the other end had closed the connection.
+    """
+    for connection in _tcp_sockets():
+        with connection, suppress(OSError):  # not connected
+            if connection.getpeername()[0] in addresses:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP socket in this process. The caller closes it."""
     # Without /proc, as in some sandboxes and on other systems, the sockets stay open.
     for fd in os.listdir(_OPEN) if os.path.isdir(_OPEN) else ():
         with suppress(OSError):  # closed in the meantime, or not a socket
@@ -63,7 +79,7 @@ def _listening() -> Iterator[socket.socket]:
                 continue
             found = socket.socket(fileno=os.dup(int(fd)))
             is_ip = found.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if is_ip and found.type == socket.SOCK_STREAM:
                 yield found
             else:
                 found.close()

@@ -1,6 +1,6 @@
 """Records a rank's progress in a memory-mapped file that its launcher reads.
 
-    saves_when_asked | ended | resumes | joined | steps, kept of engine 0 | steps, kept of ...
+    saves_when_asked | ended | resumes | joined | stop limit | steps, kept of engine 0 | ...
 
 Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
 almost nothing. The launcher can read the record even after the rank has been killed.
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakSet
 
 from shardwise.errors import LaunchError
@@ -24,7 +25,7 @@ ENGINES = 60
 
 _living: WeakSet[ProgressWriter] = WeakSet()
 
-_SAVES, _ENDED, _RESUMES, _JOINED, _FIRST = range(5)
+_SAVES, _ENDED, _RESUMES, _JOINED, _LIMIT, _PID, _BEGUN, _FIRST = range(8)
 _NUMBERS = _FIRST + 2 * ENGINES
 
 
@@ -48,6 +49,18 @@ class Progress:
     ended: bool = False
     resumes: bool = False
     joined: int | None = None
+
+
+class StopLimit(NamedTuple):
+    """The time in seconds for which a rank may be stopped, and its process.
+
+    `begun` is the process's start time in ticks since boot, which identifies it together with
+    `pid`. The launcher may have started another process, such as a shell, which started this one.
+    """
+
+    seconds: float
+    pid: int
+    begun: int
 
 
 class ProgressWriter:
@@ -98,6 +111,14 @@ class ProgressWriter:
         """Record that this rank, a spare, has joined the other ranks after step `steps`."""
         self._numbers[_JOINED] = steps + 1
 
+    def limit_stops(self, seconds: float, begun: int) -> None:
+        """Ask the launcher to kill this process, which began at `begun`, if it is stopped too long.
+
+        See `StopLimit`.
+        """
+        self._numbers[_PID], self._numbers[_BEGUN] = os.getpid(), begun
+        self._numbers[_LIMIT] = round(1000 * seconds)
+
     def stepped(self, engine: int, steps: int) -> None:
         """Record that engine number `engine` has completed `steps` steps."""
         if engine < ENGINES:
@@ -111,13 +132,8 @@ class ProgressWriter:
 
 def read(folder: Path, rank: int) -> Progress | None:
     """Read `rank`'s progress from `folder`, or return None if it has recorded none."""
-    try:
-        data = _path(folder, rank).read_bytes()
-    except FileNotFoundError:
+    if (numbers := _read_numbers(folder, rank)) is None:
         return None
-    if len(data) < 8 * _NUMBERS:
-        return None
-    numbers = memoryview(data).cast("q")
     pairs = list(zip(numbers[_FIRST::2], numbers[_FIRST + 1 :: 2], strict=True))
     step, kept = max(pairs, key=lambda pair: (pair[0] - pair[1], pair[0]))
     return Progress(
@@ -130,6 +146,22 @@ def read(folder: Path, rank: int) -> Progress | None:
     )
 
 
+def read_stop_limit(folder: Path, rank: int) -> StopLimit | None:
+    """Read how long `rank` may be stopped, or return None if there is no limit."""
+    numbers = _read_numbers(folder, rank)
+    if numbers is None or not numbers[_LIMIT]:
+        return None
+    return StopLimit(numbers[_LIMIT] / 1000, numbers[_PID], numbers[_BEGUN])
+
+
+def _read_numbers(folder: Path, rank: int) -> memoryview[int] | None:
+    try:
+        data = _path(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    return memoryview(data).cast("q") if len(data) == 8 * _NUMBERS else None
+
+
 def forget(folder: Path, rank: int) -> None:
     """Remove the progress of a lost `rank`, whose number another process will use."""
     _path(folder, rank).unlink(missing_ok=True)
@@ -139,7 +171,7 @@ def _path(folder: Path, rank: int) -> Path:
     return folder / f"{rank}.progress"
 
 
-# -- ranks that ended before the rendezvous ---------------------------------------------------
+# -- ranks that have ended --------------------------------------------------------------------
 
 
 def mark_ended_early(folder: Path, rank: int) -> None:
@@ -156,6 +188,23 @@ def ended_early(ranks: Iterable[int]) -> list[int]:
     """Return which of `ranks` exited with code 0, according to this host's launcher."""
     folder = os.environ.get(REPORTS_VARIABLE)
     return [] if folder is None else [r for r in ranks if _ended_mark(Path(folder), r).exists()]
+
+
+def mark_lost(folder: Path, ranks: Iterable[int]) -> None:
+    """Tell the ranks on this host, through the report folder, that `ranks` no longer exist."""
+    with suppress(OSError):  # a full disk: the other ranks then wait until --timeout
+        for rank in ranks:
+            _lost_mark(folder, rank).touch()
+
+
+def is_lost(rank: int) -> bool:
+    """Return whether `rank` no longer exists, according to this host's launcher."""
+    folder = os.environ.get(REPORTS_VARIABLE)
+    return folder is not None and _lost_mark(Path(folder), rank).exists()
+
+
+def _lost_mark(folder: Path, rank: int) -> Path:
+    return folder / f"lost-{rank}"
 
 
 def _ended_mark(folder: Path, rank: int) -> Path:

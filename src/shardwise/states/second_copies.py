@@ -1,14 +1,18 @@
 """Copies another rank's sharded states, so that the run can continue if that rank is lost.
 
-With `--survive` and sharded optimizer state, rank r also stores the masters and optimizer state of
-rank r - 1, its *owner* (for rank 0, the last rank), and applies the same updates to them. If
-parameters are sharded too, it also stores the owner's intervals of the parameters:
+With `--survive` and sharded optimizer state, each rank also stores the masters and optimizer state
+of another rank, its *owner*, and applies the same updates to them. If parameters are sharded too,
+it also stores the owner's intervals of the parameters. On one host, the owner of rank r is rank
+r - 1:
 
     rank       0          1          2
     owns       interval 0 interval 1 interval 2
     copies     interval 2 interval 0 interval 1
 
-In every step each rank sends the reduced gradient of its interval to the next rank in fp32, which
+On several hosts, the owner is on another host (`copied_places`), because all ranks of a host may be
+lost together.
+
+In every step each rank sends the reduced gradient of its interval to its copy's rank in fp32, which
 takes 4 bytes for each parameter of the interval. Both ranks run the same code on the same numbers,
 so a copy is bit-identical to its original. After a loss, `HeldGather` gathers the states from the
 remaining ranks for a new layout.
@@ -23,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Collectives, holders
+from shardwise.comm import Collectives, copied_places, holders
 from shardwise.layout.bucket_layout import Bucket, Span
 from shardwise.states.gradients.bucket import GradientBucket
 from shardwise.states.optimizer.interval_gather import IntervalGather
@@ -64,7 +68,7 @@ class _CopiedGradient:
 
 
 class SecondCopies:
-    """A copy of the previous rank's optimizer state, masters and sharded parameters.
+    """A copy of another rank's optimizer state, masters and sharded parameters.
 
     Args:
         parameters: The parameters in buckets.
@@ -88,7 +92,9 @@ class SecondCopies:
         self._buckets = parameters.buckets
         self.members = tuple(group.places)
         """The ranks of the run that shard the state in this layout."""
-        self.owner = owner = (group.rank - 1) % group.size
+        self.places = copied_places(group)
+        """For each of the members, the index of the member that holds its copy."""
+        self.owner = owner = self.places.index(group.rank)
         """The rank whose state this is, in this layout."""
         self._gradients = [
             _CopiedGradient(
@@ -122,7 +128,7 @@ class SecondCopies:
         return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
-        """Receive the owner's reduced gradients, and send this rank's to the next rank. Collective.
+        """Receive the owner's reduced gradients, and send this rank's to its copy. Collective.
 
         Args:
             gradients: The gradients of each bucket, whose sums are complete.
@@ -136,7 +142,7 @@ class SecondCopies:
         self._pass_on(pairs)
 
     def _pass_on(self, pairs: Iterable[tuple[Bucket, Tensor, Tensor]]) -> None:
-        """Send intervals to the next rank, and receive the owner's. Collective.
+        """Send intervals to the rank that copies them, and receive the owner's. Collective.
 
         Each of `pairs` holds a bucket, this rank's interval, and memory for the owner's interval.
         """
@@ -144,13 +150,13 @@ class SecondCopies:
         handles = []
         for bucket, mine, copied in pairs:
             counts = [
-                [_length(bucket, rank) if to == (rank + 1) % size else 0 for to in range(size)]
+                [_length(bucket, rank) if to == self.places[rank] else 0 for to in range(size)]
                 for rank in range(size)
             ]
             handles.append(self._group.all_to_all(mine, counts, copied))
         for handle in handles:
             handle.wait()
-        # The update multiplies the sums in place, so wait until the next rank has read them.
+        # The update multiplies the sums in place, so wait until the copy's rank has read them.
         for handle in handles:
             handle.reusable()
 
@@ -243,7 +249,9 @@ class HeldGather(IntervalGather):
         super().__init__(parameters, held, ShardGroups(group), scattered=copies is not None)
         self._held = held
         self._copies = copies
-        self._holders = [] if copies is None else holders(copies.members, group.places)
+        self._holders = (
+            [] if copies is None else holders(copies.members, group.places, copies.places)
+        )
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         return self.tensors(self._held.master(i) for i in range(len(self._parameters.buckets)))

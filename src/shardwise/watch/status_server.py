@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import Any, Literal, NamedTuple, Protocol
 from weakref import WeakSet, WeakValueDictionary
 
 from shardwise.errors import CollectiveError, PeerLost
-from shardwise.net import rpc
+from shardwise.net import progress, rpc
 from shardwise.watch import process_status, wait_graph
 from shardwise.watch.hang_report import call_difference
 from shardwise.watch.wait_graph import Abort, BlockingRanks, RankStatus
@@ -327,18 +325,24 @@ class StatusServer:
         return found
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of `rank` has exited. `rank` must be on this host."""
-        return rank != self.rank and self._known_state(rank) == process_status.ENDED
+        """Return whether the process of `rank` has exited.
 
-    def is_stopped(self, rank: int) -> bool:
-        """Return whether a signal has stopped the process of `rank`, which must be on this host."""
-        return rank != self.rank and self._known_state(rank) == process_status.STOPPED
+        If `rank` is on another host, return whether the launcher has reported this.
+        """
+        if self.shares_host(rank):
+            return rank != self.rank and self._known_state(rank) == process_status.ENDED
+        return progress.is_lost(rank)
 
-    def kill(self, rank: int) -> None:
-        """Kill the process of `rank`, which must be on this host."""
-        if (place := self._places.get(rank)) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(place.pid, signal.SIGKILL)
+    def lost_hosts(self) -> list[str]:
+        """Return the address of each other host whose ranks have all ended."""
+        known = list(self._places.values())  # the main thread may add ranks
+        places = [place for place in known if not self.shares_host(place.rank)]
+        left = {place.host for place in places if not progress.is_lost(place.rank)}
+        return sorted({place.address for place in places if place.host not in left})
+
+    def hosts_of(self, ranks: Sequence[int]) -> list[str]:
+        """Return the host of each of `ranks`, or "" for each in a group of one."""
+        return [self._places[rank].host if rank in self._places else "" for rank in ranks]
 
     def ask_to_report(self, rank: int) -> bool:
         """Ask `rank` to report a long wait to the user. Return whether it agreed."""

@@ -224,20 +224,31 @@ def check(
     if settings.spares and environ.get(environment.SURVIVES_VARIABLE) != str(settings.spares):
         raise ConfigError(
             f"--spares {settings.spares} needs `shardwise run -n N --survive K --spares "
-            f"{settings.spares}` with two or more workers on one host. This run was started by "
+            f"{settings.spares}` with two or more workers on this host. This run was started by "
             f"{identity.launcher}, as {identity.size} worker(s). Leave the flag out."
         )
     if not settings.survive or identity.size == 1:
         return
     if environment.SURVIVES_VARIABLE not in environ:
+        flag = f"--survive {settings.survive}"
+        instead = f"`shardwise run -n N {flag}`, or -H HOST1,HOST2 in place of -n N"
+        if identity.launcher == "Slurm":
+            instead = f"`shardwise run {flag}` in the job script, in place of srun"
         raise ConfigError(
-            f"--survive {settings.survive} needs `shardwise run -n N` on one host, which keeps the "
-            f"other workers alive. This run was started by {identity.launcher}. Leave the flag out."
+            f"{flag} needs a launcher that keeps the other workers alive. This run was started by "
+            f"{identity.launcher}. Start it with {instead}, or leave --survive out."
         )
     if device.type != "cpu":
         raise ConfigError(
             f"--survive {settings.survive} is not supported on {device.type} yet: write --device "
             "cpu, or leave the flag out."
+        )
+    wait = float(environ.get(environment.LOST_AFTER_VARIABLE, 0))
+    if settings.timeout <= wait:
+        raise ConfigError(
+            f"--timeout {settings.timeout:g} is too short for --survive on several hosts: workers "
+            f"wait up to {wait:g} s (--host-timeout and 5 s more) for a host that is lost. Write a "
+            "longer --timeout, or a shorter --host-timeout."
         )
     if settings.survive >= identity.size:
         raise ConfigError(

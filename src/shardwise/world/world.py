@@ -154,6 +154,8 @@ class World(BatchRows, HintsAtAttributes):
         if isinstance(group, SurvivorGroup):
             self.survival = Survival(group, self.print)
             self.preemption.is_alone = True
+            if not group.is_waiting:
+                self.limit_stops(group.stop_limit)
             group.watch_members(self._follow_group)
         group.watch_members(self._update_main)
 
@@ -180,6 +182,11 @@ class World(BatchRows, HintsAtAttributes):
         """
         group = self.data if self.mesh.expert == 1 else self.stage
         return group.second_group() if group.size > 1 else group
+
+    def limit_stops(self, seconds: float) -> None:
+        """Let the launcher kill this process if it is stopped for longer than `seconds`."""
+        if (begun := process_status.process_start()) is not None:
+            self.progress.limit_stops(seconds, begun)
 
     def _update_main(self) -> None:
         # With elastic islands rank 0 may leave; the first remaining rank then prints instead.

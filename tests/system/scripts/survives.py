@@ -6,6 +6,9 @@ With `writes`, SGD trains, one parameter is frozen, and the script changes two a
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
 this moment of the step, or so many seconds later. Step -1 is the first step that has this moment.
+HOST in place of a signal kills all processes on the rank's host. CUT waits until the test has cut
+the host's cable.
+
 With `--spares`, steps take longer while ranks are missing, so that spares can join.
 """
 
@@ -15,7 +18,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,7 +44,7 @@ full = int(os.environ.get("TESTS_RANKS", "0"))
 is_replaced = number < full and "SHARDWISE_LAUNCH_SPARE" in os.environ  # lost before
 planned = [[*kill.split(":"), *["KILL", "0"][kill.count(":") - 2 :]] for kill in kills]
 mine = {
-    (moment, int(at)): (getattr(signal, f"SIG{name}"), float(seconds))
+    (moment, int(at)): (name, float(seconds))
     for rank, moment, at, name, seconds in planned
     if int(rank) == number and not is_replaced
 }
@@ -65,17 +70,36 @@ engine.track(loader=loader)
 held_out = sw.Loader(dataset, batch_size=8)
 
 
+def strike(name: str) -> None:
+    """Send this process its signal, or lose its whole host."""
+    if name == "CUT":
+        Path("cut").touch()
+        while not Path("is-cut").exists():
+            time.sleep(0.01)
+        return
+    if name == "HOST":
+        network = os.readlink("/proc/self/ns/net")
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                is_here = os.readlink(folder / "ns" / "net") == network
+                is_server = (folder / "comm").read_text().startswith("sshd")
+                if is_here and not is_server and int(folder.name) != process:
+                    os.kill(int(folder.name), signal.SIGKILL)
+        name = "KILL"
+    os.kill(process, getattr(signal, f"SIG{name}"))
+
+
 def reach(moment: str) -> None:
     """Send this process its signal if it is due at this moment."""
     if (found := mine.pop((moment, engine.steps), mine.pop((moment, -1), None))) is None:
         return
-    sent, seconds = found
+    name, seconds = found
     if seconds:
-        timer = threading.Timer(seconds, os.kill, (process, sent))
+        timer = threading.Timer(seconds, strike, [name])
         timer.daemon = True
         timer.start()
         return
-    os.kill(process, sent)
+    strike(name)
     time.sleep(0.05)  # SIGSTOP takes effect with a delay
 
 
@@ -217,5 +241,6 @@ states = engine._states
 stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
 if states.copies is not None:
     stored["copy"] = held(states.copies.optimizer)
+    stored["owner"] = states.copies.owner
 torch.save(stored, f"{out}-{number}.pt")
 print(f"rank {number} is {world.rank} of {world.size} after step {engine.steps}")

@@ -6,14 +6,17 @@
     connecting.py   connects the remaining ranks, over a new store and a new transport
     replaceable.py  groups whose transport is replaced after a loss
     group.py        the group of all remaining ranks
-    fence.py        kills ranks that are stopped for too long
+    lost_hosts.py   closes the connections to lost hosts
 
-A rank that loses another one closes its transport at once, so that every other rank notices too.
-All remaining ranks then report to the first of them, which decides. That rank also hosts a new
-store, over which they create a new transport.
+A killed process closes its sockets. A rank that loses another one closes its transport at once, so
+that every other rank notices too. All remaining ranks then report to the first of them, which
+decides. That rank also hosts a new store, over which they create a new transport.
+
+A process on the same host has ended if it is not in /proc. The launcher reports ranks of other
+hosts that have ended. It alone does so, so the ranks cannot split into two groups.
 """
 
-from shardwise.comm.survivors.group import Loss, SurvivorGroup
+from shardwise.comm.survivors.group import Loss, SurvivorGroup, copied_places
 from shardwise.comm.survivors.membership import Decision, Report, holders, stands
 
-__all__ = ["Decision", "Loss", "Report", "SurvivorGroup", "holders", "stands"]
+__all__ = ["Decision", "Loss", "Report", "SurvivorGroup", "copied_places", "holders", "stands"]

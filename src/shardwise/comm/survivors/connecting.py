@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives, GroupRanks, Solo
 from shardwise.comm.gloo import Gloo
+from shardwise.comm.hierarchical import Hierarchical
 from shardwise.comm.same_host import share_memory
 from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.membership import Decision
@@ -22,16 +23,13 @@ from shardwise.watch.status_server import StatusServer
 RunStore = HostStore | ClientStore
 """The store in which the remaining ranks meet: HostStore on the first of them."""
 
-ADDRESS = "127.0.0.1"
-"""Address at which the remaining ranks meet. All are on one host."""
-
 LOOK = 0.05
 """Seconds between two checks whether an awaited rank has exited."""
 
 
 def retire(group: Collectives) -> Arena | None:
     """Close a transport that has lost a rank, and return its shared memory, if it has any."""
-    if isinstance(group, SharedMemory):
+    if isinstance(group, SharedMemory | Hierarchical):
         return group.retire()
     if isinstance(group, Gloo):
         group.messages.forget()
@@ -42,6 +40,8 @@ def retire(group: Collectives) -> Arena | None:
 def retire_channel(group: Collectives) -> None:
     """Close a separate channel that has lost a rank."""
     # Shared memory closes its channels together with the group from which they were split.
+    if isinstance(group, Hierarchical):
+        group.forget()
     if isinstance(group, Gloo):
         group.messages.forget()
         group.close()
@@ -69,7 +69,7 @@ def connect(
         server: This rank's status server.
         listener: The listening socket, on the first member only.
         memory: This rank's shared memory from an earlier transport, if there was any.
-        shares: True if the ranks share memory.
+        shares: True if the ranks of a host share memory.
         channels: Number of separate channels to create.
         timeout: Limit for every wait, in seconds.
 

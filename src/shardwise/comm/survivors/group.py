@@ -15,11 +15,12 @@ import torch
 
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives
+from shardwise.comm.hierarchical import Hierarchical
 from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors import connecting, membership
 from shardwise.comm.survivors.admission import Admission, Applicant, Entry, publish_members
 from shardwise.comm.survivors.agreement import Agreement, NotAdmitted
-from shardwise.comm.survivors.fence import Fence
+from shardwise.comm.survivors.lost_hosts import LostHosts
 from shardwise.comm.survivors.membership import Report
 from shardwise.comm.survivors.replaceable import PassChannel, ReplaceableGroup
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
@@ -49,13 +50,19 @@ class Loss(NamedTuple):
     seconds: float
 
 
+def copied_places(group: Collectives) -> list[int]:
+    """Return, for each rank of `group`, the rank that holds the second copy of its states."""
+    return membership.copy_places(group.status_server.hosts_of(group.places))
+
+
 class SurvivorGroup(ReplaceableGroup):
     """All remaining ranks of the run, over a transport that `replace` renews.
 
     Args:
-        inner: The transport of all ranks, which must be CPU ranks on one host.
+        inner: The transport of all ranks, which must be CPU ranks.
         timeout: Limit for every wait, in seconds.
-        most: Maximum number of ranks that may be lost at once.
+        most: Maximum number of ranks that may be lost at once. A host that loses all of its ranks
+            counts once.
         spares: Number of ranks that wait to replace lost ones.
         number: This rank's number in the run if it is a spare. `inner` then has one rank.
 
@@ -64,6 +71,8 @@ class SurvivorGroup(ReplaceableGroup):
         joins_due: True if spares wait to join, as all ranks know from the last confirmation.
         prepared: Number of commits that this rank could finish alone. A commit is a step, or a call
             of `steadily`.
+        stop_limit: Maximum time in seconds for which a rank may be stopped. The launcher then kills
+            it.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
         between_steps: Called after a loss in `steadily`.
         tolerates: Called if a rank is lost in a collective of a forward or backward pass. Returns
@@ -88,13 +97,13 @@ class SurvivorGroup(ReplaceableGroup):
         self.prepared = self.confirmed = 0
         self.between_steps: Callable[[Loss], None] | None = None
         self.tolerates: Callable[[PeerLost], bool] = lambda error: False
-        self._timeout = timeout
+        self._timeout, self.stop_limit = timeout, timeout / 2
         self._most = most
         self._number = inner.rank if number is None else number
         self._run_size = inner.size + spares if run_size is None else run_size
         self._full_size = self._run_size - spares
         """Largest number of ranks so far. Lost ones are replaced up to this number."""
-        self._shares = isinstance(inner, SharedMemory)
+        self._shares = isinstance(inner, SharedMemory | Hierarchical)
         self._memory: Arena | None = None
         """Shared memory of an earlier transport, while this rank is alone."""
         self._store: connecting.RunStore | None = None
@@ -102,11 +111,12 @@ class SurvivorGroup(ReplaceableGroup):
         self._channels: list[PassChannel] = []
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
-        self._agreement = Agreement(inner.status_server, connecting.ADDRESS)
+        server = inner.status_server
+        self._agreement = Agreement(server, server.places_of([self._number])[0].address)
         self._admission = Admission(inner.status_server)
         if number is None:
             self._publish()
-        self._fence = Fence(inner.status_server, lambda: self.members, timeout / 2)
+        self._lost_hosts = LostHosts(server)
 
     @property
     def places(self) -> Sequence[int]:
@@ -144,7 +154,13 @@ class SurvivorGroup(ReplaceableGroup):
 
     def allows(self, leaving: Sequence[int]) -> bool:
         """Return whether the run can continue if the ranks in `leaving` leave at once."""
-        return len(leaving) <= min(self._most, self.size - 1)
+        losses = membership.count_losses(leaving, self._hosts)
+        return len(leaving) < self.size and losses <= self._most
+
+    @property
+    def _hosts(self) -> dict[int, str]:
+        """The host of each member."""
+        return dict(zip(self.members, self.status_server.hosts_of(self.members), strict=True))
 
     def steadily(self, work: Callable[[], T]) -> T:
         if self._is_steady:
@@ -266,7 +282,7 @@ class SurvivorGroup(ReplaceableGroup):
             CollectiveError: More ranks are lost at once than the run tolerates, or a rank that has
                 not exited does not take part.
         """
-        began, before = time.monotonic(), self.members
+        began, before, hosts = time.monotonic(), self.members, self._hosts
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
         for channel in self._channels:
             connecting.retire_channel(channel.inner)
@@ -290,7 +306,7 @@ class SurvivorGroup(ReplaceableGroup):
             decision, listener = self._agreement.reach(mine, present, self._timeout, joining)
             self.generation = decision.generation
             try:
-                membership.check_number(before, decision.members, self._most)
+                membership.check_number(hosts, decision.members, self._most)
             except CollectiveError:
                 if listener is not None:
                     listener.close()
@@ -354,7 +370,7 @@ class SurvivorGroup(ReplaceableGroup):
         return made
 
     def close(self) -> None:
-        self._fence.close()
+        self._lost_hosts.close()
         self.inner.close()
         if self._store is not None:
             self._store.close()

@@ -13,6 +13,7 @@ and updated its state, but that state is lost with it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,29 +118,69 @@ def stands(decision: Decision, mine: Report) -> bool:
     return decision.confirmed > mine.confirmed
 
 
-def check_number(members: Sequence[int], left: Sequence[int], most: int) -> None:
-    """Raise CollectiveError if more than `most` ranks of `members` are missing from `left`."""
-    lost = [rank for rank in members if rank not in left]
-    if len(lost) > most:
+def count_losses(lost: Collection[int], hosts: Mapping[int, str]) -> int:
+    """Return the number of losses: a host that has lost all of its ranks counts once.
+
+    Args:
+        lost: The lost ranks.
+        hosts: The host of each rank, including the lost ones.
+    """
+    left = {host for rank, host in hosts.items() if rank not in lost}
+    whole = {hosts[rank] for rank in lost} - left
+    return len(whole) + sum(hosts[rank] in left for rank in lost)
+
+
+def check_number(hosts: Mapping[int, str], left: Sequence[int], most: int) -> None:
+    """Raise CollectiveError if there were more than `most` losses at once (see `count_losses`).
+
+    Args:
+        hosts: The ranks before the loss, and the host of each.
+        left: The remaining ranks.
+        most: Maximum number of losses.
+    """
+    lost = [rank for rank in hosts if rank not in left]
+    if count_losses(lost, hosts) > most:
+        once = "" if len(set(hosts.values())) == 1 else " (a whole host counts once)"
         raise CollectiveError(
             f"{len(lost)} workers were lost at once (ranks {', '.join(map(str, lost))}), more than "
-            f"--survive {most} allows. Start again from the last checkpoint; with --restarts the "
-            "launcher does so."
+            f"--survive {most} allows{once}. Start again from the last checkpoint; with --restarts "
+            "the launcher does so."
         ).blaming(lost)
 
 
-def holders(members: Sequence[int], left: Sequence[int]) -> list[int]:
+def copy_places(hosts: Sequence[str]) -> list[int]:
+    """Return, for each member, the index of the member that holds its second copy.
+
+    The copy is on another host, except for members of a host with more than half of all members.
+    On a single host, it is on the next member.
+
+    Args:
+        hosts: The host of each member.
+    """
+    # Sort the members by host, and shift them by the size of the largest host. A shift of this size
+    # leads out of every host, unless it leads around the end of the list back into the largest one.
+    by_host = sorted(range(len(hosts)), key=lambda place: hosts.index(hosts[place]))
+    shift = max(Counter(hosts).values()) % len(hosts) or 1
+    found = [0] * len(hosts)
+    for index, place in enumerate(by_host):
+        found[place] = by_host[(index + shift) % len(hosts)]
+    return found
+
+
+def holders(members: Sequence[int], left: Sequence[int], copies: Sequence[int]) -> list[int]:
     """Return, for each of `members`, the index in `left` of the rank that holds its sharded state.
 
-    A second copy of each member's state is on the next member. The last member's copy is on the
-    first.
+    Args:
+        members: The ranks before the loss.
+        left: The remaining ranks.
+        copies: For each of `members`, the index of the member that holds its second copy.
 
     Raises:
         CollectiveError: A member and the holder of its copy are both lost.
     """
     found = []
-    for place, rank in enumerate(members):
-        copy = members[(place + 1) % len(members)]
+    for rank, place in zip(members, copies, strict=True):
+        copy = members[place]
         holder = rank if rank in left else copy
         if holder not in left:
             raise CollectiveError(

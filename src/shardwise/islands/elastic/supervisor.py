@@ -164,11 +164,11 @@ class IslandSupervisor(Supervisor):
         """Record that these ranks will not be started."""
         self._running.difference_update(ranks)
 
-    def lost(self, ranks: Sequence[int], why: str) -> None:
+    def lost(self, ranks: Sequence[int], why: str, after: float = 0.0) -> None:
         islands = sorted({rank // self._size for rank in ranks if rank in self._running})
         if not self._are_alone([each for each in islands if each not in self._failing]):
             self._recall()
-            super().lost(ranks, why)
+            super().lost(ranks, why, after)
             return
         # Mark all lost islands before reporting them: the message about one island must not say
         # that another lost island continues.

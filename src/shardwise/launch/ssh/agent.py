@@ -6,7 +6,7 @@
         <- ready | refused
     start ->                  starts the ranks
         <- output, end, saves ...
-    signal, ask, resize, ended ->
+    signal, ask, resize, ended, lost, clear ->
     close ->                  exits, as after a lost connection or a timeout
 
 The agent reads from its standard input and writes to its standard output, which ssh connects to the
@@ -110,6 +110,7 @@ class Agent:
             self._former = [each for each in self._former if not each.release()]
             for workers in self._parts.values():
                 workers.release()
+                workers.kill_stopped()
             # If there are unread messages, this process was stopped, not the launcher.
             is_silent = time.monotonic() > self._last_sign + self._patience
             if is_silent and not select.select([IN], [], [], 0)[0]:
@@ -221,6 +222,14 @@ class Agent:
     def on_ended(self, rank: int, part: int) -> None:
         if part in self._parts:
             self._parts[part].ended_well(rank)
+
+    def on_lost(self, ranks: list[int]) -> None:
+        for workers in self._parts.values():
+            workers.mark_lost(ranks)
+
+    def on_clear(self, rank: int) -> None:
+        for workers in self._parts.values():
+            workers.clear_away(rank)
 
     def on_resize(self, window: tuple[int, int]) -> None:
         for workers in self._parts.values():

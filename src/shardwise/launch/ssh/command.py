@@ -1,7 +1,7 @@
 """Builds the ssh command that starts an agent on a host, and explains failures. Does no I/O."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import PurePath
 
 from shardwise.errors import LaunchError
@@ -12,9 +12,12 @@ NEEDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Variables that Python may need to start, so they are part of the command. All others are sent
 over the connection, so that they are not visible in process lists."""
 
-WITHOUT_FLAGS = ("qrsh",)
+WITHOUT_FLAGS: dict[str, Callable[[str], list[str]]] = {
+    "qrsh": lambda host: [host],
+    "srun": lambda host: [f"--nodelist={host}", "sh", "-c"],
+}
 """Programs for --ssh that run a command on a host but do not accept ssh's flags, such as Grid
-Engine's `qrsh -inherit HOST COMMAND`."""
+Engine's `qrsh -inherit HOST COMMAND`. With the words between the program and the command."""
 
 NO_FOLDER = 81
 """Exit code of the remote command if the working directory does not exist."""
@@ -44,7 +47,7 @@ def ssh_command(spec: RunSpec, host: Host) -> list[str]:
                 f"--ssh-port {spec.ssh_port}: {program} has no flag for a port. Leave --ssh-port "
                 "out."
             )
-        return [*spec.ssh, host.login, remote_command(spec)]
+        return [*spec.ssh, *WITHOUT_FLAGS[program](host.login), remote_command(spec)]
     settings = {
         "BatchMode": "yes",  # fail instead of asking for a password
         "ConnectTimeout": str(CONNECT),

@@ -48,6 +48,8 @@ TO_AGENT: Kinds = {
     "signal": {"number": int, "part": int},
     "ask": {"number": int, "part": int},
     "ended": {"rank": int, "part": int},
+    "lost": {"ranks": [int]},
+    "clear": {"rank": int},
     "resize": {"window": [int]},
     "close": {},
 }

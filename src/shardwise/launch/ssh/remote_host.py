@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -31,6 +31,9 @@ LAST_WAIT = 6.0
 
 FIRST_WAIT = 1.0
 """Seconds to wait until an agent exits if it has not started ranks or is stopped."""
+
+ENDS_WITHIN = 0.5
+"""Seconds from the end of an agent until its reaper has ended the ranks."""
 
 SLACK = 2.0
 """Seconds beyond `--host-timeout` before the launcher declares a host lost."""
@@ -139,6 +142,14 @@ class RemoteHost:
     def ended_well(self, rank: int, part: int = 0) -> None:
         """Tell the host's ranks in `part` that `rank`, on any host, has exited with code 0."""
         self.send("ended", rank=rank, part=part)
+
+    def mark_lost(self, ranks: Sequence[int]) -> None:
+        """Tell the host's ranks that `ranks`, on any host, no longer exist."""
+        self.send("lost", ranks=list(ranks))
+
+    def clear_away(self, rank: int) -> None:
+        """Kill the processes of `rank`, including those that it left behind."""
+        self.send("clear", rank=rank)
 
     def resize(self, window: tuple[int, int]) -> None:
         """Send the new size of the terminal (rows, columns)."""
@@ -315,7 +326,18 @@ class RemoteHost:
         # If all ranks had already exited, the loss of the host does not affect the run.
         gone = [rank for rank in self.share.numbers if rank not in self._left]
         if self._supervisor is not None and gone:
-            self._supervisor.lost(gone, why)
+            self._supervisor.lost(gone, why, self._seconds_until_gone())
+        if self._spec.survives:
+            # The run continues, so the host must not reconnect: without the connection, it ends its
+            # ranks.
+            self._process.kill()
+
+    def _seconds_until_gone(self) -> float:
+        """Return the seconds after which this host has certainly ended its ranks."""
+        silent = time.monotonic() - self._last_sign
+        if silent < command.KEPT_SILENT:  # the agent has ended, and with it its ranks
+            return ENDS_WITHIN
+        return max(ENDS_WITHIN, self._spec.lost_after - silent)
 
 
 def _start(words: list[str]) -> "subprocess.Popen[bytes]":

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm import Handle
+from shardwise.comm import Handle, copied_places
 from shardwise.errors import BrokenView
 from shardwise.layout.bucket_layout import Bucket, Slot, Span
 from shardwise.model.meta import make_real
@@ -157,8 +157,8 @@ class ShardedParameters(Parameters):
         intervals = [own]
         if self._copies:
             group = self._groups.of(bucket.layout)
-            previous = bucket.layout.interval((group.rank - 1) % group.size)
-            intervals.append(_InitialInterval(previous, dtype, device))
+            copied = bucket.layout.interval(copied_places(group).index(group.rank))
+            intervals.append(_InitialInterval(copied, dtype, device))
         places = zip(bucket.named, bucket.layout.slots, self._at_rest[bucket].each, strict=True)
         for each, slot, rest in places:
             value = value_of(each)

@@ -1,0 +1,181 @@
+"""With `--survive` on several hosts, over real ssh: ranks, hosts and cables are lost."""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.disk import wait_until
+from tests.random_losses.hosts import COMMAND, HostRunner
+from tests.random_losses.reference import STEPS, check
+from tests.system.lab import Lab
+from tests.system.launcher import Launcher, Ran, script
+from tests.system.test_hosts import over
+from tests.system.warm import WarmPython
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces"),
+    pytest.mark.usefixtures("warm_programs"),
+]
+
+
+@pytest.fixture
+def shardwise(hosts: Lab, tmp_path: Path) -> Iterator[Launcher]:
+    """Yield a launcher on node1, and check that its runs leave nothing on any host."""
+    launcher = Launcher(tmp_path, hosts.nodes[0].enter(tmp_path))
+    yield launcher
+    left = launcher.wait_until_gone()
+    launcher.close()
+    assert left == []
+    assert launcher.folders_left() == []
+    assert hosts.left() == []
+
+
+def survive(
+    shardwise: Launcher,
+    hosts: Lab,
+    where: str,
+    *words: str,
+    zero: int = 0,
+    most: int = 1,
+    flags: tuple[str, ...] = (),
+) -> Ran:
+    """Run the script on the hosts in `where`. `words` are its arguments."""
+    given = ["-H", where, "--survive", str(most), "--zero", str(zero), *flags]
+    return shardwise.run(*over(hosts, *given), script("survives"), *words)
+
+
+def ends(shardwise: Launcher, ran: Ran, kind: str, left: list[int]) -> None:
+    """Check that the ranks in `left` have finished, with the undisturbed result."""
+    assert ran.code == 0, ran.err
+    size = len(left)
+    for place, rank in enumerate(left):
+        assert f"rank {rank} is {place} of {size} after step {STEPS}" in ran.out
+    check(shardwise.folder, kind, left)
+
+
+KILLS = [
+    # hosts, --zero, loop, optimizer, kill, remaining ranks
+    ("node1:2,node2:2", 2, "plain", "adamw", "2:reduce:6", [0, 1, 3]),
+]
+MORE_KILLS = [
+    ("node1,node2", 0, "steps", "sgd", "1:backward:4", [0]),
+    ("node2,node1,node3", 3, "steps", "adamw", "0:exchange:5", [1, 2]),
+    ("node1:2,node2", 1, "steps", "sgd", "0:publish:5", [1, 2]),
+    ("node1:2,node2:2", 3, "steps", "sgd", "1:gathered:5", [0, 2, 3]),
+    ("node1,node2:2", 0, "plain", "sgd", "0:begun:4:TERM", [1, 2]),
+]
+
+
+@pytest.mark.parametrize(
+    ("where", "zero", "loop", "kind", "kill", "left"),
+    [*KILLS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_KILLS)],
+)
+def test_a_rank_is_killed(
+    shardwise: Launcher,
+    hosts: Lab,
+    where: str,
+    zero: int,
+    loop: str,
+    kind: str,
+    kill: str,
+    left: list[int],
+) -> None:
+    ran = survive(shardwise, hosts, where, loop, kind, "out", kill, zero=zero)
+    assert "shardwise: --survive: the run ends if this host is lost" in ran.err
+    ends(shardwise, ran, kind, left)
+
+
+@pytest.mark.parametrize(
+    ("where", "zero", "loop", "kind", "kill", "left"),
+    [
+        ("node2:2,node1:2", 3, "plain", "sgd", "0:reduce:6:HOST", [2, 3]),
+        pytest.param(
+            *("node1:2,node2:2", 2, "steps", "adamw", "3:backward:5:HOST", [0, 1]),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_host_is_lost(
+    shardwise: Launcher,
+    hosts: Lab,
+    where: str,
+    zero: int,
+    loop: str,
+    kind: str,
+    kill: str,
+    left: list[int],
+) -> None:
+    """The second copies of its states are on another host."""
+    ran = survive(shardwise, hosts, where, loop, kind, "out", kill, zero=zero)
+    assert re.search(r"node2 \(ranks .*\) is lost: .* The others continue", ran.err), ran.err
+    hosts.clear()
+    ends(shardwise, ran, kind, left)
+
+
+def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
+    """Cut the cable of a node once a rank has reached its moment."""
+    wait_until((folder / "cut").exists, 60)
+    hosts.cut(number)
+    (folder / "is-cut").touch()
+
+
+def test_a_cable_is_cut(shardwise: Launcher, hosts: Lab) -> None:
+    thread = threading.Thread(target=cut_when_asked, args=(hosts, shardwise.folder, 2))
+    thread.start()
+    flags = ("--host-timeout", "3", "--timeout", "60")
+    try:
+        ran = survive(
+            *(shardwise, hosts, "node1:2,node2:2", "steps", "adamw", "out", "2:backward:5:CUT"),
+            zero=2,
+            flags=flags,
+        )
+        # The ranks of the lost host end by themselves.
+        assert hosts.left() == []
+    finally:
+        thread.join()
+        hosts.mend(2)
+    assert "node2 (ranks 2-3) is lost: " in ran.err
+    ends(shardwise, ran, "adamw", [0, 1])
+
+
+@pytest.mark.full
+def test_the_only_rank_of_a_host_is_stopped(shardwise: Launcher, hosts: Lab) -> None:
+    """Its agent kills it, because no other rank sees its process."""
+    flags = ("--host-timeout", "3", "--timeout", "16")
+    words = ("steps", "sgd", "out", "2:reduce:3:STOP")
+    ran = survive(shardwise, hosts, "node1:2,node2", *words, zero=2, flags=flags)
+    ends(shardwise, ran, "sgd", [0, 1])
+
+
+@pytest.mark.full
+def test_all_ranks_of_a_host_leave_after_sigterm(shardwise: Launcher, hosts: Lab) -> None:
+    leaves = ["2:backward:6:TERM", "3:backward:6:TERM"]
+    ran = survive(shardwise, hosts, "node1:2,node2:2", "steps", "adamw", "out", *leaves, zero=2)
+    assert "SIGTERM: this worker leaves after step" in ran.err
+    ends(shardwise, ran, "adamw", [0, 1])
+
+
+@pytest.mark.full
+def test_two_hosts_are_more_than_one_loss(shardwise: Launcher, hosts: Lab) -> None:
+    kills = ["1:reduce:5:HOST", "2:reduce:5:HOST"]
+    ran = survive(shardwise, hosts, "node1,node2,node3", "steps", "sgd", "out", *kills)
+    hosts.clear()
+    if ran.code:
+        assert "2 workers were lost at once (ranks 1, 2), more than --survive 1" in ran.err
+    else:  # the second was lost after the others had agreed
+        ends(shardwise, ran, "sgd", [0])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_end_equals_that_of_one_process(
+    hosts: Lab, tmp_path: Path, warm: WarmPython, seed: int
+) -> None:
+    runner = HostRunner(tmp_path, warm.environ(), hosts)
+    assert not (told := COMMAND.failures(runner, [seed])), told
