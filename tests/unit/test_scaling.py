@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,7 @@ from shardwise.tools.scale.estimates import Rate, rate, student
 from shardwise.tools.scale.records import Measured, TooFew
 from shardwise.tools.scale.report import ScalingReport
 from shardwise.tools.scale.runs import MeasuredRun, ScalingPlan
+from shardwise.world import step_log
 from shardwise.world.step_log import StepLog
 from shardwise.world.world import World
 
@@ -108,6 +108,23 @@ def test_steps_without_samples_raise_with_a_remedy(tmp_path: Path) -> None:
 OUTCOME = SimpleNamespace(loss=1.0, weight=4.0)
 
 
+class Clock:
+    """Stands in for the module `time`. Its clock stands still unless a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(step_log, "time", made)
+    return made
+
+
 class TestStepLog:
     def train(self, world: World, folder: Path, stop_after: int | None = None) -> list[Any]:
         """Return the record of 2 epochs of 5 samples, in batches of 2, with evaluations."""
@@ -175,17 +192,18 @@ class TestStepLog:
         log.stepped(0, 6, OUTCOME)
         assert "shardwise: rank 3: --record" in capsys.readouterr().err
 
-    def test_time_between_steps_does_not_count(self, tmp_path: Path) -> None:
+    def test_time_between_steps_does_not_count(self, clock: Clock, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
         log.asked()
         log.closed()  # the epoch is over; now an evaluation follows
-        time.sleep(0.5)
+        clock.now = 5.0
         log.asked()
         log.given(4, epoch=1)
+        clock.now = 6.0
         log.stepped(0, 1, OUTCOME)
         log.close()
         row = json.loads((tmp_path / "rank-0.jsonl").read_text())
-        assert row["seconds"] < 0.4
+        assert row["seconds"] == 1.0
 
     def test_means_of_a_later_training_are_ignored(self, tmp_path: Path) -> None:
         log = StepLog(tmp_path, 0)
@@ -204,7 +222,7 @@ class TestStepLog:
 
     @pytest.mark.parametrize("of", ["sw.Loader", "torch's DataLoader"])
     def test_batch_before_a_break_does_not_count_for_the_next_step(
-        self, of: str, solo: World, tmp_path: Path
+        self, of: str, solo: World, clock: Clock, tmp_path: Path
     ) -> None:
         solo.step_log = StepLog(tmp_path, 0)
         data = torch.utils.data.TensorDataset(torch.ones(6, 2))
@@ -212,21 +230,23 @@ class TestStepLog:
         loader = torch.utils.data.DataLoader(data, 2) if samples else sw.Loader(data, batch_size=2)
         for _ in loader:
             break
-        time.sleep(0.5)
+        clock.now = 5.0
         for steps, _ in enumerate(loader, 1):
+            clock.now += 1.0
             solo.step_log.stepped(0, steps, OUTCOME)
             if steps == 2:
                 break
-        time.sleep(0.5)
+        clock.now = 20.0
         for _ in loader:
             break
+        clock.now = 21.0
         solo.step_log.stepped(0, 3, OUTCOME)  # for the current batch
         if samples:
             samples.close()
         solo.step_log.close()
         rows = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
         assert [row["samples"] for row in rows] == [2, 2, 2]
-        assert max(row["seconds"] for row in rows) < 0.4
+        assert [row["seconds"] for row in rows] == [1.0, 1.0, 1.0]
 
 
 def test_batch_per_worker(solo: World) -> None:

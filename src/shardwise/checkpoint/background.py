@@ -212,7 +212,7 @@ def _unfinished_path(folder: Path, name: str) -> Path:
 
 def _write_note(path: Path, note: Mapping[str, Any]) -> None:
     """Write a note into the space reserved for it. JSON parsers ignore the padding spaces."""
-    # The spaces also replace what a failed write of a longer note has left in the reserved block.
+    # If the write of a longer note has failed, the spaces overwrite the rest of it.
     data = json.dumps(note).encode().ljust(RESERVED)
     with path.open("r+b" if path.exists() else "wb") as file:
         file.write(data)

@@ -65,7 +65,7 @@ class _Seed(EngineField):
 
 
 class _Scaling(EngineField):
-    """The loss scale, what the loss weights count, and whether gradients are reduced in fp32."""
+    """The loss scale, the unit of the loss weights, and whether gradients are reduced in fp32."""
 
     name = "scaling"
 

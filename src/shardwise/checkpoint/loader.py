@@ -1,4 +1,4 @@
-"""Loads checkpoints into an engine, whatever placement and world size they were saved with."""
+"""Loads checkpoints that were saved with any placement and world size into an engine."""
 
 from __future__ import annotations
 

@@ -296,8 +296,8 @@ class StreamSource:
         reports: bool,
     ) -> None:
         self.dataset = dataset
-        # A checkpoint holds the state of one rank, which is that of all ranks only if they read
-        # the same stream.
+        # A checkpoint holds the state of one rank. Other ranks can continue from it only if they
+        # read the same stream.
         self.has_states = sliced and can_continue(dataset)
         self._reports = reports
         self._collate = _SeededCollate(collate, seed)

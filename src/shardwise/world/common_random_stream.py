@@ -95,7 +95,7 @@ class CommonRandomStream:
         `gather` returns every rank's value on all ranks. The call is collective until each rank has
         its own seed: before that, a draw on one rank advances only that rank's stream.
         """
-        # From then on only `draw` and `alike` advance the stream, and all ranks call these.
+        # From then on only `draw` and `alike` advance the stream, and every rank calls both.
         if self.is_one:
             return False
         is_apart, mine = self._end is not None, self._now()
@@ -191,10 +191,10 @@ class CommonRandomStream:
 
     @contextmanager
     def at_boundary(self) -> Iterator[None]:
-        """Rewind to the last step boundary inside the block, in which a checkpoint is saved.
+        """Context manager for a save: inside the block, the stream is at the last step boundary.
 
-        A process that loads the checkpoint will repeat what this process has drawn for the next
-        step.
+        This process may have drawn numbers for the next step already. A process that loads the
+        checkpoint draws the same numbers again.
         """
         now = self._end
         self.go_back_to_boundary()

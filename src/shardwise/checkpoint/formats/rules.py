@@ -78,13 +78,13 @@ class Rule:
 
     @property
     def is_concatenation(self) -> bool:
-        """Whether the new tensor's elements are those of the old tensors, one after the other."""
+        """Whether the new tensor contains the elements of the old tensors, one after the other."""
         changes_order = self.dim or self.groups > 1 or self.transpose or self.rope
         return len(self.old) > 1 and not changes_order
 
     @property
     def action(self) -> str:
-        """Description of what the rule does to values, or "" if it only renames tensors."""
+        """Description of the changes to values, or "" if the rule only renames tensors."""
         words = []
         if len(self.new) > 1:
             words.append("unstack" if self.stack else f"split along dim {self.dim}")

@@ -77,7 +77,7 @@ def _check_kernel(model: nn.Module, attention: str) -> None:
     """Raise DataError if a Transformers model's attention kernel ignores the batch's fields."""
     kind = type(model).__name__
     if uses_flash(model) and attention != "flash":
-        # It would take several rows as one document each, whatever their positions.
+        # With several rows, it ignores the positions and takes each row for one document.
         raise DataError(
             f"{kind} uses flash attention, which finds documents neither in a mask nor, with "
             f'several rows, in position_ids: write Packing(..., attention="flash") instead of '
