@@ -172,6 +172,28 @@ def test_tells_a_factor_of_the_window_from_one_of_the_ranks(
     assert [each.name for each in found] == names
 
 
+@pytest.mark.parametrize(
+    ("batches", "names"),
+    [
+        ((2, 2, 2), ["mean of means"]),
+        ((3, 2, 1), ["mean of means"]),  # the loader reads one batch ahead
+        ((3, 2, 2), ["mean of means"]),
+        ((4, 4, 4), []),  # two batches per loss
+        ((3, 3, 3), []),
+        ((1, 1, 1), []),  # two losses per batch
+    ],
+)
+def test_finds_means_of_means_if_a_loader_reads_ahead(
+    batches: Sequence[int], names: list[str]
+) -> None:
+    first, step = trained()
+    made = records(first, *[step] * len(batches))
+    terms = [TERM | {"items": items, "factor": 0.5} for items in (8.0, 9.0)]
+    rows = [{"terms": terms, "batches": count} for count in batches]
+    found = findings.findings(replace(made, steps=[rows] * RANKS))
+    assert [each.name for each in found] == names
+
+
 def test_a_factor_of_experts_alone_is_theirs() -> None:
     steps = trained(1.0, {1: 2 * BIAS})
     steps[0] = {**steps[0], ("model", "bias"): {1: BIAS}}

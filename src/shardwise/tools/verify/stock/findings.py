@@ -10,6 +10,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -341,7 +342,8 @@ def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterat
         if not terms or any(not term["items"] for term in terms):
             return  # the items over which a loss is a mean are unknown
         backwards = max(len(row["terms"]) for row in rows)
-        if backwards > 1 and any(row["batches"] != len(row["terms"]) for row in rows):
+        has_as_many = all(row["batches"] == len(row["terms"]) for row in rows)
+        if backwards > 1 and not has_as_many and not all(map(_read_ahead, made.steps)):
             return  # several losses of one batch, or a loss of several batches
         if len({len(row["terms"]) for row in rows}) > 1:
             return  # a rank has skipped a step
@@ -382,6 +384,15 @@ def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterat
                 "micro-batches.",
             )
             return
+
+
+def _read_ahead(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a rank computes one loss per batch, but reads a batch before it is needed.
+
+    Accelerate's loaders do this, to know which batch is the last one of an epoch.
+    """
+    ahead = list(accumulate(row["batches"] - len(row["terms"]) for row in rows))
+    return all(0 <= each <= 1 for each in ahead)
 
 
 def _sum_of_factors(reference: StockRecords) -> tuple[float, int] | None:
