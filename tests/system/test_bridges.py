@@ -161,6 +161,21 @@ def test_a_language_model_by_the_trainer(shardwise: Launcher, text: str) -> None
     assert figures(run(shardwise, *adopted, *every, *sizes, *again)) == expected
 
 
+# tests/distributed/test_context_in_bridges.py compares to 1e-8.
+@pytest.mark.full
+@pytest.mark.parametrize("library", ["accelerate", "transformers", "lightning"])
+def test_parts_of_sequences(shardwise: Launcher, library: str) -> None:
+    """Train an ordinary script on one worker, and on two that each have a half of every row."""
+    pytest.importorskip(library, reason=f"the {library} package is not there")
+    words = ["--adopt", library, script("long_rows"), library]
+    found = []
+    for flags in (["-n", "1"], ["-n", "2", "--context", "2"]):
+        ran = run(shardwise, *WORDS, *flags, *words)
+        assert ran.code == 0, ran.err
+        found.append([float(x) for x in re.findall(r"losses (.+)", ran.out)[0].split()])
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
 @pytest.mark.full
 def test_a_language_model_by_a_loop(shardwise: Launcher, text: str) -> None:
     """Train like run_clm_no_trainer.py, save from all ranks, and resume.
