@@ -6,7 +6,8 @@
 The contenders train the same model on the same batches, one step each in turn. DeepSpeed
 (deepspeed.moe.layer.MoE, the group `peers` of pyproject.toml) spreads its experts over as many
 workers, and drops no tokens either. The program prints the machine, the median time per step with
-its quartiles, and the bytes of parameters, gradients and optimizer state that one worker holds.
+its quartiles, the median CPU time of rank 0, and the bytes of parameters, gradients and optimizer
+state that one worker holds.
 """
 
 from __future__ import annotations
@@ -96,15 +97,17 @@ def main() -> None:
             f"{world.size} workers, {args.layers} layers of {args.experts} experts, width "
             f"{args.width}, hidden {args.hidden}, {args.tokens} tokens per worker, fp32"
         )
-        for name, seconds in times.items():
-            low, middle, high = statistics.quantiles(seconds, n=4)
+        middles = {}
+        for name, each in times.items():
+            seconds, of_cpu = zip(*each, strict=True)
+            low, middles[name], high = statistics.quantiles(seconds, n=4)
             print(
-                f"{name:10} {1e3 * middle:8.1f} ms per step ({1e3 * low:.1f} to {1e3 * high:.1f}), "
-                f"{held[name] / 2**20:7.1f} MiB of state per worker"
+                f"{name:10} {1e3 * middles[name]:8.1f} ms per step ({1e3 * low:.1f} to "
+                f"{1e3 * high:.1f}), {1e3 * statistics.median(of_cpu):6.1f} ms of CPU time, "
+                f"{held[name] / 2**20:6.1f} MiB of state per worker"
             )
         for name in [*times][1:]:
-            ratio = statistics.median(times["shardwise"]) / statistics.median(times[name])
-            print(f"time of shardwise / {name}: {ratio:.2f}")
+            print(f"time of shardwise / {name}: {middles['shardwise'] / middles[name]:.2f}")
 
 
 def held_bytes(model: nn.Module) -> int:
@@ -162,15 +165,20 @@ def deepspeed_step(
     return model, step
 
 
-def timed(steps: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    """Return the seconds of `count` steps of each contender, in turn, after three to warm up."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+def timed(
+    steps: dict[str, Callable[[], float]], count: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Return the times of `count` steps of each contender, in turn, after three to warm up.
+
+    Each is a pair of seconds: elapsed, and of this process's CPU time.
+    """
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(count + 3):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             step()
             if number >= 3:
-                times[name].append(time.perf_counter() - start)
+                times[name].append((time.perf_counter() - start, time.process_time() - cpu))
     return times
 
 

@@ -1,6 +1,7 @@
 """A small language model with mixtures of experts, and its training in one plain process."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.layout.bucket_layout import even_cuts
 from tests.unit.experts.naive import Loops, expert
 
 WIDTH, WORDS, EXPERTS = 6, 11, 8
@@ -107,6 +109,54 @@ class Problem:
         return found
 
 
+@dataclass(frozen=True)
+class InStages(Problem):
+    """A training in which each of `replicas` cuts its share of the rows into micro-batches."""
+
+    replicas: int = 2
+    micro_batches: int = 4
+
+    def whole(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return all rows of a step."""
+        (batch,) = super().batches(step)
+        return batch
+
+    def batches(self, step: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the micro-batches that run at the same time, each over all replicas."""
+        tensors = self.whole(step)
+        found: list[list[int]] = [[] for _ in range(self.micro_batches)]
+        for first, end in pairwise(even_cuts(len(tensors[0]), self.replicas)):
+            cuts = [first + cut for cut in even_cuts(end - first, self.micro_batches)]
+            for rows, (begin, stop) in zip(found, pairwise(cuts), strict=True):
+                rows += range(begin, stop)
+        ids, mask, labels = tensors
+        return [(ids[rows], mask[rows], labels[rows]) for rows in found if rows]
+
+
+def train_step_in_stages(
+    world: sw.World,
+    engine: sw.Engine,
+    problem: InStages,
+    step: int,
+    losses: list[float],
+    norms: list[float],
+) -> None:
+    """Make one step with `engine.forward_backward`, and append its loss and norm."""
+    model = engine._spec.models[0]
+    batch = problem.whole(step)
+    engine.forward_backward(
+        lambda *part: loss_of(model, *part),
+        *world.share(batch),
+        weight=lambda ids, mask, labels: int((labels != -100).sum()),
+    )
+    stats = engine.step(max_norm=problem.max_norm)
+    for counts in stats.experts.values():
+        assert sum(counts) == int(batch[1].sum()) * model.blocks[0].moe.top_k
+    assert len(stats.experts) == 2
+    losses.append(stats.loss)
+    norms.append(stats.grad_norm)
+
+
 def loss_of(model: nn.Module, ids: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy over the labels that count, or 0 if none counts."""
     logits = model(ids, mask).flatten(0, 1)
@@ -148,8 +198,9 @@ def trained(world: sw.World, problem: Problem) -> dict[str, Any]:
     optimizer = problem.optimizer_of(model)
     engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
     losses, norms = [], []
+    make_step = train_step_in_stages if isinstance(problem, InStages) else train_step
     for step in range(problem.steps):
-        train_step(world, engine, problem, step, losses, norms)
+        make_step(world, engine, problem, step, losses, norms)
     with engine.full_parameters():
         values = {n: v.detach().clone() for n, v in named_values(model).items()}
     held = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)

@@ -183,6 +183,17 @@ STAGES = {
     "one row": (4, Problem(rows=(1,), scheduled=True, settings={"zero": 3})),
     "two replicas": (8, Problem("adamw", rows=(5,), scheduled=True, settings={"zero": 3})),
     "split layers": (8, Problem(rows=(4,), scheduled=True, settings={"zero": 2}), {"tensor": 2}),
+    # One micro-batch, because each has router losses of its own.
+    "spread experts": (
+        4,
+        Problem(rows=(4,), experts=ROUTED, scheduled=True, settings={"zero": 1, "microbatches": 1}),
+        {"expert": 2},
+    ),
+    "spread experts in a plain loop": (
+        4,
+        Problem("adamw", rows=(2, 3), experts=ROUTED, settings={"zero": 3}),
+        {"expert": 2},
+    ),
 }
 
 

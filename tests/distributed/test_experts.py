@@ -1,5 +1,6 @@
 """`--expert`: training equals that of one process, in every row, on every number of ranks."""
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ConfigError, ModelError
-from tests.distributed.experts import Problem, compare, named_values, plain, train_step, trained
+from tests.distributed.experts import (
+    InStages,
+    Problem,
+    compare,
+    named_values,
+    plain,
+    train_step,
+    trained,
+)
 from tests.random_experts import check
 from tests.unit.experts.naive import moe
 
@@ -160,6 +169,40 @@ def test_equals_one_process_on_four_ranks_with_tensor(group, axes, zero, optimiz
     problem = Problem(optimizer=optimizer, rows=UNEVEN, steps=20, settings={"zero": zero})
     expected = plain(problem)
     for ours in group(4, expert=axes[0], tensor=axes[1])(trained, problem, limit=300):
+        compare(ours, expected)
+
+
+ROWS = ((8,), (5,), (3,), (7,))
+"""Rows of the steps. Some leave micro-batches of some or of all replicas without rows."""
+
+STAGES = {  # axes, and further settings
+    "1f1b": ({"expert": 2, "pipeline": 2}, {"zero": 2}),
+    "interleaved": ({"expert": 2, "pipeline": 2}, {"zero": 0, "schedule": "interleaved"}),
+    "sharded": ({"expert": 2, "pipeline": 2}, {"zero": 3, "ema_decay": 0.9}),
+    "recomputed": ({"expert": 2, "pipeline": 2}, {"zero": 1, "activations": "recomputed"}),
+    "gpipe": ({"expert": 2, "pipeline": 2}, {"zero": 1, "schedule": "gpipe"}),
+    "whole experts": ({"pipeline": 2}, {"zero": 1}),
+    "tensor": ({"expert": 2, "pipeline": 2, "tensor": 2}, {"zero": 0}),
+    "one stage": ({"expert": 4}, {"zero": 2}),
+}
+FAST_STAGES = {("1f1b", "adamw"), ("interleaved", "sgd"), ("one stage", "sgd")}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        pytest.param(*case, marks=() if case in FAST_STAGES else pytest.mark.full)
+        for case in itertools.product(STAGES, ("sgd", "adamw"))
+    ],
+)
+def test_equals_one_process_in_stages(group, name, optimizer):
+    axes, settings = STAGES[name]
+    replicas = 4 // axes.get("pipeline", 1) // axes.get("tensor", 1)
+    problem = InStages(
+        optimizer=optimizer, rows=ROWS, replicas=replicas, settings={"microbatches": 4, **settings}
+    )
+    expected = plain(problem)
+    for ours in group(4, **axes)(trained, problem):
         compare(ours, expected)
 
 

@@ -91,6 +91,31 @@ def _expert(hidden: int, dropout: float = 0.0) -> nn.Module:
     )
 
 
+class Twice(nn.Module):
+    """An expert that uses its weight twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(problems.WIDTH, problems.WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, WIDTH) to the same."""
+        return F.linear(F.linear(x, self.weight).tanh(), self.weight)
+
+
+class TwiceBlock(nn.Module):
+    """A mixture of four experts that use their weights twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        experts = nn.ModuleList([Twice() for _ in range(4)])
+        self.moe = sw.MoE(nn.Linear(problems.WIDTH, 4, bias=False), experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, T, WIDTH) to the same."""
+        return x + self.moe(x)
+
+
 class MoEGPT(DroppingGPT):
     """The GPT with two mixtures of experts in place of its blocks."""
 
@@ -132,6 +157,7 @@ class Mixtral(nn.Module):
 MODELS = {"gpt": DroppingGPT, "convnet": problems.ConvNet, "lstm": LSTM}
 EXPERTS = {
     "moe": MoEGPT,
+    "moe-twice": partial(MoEGPT, TwiceBlock),
     "planned": partial(MoEGPT, PlannedBlock),
     # Experts of 288 and 144 elements, so that a group of 64 would cross them.
     "mixtral": partial(Mixtral, 12, "eager"),

@@ -41,6 +41,13 @@ def test_same_bits_as_one_worker(group, alone, sizes, zero, model):  # noqa: F81
     assert set(found) == {expected}
 
 
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_same_bits_if_autocast_casts_weights_that_are_used_twice(group, alone, workers):  # noqa: F811
+    settings = {"precision": "bf16-mixed"}
+    found = group(workers, expert=workers)(trained, 4, "moe-twice", settings | {"zero": 2})
+    assert set(found) == {alone("moe-twice", settings=tuple(settings.items()))}
+
+
 class Dropping(nn.Module):
     """Experts in tensors (E, ...), as in Transformers, with dropout."""
 

@@ -41,6 +41,7 @@ OF_THREADS = {
     "16_bias_in_evaluation": "evaluation changes the training",
     "17_bias_in_recomputation": "buffers change again in recomputation",
     "18_bias_of_one_rank": "buffers not synchronised",
+    "19_bias_per_micro_batch": "buffers updated per micro-batch",
 }
 PLANTED = {
     "wrong_group": "reduced over the wrong group",

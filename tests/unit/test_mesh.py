@@ -47,9 +47,17 @@ def test_expert_ranks_are_consecutive():
         Mesh(8, expert=3)
 
 
-@pytest.mark.parametrize(
-    "others", [{"tensor": 4}, {"pipeline": 2}, {"islands": 2}, {"exact": 9}], ids=str
-)
+def test_expert_ranks_are_in_one_stage():
+    mesh = Mesh(8, pipeline=2, expert=2)
+    assert mesh.expert_groups == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert mesh.expert_copy_groups == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    # The workers of a replica that split its layers hold different experts.
+    assert Mesh(8, tensor=2, pipeline=2, expert=4).expert_groups == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with pytest.raises(ConfigError, match=r"--expert 4 does not divide 2 .*stage .--pipeline 4"):
+        Mesh(8, pipeline=4, expert=4)
+
+
+@pytest.mark.parametrize("others", [{"tensor": 4}, {"islands": 2}, {"exact": 9}], ids=str)
 def test_expert_refuses_what_it_cannot_be_combined_with(others):
     settings = Settings(expert=2, **others)
     with pytest.raises(ConfigError, match="--expert 2"):

@@ -44,15 +44,12 @@ class BackwardRunner:
         self._weighting = state.weighting
         self._randoms = randoms
         self._timing = timing
-        line, context = state.spec.pipeline, state.spec.context
+        line = state.spec.pipeline
         self._pipeline = (
             None
             if line is None
             else PipelineRunner(
-                line,
-                state.spec.settings,
-                state.weighting,
-                None if context is None else context.run.backward,
+                line, state.spec.settings, state.weighting, self._note_share, self._crossing
             )
         )
         self._announced = self._announced_loss = False
@@ -325,18 +322,38 @@ class BackwardRunner:
         # A sole loss with weight 0 still counts 1 here; the step is skipped later because of its
         # weight.
         counts = 1.0 if is_sole else factor
-        if (run := self._spec.routing) is not None:
-            counts = expert_parallel.begin_backward(
-                run, self._weighting, loss, counts, share, is_sole=is_sole
-            )
-        context = self._spec.context
-        with nullcontext(counts) if context is None else context.backward(loss, counts) as counts:
+        with self._crossing(loss, counts, share, is_sole=is_sole) as counts:
             self._before_autograd(loss, seed)
             with self._collecting(counts, rest, last=last, keep_graph=keep_graph):
                 torch.autograd.backward(loss, seed, retain_graph=keep_graph, inputs=self._inputs())
         reached = self._objects.states.gradients.reached
         if not reached and not isinstance(factor, Tensor) and factor > 0:
             usage_checks.check_reachable(loss, several=len(living) > 1)
+
+    def _note_share(self, share: float | None) -> None:
+        """Tell layers that the next forward pass is of a micro-batch with this share of the loss.
+
+        `share` is 0 for a stand-in, whose tokens do not count, and None after the last micro-batch.
+        """
+        if self._spec.routing is not None:
+            self._spec.routing.is_empty = share == 0
+
+    @contextmanager
+    def _crossing(
+        self, loss: Tensor | None, weight: float | Tensor, share: float, *, is_sole: bool = False
+    ) -> Iterator[float | Tensor]:
+        """Context manager for a backward pass in which gradients may cross between replicas.
+
+        Yields the weight of its gradients: 1 if they cross, because other replicas' losses then
+        depend on this one's activations, and the seeds have the full weight.
+        """
+        run, context = self._spec.routing, self._spec.context
+        if run is not None:
+            weight = expert_parallel.begin_backward(
+                run, self._weighting, loss, weight, share, is_sole=is_sole
+            )
+        with nullcontext(weight) if context is None else context.backward(loss, weight) as counts:
+            yield counts
 
     def _before_autograd(self, loss: Tensor, seed: Tensor | None) -> None:
         """Called before autograd starts from `loss` with `seed`. Overridden by the guard."""
@@ -355,6 +372,7 @@ class BackwardRunner:
         """
         losses = []
         for number, (weight, part, share) in enumerate(parts):
+            self._note_share(share)
             loss = loss_of(*part)
             loss = usage_checks.check_loss(loss, weight)
             look_at(loss, number)
@@ -362,6 +380,7 @@ class BackwardRunner:
             value = loss.detach().double().reshape(())
             # Don't compute value * 0, because a stand-in's loss may be NaN.
             losses.append(value * weight if weight else torch.zeros_like(value))
+        self._note_share(None)
         return torch.stack(losses).sum() / max(sum(weight for weight, *_ in parts), 1e-300)
 
     def _inputs(self) -> list[nn.Parameter] | None:

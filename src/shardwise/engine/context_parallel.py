@@ -221,12 +221,13 @@ class ContextParallel:
                 )
 
     @contextmanager
-    def backward(self, loss: Tensor, weight: float | Tensor) -> Iterator[float]:
+    def backward(self, loss: Tensor | None, weight: float | Tensor) -> Iterator[float]:
         """Context manager for a backward pass of `loss`. Yields the weight of the gradients.
 
-        The weight is always 1, because other ranks' losses depend on this rank's keys and values.
+        `loss` is None on pipeline stages without the loss. The weight is always 1, because other
+        ranks' losses depend on this rank's keys and values.
         """
-        if loss.grad_fn is None:
+        if loss is not None and loss.grad_fn is None:
             raise UsageError(
                 "This loss has no graph, but the backward pass of attention needs every worker "
                 "(--context): compute the loss with gradients on, also if its weight is 0."

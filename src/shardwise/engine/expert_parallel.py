@@ -81,6 +81,7 @@ def begin(
         ALONE if is_exact else everyone,
         world.current_batch,
         is_exact=is_exact,
+        in_stages=world.pipeline_size > 1,
     )
     if split is None:
         # All ranks of a replica route the same tokens.
@@ -171,23 +172,14 @@ def _check(
     models: Sequence[nn.Module],
 ) -> None:
     """Raise ConfigError if `settings` cannot be combined with `layers`."""
-    for name, layer in layers:
-        statistics = [
-            word
-            for word, value in {
-                "balance": layer.balance,
-                "z_loss": layer.z_loss,
-                "bias_rate": layer.bias_rate,
-            }.items()
-            if value
-        ]
-        if statistics and settings.pipeline > 1:
-            raise ConfigError(
-                f"--pipeline {settings.pipeline} cannot be combined with "
-                f"{' and '.join(statistics)} of {name or 'sw.MoE'}: they need the counts of the "
-                "whole batch, which --pipeline cuts. Set them to 0, or remove the flag."
-            )
     size = world.expert_size
+    is_split_in_two = settings.schedule == "zero-bubble" and world.pipeline_size > 1
+    if is_split_in_two and (size > 1 or any(layer.has_losses for _, layer in layers)):
+        raise ConfigError(
+            "--schedule zero-bubble cannot be combined with --expert, or with balance or z_loss "
+            "of sw.MoE: it splits backward in two, and both parts would run the layers. Write "
+            "--schedule 1f1b or --schedule interleaved."
+        )
     if size == 1:
         return
     if settings.shard_within == "host":
@@ -277,7 +269,7 @@ def split(spec: EngineSpec) -> None:
 def restore(spec: EngineSpec) -> None:
     """Restore all experts on every rank, and disconnect the layers. Collective."""
     if spec.experts is not None:
-        spec.experts.undo(spec.optimizers)
+        spec.experts.undo(spec.optimizers, spec.is_here)
     _disconnect(spec)
 
 
@@ -299,7 +291,7 @@ def _disconnect(spec: EngineSpec) -> None:
 def begin_backward(
     run: RoutingRun,
     weighting: GradientWeighting,
-    loss: Tensor,
+    loss: Tensor | None,
     weight: float | Tensor,
     share: float,
     *,
@@ -307,13 +299,18 @@ def begin_backward(
 ) -> float | Tensor:
     """Prepare the mixture-of-experts layers for a backward pass of `loss`.
 
+    With `--pipeline`, the pass is that of one stage, and `loss` is None except on the last one.
+
     Collective if the layers have router losses. Returns the weight for the gradients: `weight`, or
     1.0 if `weight` is 0 but the router losses still need gradients.
     """
     has_tokens, run.has_tokens = run.has_tokens, False
+    if run.in_stages:
+        # Between a micro-batch's two passes, a stage runs others. Only stand-ins have no share.
+        has_tokens = share > 0
     run.summed.clear()
     run.drops = weight == 0
-    if run.is_split and loss.grad_fn is None:
+    if run.is_split and loss is not None and loss.grad_fn is None:
         raise UsageError(
             "This loss has no graph, but the backward pass of experts needs every worker "
             "(--expert): compute the loss with gradients on, also if its weight is 0."
@@ -338,7 +335,7 @@ def begin_backward(
     if mine or not has_tokens:
         return mine
     # Tokens count toward the router losses even if none of them has a label.
-    if not bool(torch.isfinite(loss.detach()).all()):
+    if loss is not None and not bool(torch.isfinite(loss.detach()).all()):
         raise UsageError(
             "A loss over no items is NaN or infinite, but its tokens count in the router losses of "
             "sw.MoE. Divide by at least one: loss.sum() / max(n, 1), or pass a mask to sw.MoE."

@@ -269,15 +269,19 @@ class UserObjects:
         """Restore the full model and all optimizer state on every rank. Collective."""
         spec = self.spec
         spec.parameter_uses.unwatch()
-        shapes: dict[nn.Parameter, tuple[int, ...]] = {}
+        shapes = {
+            p: shard.shape
+            for splits in (spec.tensor, spec.experts)
+            if splits is not None
+            for p, shard in splits.shards.items()
+        }
         if spec.pipeline is not None:
             spec.pipeline.close()
         if spec.tensor is not None:
-            shapes = {p: shard.shape for p, shard in spec.tensor.shards.items()}
             spec.tensor.undo(spec.optimizers, spec.is_here)
+        expert_parallel.restore(spec)
         if spec.pipeline is not None:
             spec.pipeline.ownership.undo(spec.models[0], spec.optimizers, shapes)
-        expert_parallel.restore(spec)
 
     @property
     def _synchronised(self) -> set[nn.Module]:

@@ -134,8 +134,10 @@ def _joined(
                 split.wholes(parameters, write=write, group=whom, is_here=spec.is_here)
             )
         if spec.experts is not None:
-            whom = group if write else None
-            stack.enter_context(spec.experts.wholes(parameters, write=write, group=whom))
+            whom = group if write and line is None else None
+            stack.enter_context(
+                spec.experts.wholes(parameters, write=write, group=whom, is_here=spec.is_here)
+            )
         if line is not None:
             shapes = {p: s.shape for p in parameters if (s := spec.shard_of(p)) is not None}
             stack.enter_context(

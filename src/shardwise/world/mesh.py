@@ -7,6 +7,8 @@ if its number of ranks is a multiple of T. The P pipeline stages are the next ax
 with the same `data` coordinate hold one copy of the model, a replica. Adjacent replicas form an
 island, the outermost axis: gradients are summed only within islands.
 
+With `--expert E`, groups of E adjacent ranks of a stage together hold every expert of the stage.
+
 With `--context C`, groups of C adjacent replicas have the same samples, and each replica has a part
 of every sequence. Gradients are summed and states sharded across these replicas as across any
 others.
@@ -40,18 +42,21 @@ class Mesh:
         # If the replicas do not divide either, report only that (below).
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
             raise ConfigError(self._uneven_islands())
-        if self.size % self.expert:
-            fits = [n for n in range(1, self.size + 1) if self.size % n == 0]
-            raise ConfigError(
-                f"--expert {self.expert} does not divide {self.size} worker(s): each expert is on "
-                f"the same number of them. Write --expert with one of {', '.join(map(str, fits))}."
-            )
         if self.size % self.replica:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
             raise ConfigError(
                 f"{flags} does not divide {self.size} worker(s): each replica needs "
                 f"{self.replica}. {self._advice(axes)}"
+            )
+        in_stage = self.size // self.pipeline
+        if in_stage % self.expert:
+            fits = [n for n in range(1, in_stage + 1) if in_stage % n == 0]
+            where = f" of each stage (--pipeline {self.pipeline})" if self.pipeline > 1 else ""
+            raise ConfigError(
+                f"--expert {self.expert} does not divide {in_stage} worker(s){where}: each expert "
+                "is on the same number of them. Write --expert with one of "
+                f"{', '.join(map(str, fits))}."
             )
         each = self.data // self.islands  # a context group is within an island
         if each % self.context:
@@ -167,14 +172,19 @@ class Mesh:
 
     @property
     def expert_groups(self) -> list[list[int]]:
-        """Groups of consecutive ranks that together hold every expert once."""
+        """Groups of consecutive ranks of a stage that together hold every expert of it once."""
         each = self.expert
-        return [list(range(first, first + each)) for first in range(0, self.size, each)]
+        return [
+            ranks[first : first + each]
+            for ranks in self.stage_groups
+            for first in range(0, len(ranks), each)
+        ]
 
     @property
     def expert_copy_groups(self) -> list[list[int]]:
         """Groups of ranks that hold the same experts, in ascending order."""
-        return [list(range(part, self.size, self.expert)) for part in range(self.expert)]
+        each = self.expert
+        return [ranks[part::each] for ranks in self.stage_groups for part in range(each)]
 
     @property
     def context_groups(self) -> list[list[int]]:
@@ -260,13 +270,6 @@ def _check_context(settings: Settings) -> None:
 
 def _check_expert(settings: Settings, islands: int) -> None:
     """Raise ConfigError if other axes of `settings` cannot be combined with `--expert`."""
-    if settings.pipeline > 1:
-        raise ConfigError(
-            f"--expert {settings.expert} cannot be combined with --pipeline {settings.pipeline} "
-            "yet: an exchange of tokens needs all workers at the same layer, but the stages run "
-            "different micro-batches at the same time. Remove one of the two: --tensor and --zero 3"
-            " also reduce the memory for layers, and work with --expert."
-        )
     if islands > 1:
         raise ConfigError(
             f"--expert {settings.expert} cannot be combined with --islands {islands} yet: the "

@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.tools.plan.observe import ObservedStep
-from shardwise.tools.plan.record import Operation, StepRecord, TensorLife
+from shardwise.tools.plan import plans
+from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.cluster import parse_cluster
+from shardwise.tools.plan.observe import PLAIN, ObservedStep, Script, Way
+from shardwise.tools.plan.record import Operation, RoutedTokens, StepRecord, TensorLife
 
 
 def record(samples, *names):
@@ -59,3 +62,24 @@ def test_refuses_to_fit_tensors_with_different_lifetimes():
 
 def test_says_that_only_one_size_was_observed():
     assert ObservedStep(record(8, "mm")).difference() == "it was observed with one batch size only"
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_failure_with_split_experts_does_not_stop_the_search_without(spread):
+    """Observe --tensor 2, 4 and 8, each alone and together with --expert, of which one fails."""
+    tried = []
+
+    def observe(way):
+        tried.append((way.tensor, way.spread))
+        if way.spread == spread:
+            raise LaunchError("no")
+        return ObservedStep(record(8, "mm"))
+
+    routed = replace(record(8, "mm"), routed=(RoutedTokens(64, -1, 8, divisible=True),))
+    steps = {PLAIN: ObservedStep(routed)}
+    cluster = parse_cluster("8xH100", read_catalogue(()))
+    notes = list(plans._observe_parts(Script(("train.py",), ()), cluster, steps, observe))
+    assert sorted(tried) == sorted([(2, spread), *((n, not spread) for n in (2, 4, 8))])
+    assert set(steps) == {PLAIN, *(Way(tensor=n, spread=not spread) for n in (2, 4, 8))}
+    beside = " together with --expert" if spread else ""
+    assert notes[0] == f"--tensor 2 was not tried{beside}: no"

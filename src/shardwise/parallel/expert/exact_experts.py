@@ -85,12 +85,16 @@ def run_each(
         compute: Returns the outputs for the rows of one micro-shard.
         summed: The ids of the parameters that this backward pass has added up.
     """
-    if len(parts) == 1:  # as on one worker: autograd adds nothing up
-        return compute(0, parts[0])
     inside = [module for each in modules for module in each.modules()]
     owned = dict.fromkeys(p for module in inside for p in module._parameters.values())
     trained = [p for p in owned if p is not None and p.requires_grad] * torch.is_grad_enabled()
-    views = {p: _PerShard.apply(p, len(parts), summed) for p in trained}  # type: ignore[no-untyped-call]
+    views: dict[nn.Parameter, Sequence[Tensor]]
+    if len(parts) == 1:
+        # Autograd adds nothing up. But autocast casts a parameter once for all its uses, and a view
+        # once for each of them, which rounds the sum of their gradients differently.
+        views = {p: (p.view_as(p),) for p in trained}
+    else:
+        views = {p: _PerShard.apply(p, len(parts), summed) for p in trained}  # type: ignore[no-untyped-call]
     outputs = []
     for number, part in enumerate(parts):
         with _in_place_of({p: each[number] for p, each in views.items()}, inside):

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.layout.bucket_layout import Span
 from shardwise.model import module_hooks
@@ -193,6 +194,8 @@ class FusedExperts:
         if run is None or (self._holds_all and not run.is_exact):
             outputs: Tensor = self._plain(hidden_states, index, gates)
             return outputs
+        if isinstance(hidden_states, FakeTensor):  # another pipeline stage runs the experts
+            return self._local(hidden_states, [0])
         group = ALONE if self._holds_all else run.group
         if group.size > 1:
             run.feed.check_even("A forward pass of experts with --expert")

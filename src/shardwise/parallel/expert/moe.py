@@ -158,6 +158,9 @@ class MoE(nn.Module):
                 skip this batch.
         """
         tokens = x.reshape(-1, x.shape[-1])  # (T, D)
+        if isinstance(x, FakeTensor) and self._run is not None and self._run.in_stages:
+            fake = self._fake_output(tokens)
+            return fake.view(*x.shape[:-1], fake.shape[-1])
         valid = self._valid(x, mask)  # (T,) or None
         routing = self._route(tokens)
         chosen = routing.experts
@@ -189,6 +192,16 @@ class MoE(nn.Module):
         if shared is not None:
             result = result + shared
         return result.view(*x.shape[:-1], result.shape[-1])
+
+    def _fake_output(self, tokens: Tensor) -> Tensor:
+        """Return a fake output for fake `tokens`: another pipeline stage runs this layer."""
+        assert self._run is not None
+        first, _ = self._spans[0 if self.holds_all else self._run.group.rank]
+        outputs = self.experts[first](tokens)  # others may have no elements on this rank
+        result = self._combine(
+            outputs.unsqueeze(1).expand(-1, self.top_k, -1), self._route(tokens).gates
+        )
+        return result if self.shared is None else result + self.shared(tokens)
 
     def _share_of(self, tokens: int) -> TokenShare:
         """Return which of the `tokens` this rank dispatches."""

@@ -56,6 +56,8 @@ class RoutingRun:
         reports: False if another rank of the replica has counted the same tokens.
         is_exact: True if results must not depend on the number of ranks (`--exact`). `everyone` is
             then only this rank, because each micro-shard has router losses of its own.
+        in_stages: True if the model's layers are on several ranks (`--pipeline`), which run layers
+            of other ranks on fake tensors to learn their shapes.
     """
 
     group: Collectives
@@ -65,6 +67,9 @@ class RoutingRun:
     own_randomness: Callable[[], AbstractContextManager[None]] = nullcontext
     reports: bool = True
     is_exact: bool = False
+    in_stages: bool = False
+    is_empty: bool = False
+    """True while a micro-batch runs that has no rows of the batch, only a stand-in."""
     loss_seed: float | Tensor = 0.0
     drops: bool | Tensor = False
     has_tokens: bool = False
@@ -119,7 +124,7 @@ class RoutingRun:
 
     def abandon(self) -> None:
         """Discard the counts of a step that has ended or failed."""
-        self.has_tokens = False
+        self.has_tokens = self.is_empty = False
         for layer in self.layers.values():
             layer.step_counts.clear()
 
@@ -131,7 +136,7 @@ class RoutingRun:
     def is_stand_in(self) -> bool:
         """Return whether the current forward pass runs on a stand-in, whose tokens do not count."""
         batch = self.feed.batch_of_forward(training=torch.is_grad_enabled())
-        return batch is not None and batch.samples == 0
+        return self.is_empty or (batch is not None and batch.samples == 0)
 
     def note_tokens(self) -> None:
         """Record that a forward pass has routed tokens that may count in the router losses."""

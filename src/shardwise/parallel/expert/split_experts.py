@@ -10,7 +10,7 @@ gives a rank either all rows of dim 0 or none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -207,6 +207,7 @@ class ExpertParallelModels:
         chosen: Iterable[nn.Parameter],
         *,
         write: bool,
+        is_here: Callable[[nn.Parameter], bool],
         group: Collectives | None = None,
     ) -> Iterator[None]:
         """Context manager that gathers the expert parameters among `chosen`. Collective.
@@ -216,15 +217,18 @@ class ExpertParallelModels:
         Args:
             chosen: The parameters to gather. Parameters outside experts are ignored.
             write: True to keep values written inside the block.
+            is_here: Returns whether this rank's pipeline stage has a parameter. Others stay as they
+                are.
             group: If given, the values written by this group's first rank are kept.
         """
         # Keep the same order on all ranks, because each gather is collective.
-        split = [p for p in dict.fromkeys(chosen) if p in self.shards]
+        split = [p for p in dict.fromkeys(chosen) if p in self.shards and is_here(p)]
         parts = {p: p.data for p in split}
         with torch.no_grad():
             for parameter in parts:
                 parameter.data = self.whole(parameter, parameter.data)
-        if split:
+        found = any(p in self.shards for p in chosen)
+        if found:
             self._gathered(whole=True)
             self._versions = {parameter: parameter._version for parameter in parts}
             self.writes = write
@@ -233,7 +237,7 @@ class ExpertParallelModels:
             if write:
                 self._keep_writes(parts, group)
         finally:
-            if split:
+            if found:
                 self._gathered(whole=False)
                 self._versions = {}
             for parameter, part in parts.items():
@@ -282,13 +286,18 @@ class ExpertParallelModels:
 
     # -- restoring ------------------------------------------------------------------------
 
-    def undo(self, optimizers: Iterable[optim.Optimizer]) -> None:
-        """Restore the full models and optimizer state on every rank. Collective."""
+    def undo(
+        self, optimizers: Iterable[optim.Optimizer], is_here: Callable[[nn.Parameter], bool]
+    ) -> None:
+        """Restore the full models and optimizer state on every rank. Collective.
+
+        Only parameters for which `is_here` returns true are on this rank's pipeline stage.
+        """
         for optimizer in optimizers:
             state: dict[Any, Any] = optimizer.state
             state.update(self.whole_states(optimizer, state))
         with torch.no_grad():
-            for parameter in self.shards:
+            for parameter in filter(is_here, self.shards):
                 parameter.data = self.whole(parameter, parameter.data)
         self._set_spans({})
         self.shards, self.layers = {}, []

@@ -7,8 +7,8 @@ back to the stage that sent the inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -99,8 +99,15 @@ OnStage = Callable[[int | None], None]
 """Called with the stage that runs next, and with None at the end of the schedule."""
 
 
-Crossing = Callable[[float], AbstractContextManager[None]]
-"""Wraps a backward pass of a loss with the given weight, in which gradients cross replicas."""
+NoteShare = Callable[[float | None], None]
+"""Called before each forward pass with the micro-batch's share, and with None at the end."""
+
+
+Crossing = Callable[[Tensor | None, float, float], AbstractContextManager[float | Tensor]]
+"""Wraps a backward pass of a loss with a weight and share. Yields the weight of its gradients.
+
+The loss is None on stages that do not compute it.
+"""
 
 
 LookAtLoss = Callable[[Tensor, int], None]
@@ -116,7 +123,7 @@ class CollectGradients(Protocol):
 
     def __call__(
         self,
-        weight: float,
+        weight: float | Tensor,
         factor: float | Tensor,
         *,
         last: bool,
@@ -172,19 +179,18 @@ class _PipelineBatch:
 
 
 class PipelineRunner:
-    """Runs batches through the stages of `pipeline`.
-
-    `crossing` is set if gradients cross between replicas inside the graph (`--context`).
-    """
+    """Runs batches through the stages of `pipeline`."""
 
     def __init__(
         self,
         pipeline: PipelineGroup,
         settings: Settings,
         weighting: BackwardSeeds,
-        crossing: Crossing | None = None,
+        note_share: NoteShare,
+        crossing: Crossing,
     ) -> None:
         self._pipeline = pipeline
+        self._note_share = note_share
         self._crossing = crossing
         self._settings = settings
         self._weighting = weighting
@@ -234,6 +240,7 @@ class PipelineRunner:
                 is_last = ends[action.stage] == number
                 self._backward(batch, action, buckets_of_stage.get(action.stage), is_last=is_last)
         on_stage(None)
+        self._note_share(None)
         # All ranks send before any rank receives. Two ranks may each own a weight that the other
         # uses, and would otherwise wait for each other.
         pipeline.tied_weights.send_gradients(batch.tied_gradients)
@@ -294,8 +301,10 @@ class PipelineRunner:
         seed = seed_from(batch.seed, "micro", action.micro)
         seed_everything(seed)
         pipeline.seed_forward(seed)
+        _, part, share = batch.parts[action.micro]
+        self._note_share(share)
         with pipeline.running(run):
-            loss = self._check_loss(batch.loss_of(*batch.parts[action.micro][1]))
+            loss = self._check_loss(batch.loss_of(*part))
         batch.loss_stage = loss.stage
         value = loss.value if loss.stage == stage else None
         if value is not None:
@@ -304,23 +313,12 @@ class PipelineRunner:
                 batch.look_at(value, action.micro)
         batch.passes[stage, action.micro] = _MicroBatchPass(run, loss.dtype, value)
 
-    @contextmanager
-    def _weighted(self, weight: float) -> Iterator[float]:
-        """Context manager for a backward pass. Yields the weight of its gradients.
-
-        It is 1 if gradients cross between replicas, because other replicas' losses then depend on
-        this one's activations. Their seeds have the full weight.
-        """
-        if self._crossing is None:
-            yield weight
-            return
-        with self._crossing(weight):
-            yield 1.0
-
     def _backward(
         self, batch: _PipelineBatch, action: Action, among: frozenset[int] | None, *, is_last: bool
     ) -> None:
-        with self._weighted(batch.parts[action.micro][0]) as counts:
+        weight, _, share = batch.parts[action.micro]
+        loss = batch.passes[action.stage, action.micro].loss
+        with self._crossing(loss, weight, share) as counts:
             self._backward_of(batch, action, among, counts, is_last=is_last)
 
     def _backward_of(
@@ -328,7 +326,7 @@ class PipelineRunner:
         batch: _PipelineBatch,
         action: Action,
         among: frozenset[int] | None,
-        counts: float,
+        counts: float | Tensor,
         *,
         is_last: bool,
     ) -> None:
@@ -412,7 +410,7 @@ class PipelineRunner:
             self._pipeline.send_gradient(source, target, leaf)
 
     def _keep_tied_gradients(
-        self, batch: _PipelineBatch, weight: float, factor: float | Tensor
+        self, batch: _PipelineBatch, weight: float | Tensor, factor: float | Tensor
     ) -> None:
         """Accumulate the gradients of weights that other ranks own.
 
@@ -492,7 +490,7 @@ class PipelineRunner:
         self._prepare_backward(batch, micro, weight, share)
         assert micro.backward is not None
         with (
-            self._weighted(weight) as counts,
+            self._crossing(micro.loss, weight, share) as counts,
             collect(counts, micro.factor, last=last, keep_graph=keep_graph),
         ):
             micro.backward.weight_backward(keep_graph=keep_graph)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -353,19 +354,19 @@ def _observe_parts(
                 "batches, but the workers of one replica need the same batch"
             )
         return
-    # Size 1 is already observed. Stop at the first failure, because a model that cannot be split
-    # into 2 parts cannot be split into 4 either.
-    for parts in tensor_sizes(cluster)[1:]:
-        way = Way(tensor=parts)
+    # Size 1 is already observed. A model that cannot be split into 2 parts cannot be split into 4
+    # either. But its layers may be split if its experts stay whole, or only together with them.
+    failed: set[bool] = set()
+    for parts, spread in product(tensor_sizes(cluster)[1:], (False, True)):
+        if spread in failed or (spread and Question(steps, cluster).experts < parts):
+            continue
+        way = Way(tensor=parts, spread=spread)
         try:
             steps[way] = observe(way)
-            if Question(steps, cluster).experts >= parts:
-                way = way._replace(spread=True)
-                steps[way] = observe(way)
         except LaunchError as error:
-            beside = " together with --expert" if way.spread else ""
+            failed.add(spread)
+            beside = " together with --expert" if spread else ""
             yield f"--tensor {parts} was not tried{beside}: {error}"
-            break
     if cluster.devices > 1 and (why := steps[PLAIN].large.no_pipeline):
         stages = "a PipelineModule defines its number of stages" if script.adopt else why
         yield f"--pipeline was not tried: {stages}"

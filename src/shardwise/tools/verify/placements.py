@@ -77,7 +77,7 @@ class RunPlacement:
         except ShardwiseError:
             return False
         replica = settings.tensor * settings.pipeline
-        sizes = replica, settings.expert, settings.context
+        sizes = replica, settings.pipeline * settings.expert, settings.context
         return self.size is None or all(self.size % size == 0 for size in sizes)
 
     @property

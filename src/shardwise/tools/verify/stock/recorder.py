@@ -339,6 +339,7 @@ class StockRecorder:
             return
         self._steps += 1
         self._batches.steps = self._steps
+        self._stateful.stepped()
         if not followed.names:
             return
         followed.steps += 1

@@ -26,7 +26,11 @@ from shardwise.tools.verify.runs import RunFailed
 from shardwise.tools.verify.stock import draws, metrics
 from shardwise.tools.verify.stock.batches import UnjoinableBatches
 from shardwise.tools.verify.stock.findings import Finding, findings, parts_of_ranks, some
-from shardwise.tools.verify.stock.stateful_forwards import EVALUATION, RECOMPUTATION
+from shardwise.tools.verify.stock.stateful_forwards import (
+    EVALUATION,
+    MICRO_BATCH,
+    RECOMPUTATION,
+)
 from shardwise.tools.verify.stock.stock_runs import StockRecords, StockRuns
 from shardwise.tools.verify.stock.suspects import StockSuspect, of_bf16, suspects
 from shardwise.tools.verify.verdicts import TOLERANCE, TrainingVerdict
@@ -310,17 +314,25 @@ def _uneven(made: StockRecords) -> str | None:
 
 
 def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Finding]:
-    """Yield a finding if evaluations or recomputations change the training through buffers."""
-    for kind, name, advice in (
+    """Yield a finding if buffers change the training at times when they should not change."""
+    for kind, name, when, advice in (
         (
             EVALUATION,
             "evaluation changes the training",
+            "Forward passes of an evaluation",
             "Change them only if module.training is true.",
         ),
         (
             RECOMPUTATION,
             "buffers change again in recomputation",
+            "Forward passes of a recomputation",
             "Change them in the training loop, once per optimizer step.",
+        ),
+        (
+            MICRO_BATCH,
+            "buffers updated per micro-batch",
+            "Lines between the micro-batches of a step",
+            "Change them once per optimizer step, by the counts of all its micro-batches.",
         ),
     ):
         if not (names := reference.ranks[0]["stateful"][kind]):
@@ -341,9 +353,8 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
         if differs and not is_random:
             yield Finding(
                 name,
-                f"Forward passes of {'an evaluation' if kind == EVALUATION else 'a recomputation'} "
-                f"change buffers ({some(names)}), and these change the training. {advice} One "
-                "process has the same mistake, so the ranks may agree with it.",
+                f"{when} change buffers ({some(names)}), and these change the training. {advice} "
+                "One process has the same mistake, so the ranks may agree with it.",
             )
 
 
