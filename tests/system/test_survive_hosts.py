@@ -125,23 +125,37 @@ def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
     (folder / "is-cut").touch()
 
 
-def test_a_cable_is_cut(shardwise: Launcher, hosts: Lab) -> None:
-    thread = threading.Thread(target=cut_when_asked, args=(hosts, shardwise.folder, 2))
+@pytest.mark.parametrize(
+    ("where", "zero", "most", "number", "rank", "left"),
+    [
+        ("node1:2,node2:2", 2, 1, 2, 2, [0, 1]),
+        # The launcher's host continues, although the other part has more hosts.
+        pytest.param("node1,node2,node3", 0, 2, 1, 0, [0], marks=pytest.mark.full),
+    ],
+)
+def test_a_cable_is_cut(
+    shardwise: Launcher,
+    hosts: Lab,
+    where: str,
+    zero: int,
+    most: int,
+    number: int,
+    rank: int,
+    left: list[int],
+) -> None:
+    thread = threading.Thread(target=cut_when_asked, args=(hosts, shardwise.folder, number))
     thread.start()
     flags = ("--host-timeout", "3", "--timeout", "60")
+    words = ("steps", "adamw", "out", f"{rank}:backward:5:CUT")
     try:
-        ran = survive(
-            *(shardwise, hosts, "node1:2,node2:2", "steps", "adamw", "out", "2:backward:5:CUT"),
-            zero=2,
-            flags=flags,
-        )
-        # The ranks of the lost host end by themselves.
+        ran = survive(shardwise, hosts, where, *words, zero=zero, most=most, flags=flags)
+        # The ranks of the lost hosts end by themselves.
         assert hosts.left() == []
     finally:
         thread.join()
-        hosts.mend(2)
-    assert "node2 (ranks 2-3) is lost: " in ran.err
-    ends(shardwise, ran, "adamw", [0, 1])
+        hosts.mend(number)
+    assert re.search(r"node2 \(ranks? .*\) is lost: ", ran.err), ran.err
+    ends(shardwise, ran, "adamw", left)
 
 
 @pytest.mark.full

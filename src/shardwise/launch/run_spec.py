@@ -20,9 +20,12 @@ from shardwise.net import environment
 from shardwise.net.hosts import Share
 from shardwise.net.identity import Identity
 
-LOST_SLACK = 5.0
-"""Seconds beyond `patience` after which a silent host has certainly ended its ranks. This includes
-the time that its orphan reaper waits for a stopped agent."""
+LOST_SLACK = 7.0
+"""Seconds beyond `patience` after which a silent host has certainly ended its ranks.
+
+If the host's agent is stopped, its orphan reaper waits for `REAPER_SLACK` (ssh/agent.py) and two
+beats more, and then for `PATIENCE` (orphan_reaper.py) between SIGTERM and SIGKILL.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,7 +247,7 @@ def check(
     if settings.timeout <= wait:
         raise ConfigError(
             f"--timeout {settings.timeout:g} is too short for --survive on several hosts: workers "
-            f"wait up to {wait:g} s (--host-timeout and 5 s more) for a host that is lost. Write a "
+            f"wait up to {wait:g} s (--host-timeout and 7 s more) for a host that is lost. Write a "
             "longer --timeout, or a shorter --host-timeout."
         )
     if settings.survive >= identity.size:
