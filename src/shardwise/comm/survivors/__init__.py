@@ -14,6 +14,6 @@ store, over which they create a new transport.
 """
 
 from shardwise.comm.survivors.group import Loss, SurvivorGroup
-from shardwise.comm.survivors.membership import Decision, Report, holders, stands
+from shardwise.comm.survivors.membership import Decision, Divisions, Report, holders, stands
 
-__all__ = ["Decision", "Loss", "Report", "SurvivorGroup", "holders", "stands"]
+__all__ = ["Decision", "Divisions", "Loss", "Report", "SurvivorGroup", "holders", "stands"]
