@@ -52,5 +52,6 @@ def test_a_direct_write_before_a_loss_is_kept(solo: World, zero: int) -> None:
     with torch.no_grad():
         model.bias.add_(0.25)
     expected = model.bias.detach().clone()
-    engine._state.objects.lay_out_without_lost()
+    objects = engine._state.objects
+    objects.lay_out(objects.gather_from_left())
     assert torch.equal(model.bias, expected)
