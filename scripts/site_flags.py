@@ -152,6 +152,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "--failures": ("", "--failures rsc1"),
     "--spares": ("workers", "--spares 1"),
     "--min-hosts": ("hosts", "--min-hosts 3"),
+    "--reconnect": ("seconds", "--reconnect 2"),
     "--days": ("days", "--days 54"),
     "--step": ("seconds", "--step 10"),
     "--jitter": ("", "--jitter 0.02"),

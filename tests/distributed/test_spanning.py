@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from shardwise.config import Settings
-from shardwise.engine.exact_mode import shards_of
+from shardwise.engine.exact_mode import check
 from tests.distributed import test_collectives as verbs
 from tests.distributed.test_engine import ROWS, within_host_case
 from tests.distributed.test_shared import sums_under_random_delays
@@ -68,7 +68,7 @@ def test_sums_in_a_tree(hosts, dtype):
 
 
 def exact(world):
-    shards_of(Settings(exact=6), world.collectives)
+    check(Settings(exact=6), world.collectives)
 
 
 def test_hosts_that_are_no_nodes_of_the_tree_are_refused(hosts):

@@ -101,7 +101,8 @@ def draw(seed: int) -> Run:
     spares = rng.choice([0, 0, 1, 2])
     if spares and rng.random() < 0.5:
         # One more while a spare joins: of a rank that admits it, or of the spare.
-        is_spare = rng.random() < 0.5
+        # A rank that admits a spare alone holds the only states, so its loss would end the run.
+        is_spare = rng.random() < 0.5 or size - len(ranks) == 1
         losses.append(
             Loss(
                 rank=size if is_spare else rng.choice([r for r in range(size) if r not in ranks]),

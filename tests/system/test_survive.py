@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 
 import pytest
+import torch
 
 from shardwise.net.restarts import SAVED
 from tests.disk import wait_until
@@ -66,6 +68,54 @@ def test_a_killed_rank_costs_at_most_its_step(
     for place, rank in enumerate(left):
         assert f"rank {rank} is {place} of {size - 1} after step {STEPS}" in ran.out
     check(shardwise.folder, kind, left)
+
+
+@pytest.mark.parametrize(
+    ("zero", "transport", "kills"),
+    [
+        (2, "auto", ["1:backward:4"]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                (0, "auto", ["2:reduce:4"]),
+                (0, "gloo", ["0:update:5", "2:forward:8"]),
+                (1, "gloo", ["3:publish:6"]),
+                (2, "auto", ["0:begun:4", "1:halfway:9"]),
+                (3, "auto", ["0:gather:5", "2:update:9"]),
+                (3, "gloo", ["3:written:8"]),
+            ]
+        ),
+    ],
+)
+def test_exact_run_keeps_its_bits_after_losses(
+    shardwise: Launcher, zero: int, transport: str, kills: list[str]
+) -> None:
+    """Of three remaining ranks, one leaves: no node of the tree of sums has three micro-shards."""
+    words = [script("survives"), "steps", "adamw"]
+    alone = shardwise.run("run", "-n", "1", "--exact", "4", *words, "alone")
+    assert alone.code == 0, alone.err
+    shutil.rmtree(shardwise.folder / "checkpoints")
+    flags = ["-n", "4", "--survive", "1", "--exact", "4", "--zero", str(zero)]
+    ran = shardwise.run("run", *flags, "--transport", transport, *words, "out", *kills)
+    assert ran.code == 0, ran.err
+    assert "after losses: on 1 or 2 workers" in ran.out
+    assert "left, because --exact 4 trains on 2 of the remaining workers" in ran.out
+    undisturbed = torch.load(shardwise.folder / "alone-0.pt")
+    found = [torch.load(path) for path in shardwise.folder.glob("out-*.pt")]
+    assert len(found) == 3 - len(kills)
+    for each in found:
+        assert each["losses"] == undisturbed["losses"]
+        assert torch.equal(each["weights"], undisturbed["weights"])
+
+
+@pytest.mark.parametrize("flags", [["--exact", "4"], ["--micro-batch-size", "2"]])
+def test_plain_loop_is_refused_if_fewer_workers_need_several_micro_batches(
+    shardwise: Launcher, flags: list[str]
+) -> None:
+    flags = ["-n", "4", "--survive", "1", *flags]
+    ran = shardwise.run("run", *flags, script("survives"), "plain", "sgd", "out")
+    assert ran.code != 0
+    assert f"With {flags[3]} {flags[4]}, a step of Loader(TensorDataset) has several" in ran.err
 
 
 @pytest.mark.full

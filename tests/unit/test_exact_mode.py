@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise import config
 from shardwise.comm import Solo
 from shardwise.config import Settings
-from shardwise.engine.exact_mode import ExactAggregation, shards_of
+from shardwise.engine.exact_mode import ExactAggregation, check
 from shardwise.engine.step_statistics import Aggregation
 from shardwise.errors import ConfigError, UsageError
 from shardwise.layout.sum_tree import MicroShards
@@ -27,11 +27,11 @@ from shardwise.layout.sum_tree import MicroShards
 )
 def test_refuses_settings_that_cannot_be_combined(settings, said):
     with pytest.raises(ConfigError, match=said):
-        shards_of(Settings(exact=4, **settings), Solo())
+        check(Settings(exact=4, **settings), Solo())
 
 
-def test_has_no_micro_shards_if_off():
-    assert shards_of(Settings(sync_batch_norm=True), Solo()) is None
+def test_checks_nothing_if_off():
+    check(Settings(sync_batch_norm=True), Solo())
 
 
 def test_it_is_for_the_whole_run():

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
     Decision,
+    Divisions,
     Report,
     check_number,
     copy_places,
@@ -36,6 +37,35 @@ from shardwise.net.identity import Identity
 from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.survival import Survival, check
 from shardwise.world.world import World
+
+
+@pytest.mark.parametrize(
+    ("divisions", "members", "left", "usable"),
+    [
+        (Divisions(), (0, 1, 2), (0, 2), (0, 2)),
+        (Divisions(), (0, 1), (1, 5), (1, 5)),  # 5 joins
+        (Divisions(sizes=(1, 2, 4)), (0, 1, 2, 3), (0, 2, 3), (0, 2)),
+        (Divisions(sizes=(1, 2, 4)), (0, 2), (2,), (2,)),
+        (Divisions(sizes=(1, 2, 6)), tuple(range(6)), (1, 2, 3, 4, 5), (1, 2)),
+        (Divisions(sizes=(1, 2, 4)), (0, 2), (0, 2, 7, 8), (0, 2, 7, 8)),
+        # Replicas of two ranks.
+        (Divisions(unit=2), (0, 1, 2, 3), (0, 1, 3), (0, 1)),
+        (Divisions(unit=2), (0, 1, 2, 3, 4, 5), (0, 2, 3, 4, 5), (2, 3, 4, 5)),
+        (Divisions(unit=2), (2, 3, 4, 5), (2, 3, 4), (2, 3)),
+        (Divisions(unit=2), (0, 1, 2, 3), (1, 2), ()),
+    ],
+)
+def test_ranks_continue_in_whole_replicas_and_possible_numbers(
+    divisions: Divisions, members: tuple[int, ...], left: tuple[int, ...], usable: tuple[int, ...]
+) -> None:
+    assert divisions.usable(members, left) == usable
+
+
+def test_a_run_ends_without_a_complete_replica() -> None:
+    divisions = Divisions(unit=2, reason="--tensor 2")
+    with pytest.raises(CollectiveError, match="with --tensor 2 no complete copy of the model"):
+        divisions.check_left((), [1, 2])
+    divisions.check_left((0, 1), [2])
 
 
 def reports(*rows: tuple[int, int, int, int]) -> dict[int, Report]:

@@ -54,12 +54,13 @@ from shardwise.comm.nccl import Nccl
 from shardwise.comm.ordered_sums import Sum
 from shardwise.comm.same_host import host_key, ranks_by_host
 from shardwise.comm.shared_memory import SharedMemory
-from shardwise.comm.survivors import Loss, SurvivorGroup, copied_places, holders
+from shardwise.comm.survivors import Divisions, Loss, SurvivorGroup, copied_places, holders
 from shardwise.net.torchrun_store import exposed
 
 __all__ = [
     "Collectives",
     "Cuts",
+    "Divisions",
     "GatherOrder",
     "Gloo",
     "GroupRanks",

@@ -531,10 +531,6 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
     "pipeline": (lambda settings: settings.pipeline > 1, _GROUPS),
     "guard": (lambda settings: settings.guard is not None, _GROUPS),
     "islands": (lambda settings: settings.islands != 1, f"{_GROUPS}; see --elastic-islands"),
-    "exact": (
-        lambda settings: settings.exact is not None,
-        "the micro-shards are not divided among fewer workers within a run",
-    ),
     "batch": (
         lambda settings: settings.batch != "total",
         "the total batch would shrink with the number of workers",

@@ -183,7 +183,7 @@ class Loader(HintsAtAttributes):
             batch_sampler=batch_sampler,
             sharding=sharding,
             micro_batch_size=settings.micro_batch_size,
-            shards=None if settings.exact is None else _shards(settings.exact, self._world),
+            shards=_shards(self._world),
             seed_samples=seed_samples,
             collate_fn=collate_fn,
             size=self._world.data_size,
@@ -271,6 +271,7 @@ class Loader(HintsAtAttributes):
         Raises:
             UsageError: If a step has several micro-batches to train on: use `steps` instead.
         """
+        self._check_plain()
         for step in self.steps():
             if len(step) > 1 and torch.is_grad_enabled():
                 raise UsageError(
@@ -281,6 +282,20 @@ class Loader(HintsAtAttributes):
                 )
             step.plain = True
             yield from step
+
+    def _check_plain(self) -> None:
+        """Raise UsageError if a step could have several micro-batches after ranks were lost."""
+        if self._world.survival is None or not torch.is_grad_enabled():
+            return
+        exact, size = self._world.settings.exact, self._arguments.micro_batch_size
+        if exact is not None or (size is not None and (self.batch_size or 0) > size):
+            cause = f"--micro-batch-size {size}" if exact is None else f"--exact {exact}"
+            raise UsageError(
+                f"With {cause}, a step of {self.name} has several micro-batches on each worker "
+                "once --survive has continued with fewer workers. Write `for step in "
+                "loader.steps():`, inside it `for x, y in step: engine.backward(...)`, then "
+                "engine.step() once."
+            )
 
     def steps(self) -> Iterator[LoaderStep]:
         """Yield the steps of one epoch. Iterate over each step to get its micro-batches.
@@ -419,6 +434,7 @@ class Loader(HintsAtAttributes):
             batch_size=self.batch_size,
             size=self._world.data_size,
             rank=self._world.data_rank,
+            shards=_shards(self._world),
         )
         self._arguments.check()
         self._build()
@@ -593,8 +609,9 @@ def _check_repeatable(arguments: LoaderArguments) -> None:
         )
 
 
-def _shards(exact: int, world: World) -> MicroShards:
-    return MicroShards(exact, world.size, world.rank)
+def _shards(world: World) -> MicroShards | None:
+    exact = world.settings.exact
+    return None if exact is None else MicroShards(exact, world.size, world.rank)
 
 
 def _plan(arguments: LoaderArguments, reader: Reader) -> StreamShape:

@@ -241,9 +241,9 @@ class BackwardRunner:
     def _share(self, batch: Batch | None, *, summed: bool) -> float:
         replicas = self._spec.replicas
         groups = self._world.mesh.data // replicas
-        if self._spec.micro_shards is not None:
+        if (exact := self._spec.settings.exact) is not None:
             # Use the number of micro-shards, so that shares do not depend on the number of workers.
-            replicas = self._spec.micro_shards.count
+            replicas = exact
         share = share_of(batch, summed=summed, replicas=replicas, groups=groups)
         # The ranks of a context group have the same rows, and each a part of their sequences.
         cut = self._spec.context is not None and batch is not None and not summed

@@ -57,8 +57,6 @@ class EngineSpec:
     device: torch.device
     gather_order: GatherOrder
     """Makes data-parallel ranks gather in the same order inside forward and backward passes."""
-    micro_shards: MicroShards | None = None
-    """The micro-shards of a step in exact mode, otherwise None."""
     tensor: TensorParallelModels | None = None
     """Tensor parallelism: this rank's part of each layer, or None if layers are not split."""
     pipeline: PipelineGroup | None = None
@@ -84,6 +82,16 @@ class EngineSpec:
         _check_names(self.models, self.settings)
         if self.has_peers:
             island_hooks.check(self.settings, elastic=self.peers.has_changing_ranks)
+
+    @property
+    def micro_shards(self) -> MicroShards | None:
+        """The micro-shards of a step in exact mode, otherwise None.
+
+        They are divided among the current ranks, whose number may change with `--survive`.
+        """
+        if self.settings.exact is None:
+            return None
+        return MicroShards(self.settings.exact, self.world_group.size, self.world_group.rank)
 
     @property
     def has_peers(self) -> bool:
@@ -218,15 +226,15 @@ class EngineSpec:
             return self.tensor.shards[parameter] if is_split else None
         return self.shard_of(parameter)
 
-    @cached_property
+    @property
     def summation(self) -> Summation:
         """The order in which gradients are added across passes and ranks: any order, or a tree."""
-        if self.micro_shards is None:
+        if (shards := self.micro_shards) is None:
             return Summation()
         found = self.connected_experts
         # Workers with other numbers of experts must square the same elements together.
         tensors = [p for _, each in found.fused for p in each.module.parameters()] if found else []
-        return in_tree(self.micro_shards, [p.shape[1:].numel() for p in tensors])
+        return in_tree(shards, [p.shape[1:].numel() for p in tensors])
 
     @cached_property
     def optimizer_kinds(self) -> OptimizerKinds:
@@ -273,7 +281,7 @@ class EngineSpec:
         # differently, so results would depend on whether the state is sharded.
         alone = self.shard_group.size == 1 or not self.placement.is_sharded("optimizer")
         on_disk = any(tier.kind == "nvme" for tier in self.placement.tiers)
-        return alone and not on_disk and self.micro_shards is None
+        return alone and not on_disk and self.settings.exact is None
 
     @property
     def optimizers_stay(self) -> bool:

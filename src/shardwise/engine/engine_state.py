@@ -197,7 +197,7 @@ def spec_of(
     Raises ModelError if an argument is not a model or an optimizer, and ConfigError if settings
     cannot be combined.
     """
-    shards = exact_mode.shards_of(settings, world.collectives)
+    exact_mode.check(settings, world.collectives)
     model_tuple = _as_tuple(models, nn.Module)
     optimizer_tuple = _as_tuple(optimizers, optim.Optimizer)
     for optimizer in optimizer_tuple:
@@ -212,7 +212,6 @@ def spec_of(
         world.data,
         world.device,
         world.gather_order,
-        shards,
         tensor,
         pipeline_parallel.begin(world, settings, model_tuple),
         world.stage,

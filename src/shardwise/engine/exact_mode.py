@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.comm import Collectives
 from shardwise.config import Settings, flag
@@ -22,14 +23,10 @@ _WITHOUT = {
 }
 
 
-def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
-    """Return the micro-shards of a step, or None if exact mode is off.
-
-    Raises ConfigError if exact mode cannot be combined with another setting, or with this number of
-    workers.
-    """
+def check(settings: Settings, group: Collectives) -> None:
+    """Raise ConfigError if exact mode cannot be combined with another setting or this `group`."""
     if settings.exact is None:
-        return None
+        return
     for name, why in _WITHOUT.items():
         if getattr(settings, name):
             raise ConfigError(
@@ -48,7 +45,7 @@ def shards_of(settings: Settings, group: Collectives) -> MicroShards | None:
             "one subtree: start a power of two of ranks on each host, numbered host by host, or "
             "write --transport gloo."
         )
-    return MicroShards(settings.exact, group.size, group.rank)
+    MicroShards(settings.exact, group.size, group.rank)  # raises if they do not divide
 
 
 class ExactAggregation(Aggregation):
@@ -60,6 +57,9 @@ class ExactAggregation(Aggregation):
     def __init__(self, shards: MicroShards) -> None:
         super().__init__(shards.rank)
         self._shards = shards
+
+    def follow(self, rank: int, workers: int) -> None:
+        self._shards = replace(self._shards, workers=workers, rank=rank)
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:
         """Return the next micro-shard's seed, which does not depend on the number of ranks."""

@@ -205,14 +205,17 @@ class RepeatableSteps(StepRunner):
         Also forget pending calls with the lost ranks. `rebuilds` is True if the full states are
         laid out next.
         """
-        state = self._state
+        state, group = self._state, self._survival.group
         state.states.gradients.forget_calls()
-        state.aggregation.follow(self._world.data_rank)
+        if group.surplus:  # they leave first
+            self._is_layout_due = True
+            return
+        state.aggregation.follow(self._world.data_rank, self._world.data_size)
         if rebuilds:
             pass
-        elif state.states.copies is None:
+        elif state.states.copies is None and self._spec.settings.exact is None:
             state.states.gradients.follow_group()
-        else:
+        else:  # in exact mode, sums over the remaining ranks have other levels
             self._is_layout_due = True
         if not self._is_pending:
             self._randoms.reseed()
@@ -231,15 +234,31 @@ class RepeatableSteps(StepRunner):
         self._is_laying_out = True
         if self._accumulation.backwards:
             self._backward.abandon()
-        if self._whole is None:
-            self._objects.lay_out_without_lost()
-        else:
-            # If ranks are lost here, this is repeated, because spares have no other states.
-            self._objects.lay_out(self._whole)
-            self._whole = None
+        # If further ranks are lost from now on, the states in `_whole` are laid out nevertheless,
+        # because spares have no others.
+        joins = self._whole is not None
+        self._whole = self._whole or self._objects.gather_from_left()
+        self._let_surplus_leave()
+        self._objects.lay_out(self._whole)
+        self._whole = None
+        if joins:
             self._start.keep_buffers()
         self._is_layout_due = self._is_laying_out = False
         self._survival.loss = None
+
+    def _let_surplus_leave(self) -> None:
+        """Leave if this rank cannot train with the others. Otherwise continue without such ranks.
+
+        Collective. All ranks hold the full states.
+        """
+        group = self._survival.group
+        while surplus := group.surplus:
+            if group.members[group.rank] in surplus:
+                reason = f"{group.divisions.reason} cannot use it"
+                self._world.preemption.leave_alone(self._state.steps, reason)
+            group.replace()
+            self._follow_group(rebuilds=True)
+            self._survival.announce_left(surplus)
 
     def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
         """Update this rank's optimizer state, and the second copy that it holds.

@@ -73,6 +73,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
             copies = "; each worker keeps a second copy of another one's sharded states"
         most = spec.settings.survive
         world.print(f"  continues if at most {many(most, 'worker')} at once are lost{copies}")
+        if line := world.survival.group.divisions.describe(world.size):
+            world.print(f"  {line}")
     if states.hooks is not None:
         world.print(f"  {states.hooks.describe()}")
     for name, others in sorted(_optimizers_by_trial(states).items()):

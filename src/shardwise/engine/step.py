@@ -141,7 +141,7 @@ class StepRunner:
         """See Engine.zero_grad."""
         if self._accumulation.backwards:
             self._backward.abandon()
-            if self._spec.micro_shards is not None:
+            if self._spec.settings.exact is not None:
                 # Each micro-shard has its own seed, and the step restarts at the first micro-shard.
                 self._randoms.reseed()
 

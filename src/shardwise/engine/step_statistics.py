@@ -29,8 +29,8 @@ class Aggregation:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def follow(self, rank: int) -> None:
-        """Set this rank's new number, after other ranks were lost."""
+    def follow(self, rank: int, workers: int) -> None:
+        """Set this rank's new index among `workers` ranks, after ranks were lost or have joined."""
         self._rank = rank
 
     def seed(self, seed: int, engine: int, step: int, backwards: int) -> int | None:

@@ -418,20 +418,20 @@ class UserObjects:
         if self.states.copies is not None:
             self._rebuild_states(*self._take_apart())
 
-    def lay_out_without_lost(self) -> None:
-        """Recreate the states on the remaining ranks after others were lost. Collective.
+    def gather_from_left(self) -> WholeStates:
+        """Gather the full states after ranks were lost. Collective.
 
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
         states = self.states
-        assert states.copies is not None
         sharded = self.spec.placement.is_sharded("parameters")
         # The copies would otherwise lack what user code has written since the last step.
         if not sharded and (written := states.parameters.written()):
             states.optimizer.refresh_masters(written)
-            states.copies.take_in_writes(written)
+            if states.copies is not None:
+                states.copies.take_in_writes(written)
         # Nothing is released before every rank has gathered all states.
-        self.lay_out(self.spec.shard_group.steadily(self.gather_whole))
+        return self.spec.world_group.steadily(self.gather_whole)
 
     def gather_whole(self) -> WholeStates:
         """Gather the full states of all ranks. The states stay as they are. Collective.

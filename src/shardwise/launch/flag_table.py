@@ -409,6 +409,11 @@ SIMULATE = (
         names="least --min-hosts",
     ),
     row(
+        "--reconnect S",
+        "as with run --survive, continue without a lost host after S seconds",
+        SECONDS,
+    ),
+    row(
         "--hardware FILE",
         "read your own devices from a TOML file or a folder of them; repeatable",
         multiple=True,

@@ -152,7 +152,7 @@ class MicroShardBuffers(Buffers):
 
     def _by_micro_shard(self, rows: Tensor) -> Tensor:
         """Reorder `rows` from (ranks, turns x k) to (micro-shards, k)."""
-        shards = self._shards
+        workers, count = len(rows), self._shards.count
         # In turn t, rank r ran micro-shard t * workers + r, so turns are the outer dim.
-        by_turn = rows.view(shards.workers, shards.turns, rows.shape[1] // shards.turns)
-        return by_turn.transpose(0, 1).reshape(shards.count, -1)
+        by_turn = rows.reshape(workers, count // workers, -1)
+        return by_turn.transpose(0, 1).reshape(count, -1)

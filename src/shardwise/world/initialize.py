@@ -209,6 +209,8 @@ def _configure(world: World, keywords: dict[str, Any]) -> None:
     if settings.exact is not None:
         MicroShards(settings.exact, world.size, world.rank)  # raises if they do not divide
         randomness.fix_arithmetic(world.device)
+    if world.survival is not None:
+        world.survival.group.divisions = survival.divisions_of(settings)
 
 
 def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:

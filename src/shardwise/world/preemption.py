@@ -68,9 +68,9 @@ class Preemption:
         """The signal that told this rank to stop the run, or 0."""
         return 0 if self.leaves_alone else self.asked
 
-    def leave_alone(self, step: int) -> NoReturn:
+    def leave_alone(self, step: int, reason: str = "SIGTERM") -> NoReturn:
         """Terminate this process after step `step`, while the other ranks continue."""
-        print(f"shardwise: SIGTERM: this worker leaves after step {step}", file=sys.stderr)
+        print(f"shardwise: {reason}: this worker leaves after step {step}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         # The default action, because the launcher continues only without ranks that were killed.

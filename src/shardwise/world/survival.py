@@ -19,9 +19,10 @@ from contextlib import contextmanager
 
 import torch
 
-from shardwise.comm import Loss, SurvivorGroup
+from shardwise.comm import Divisions, Loss, SurvivorGroup
 from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
+from shardwise.layout import sum_tree
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 from shardwise.world.current_batch import LoaderStream
@@ -203,10 +204,26 @@ class Survival:
                 f"shardwise: {_named(ranks)} joined after step {step}, and {size} workers continue"
             )
 
+    def announce_left(self, ranks: Sequence[int]) -> None:
+        """Print that `ranks` have left, because they could not train with the others."""
+        group = self.group
+        self._say(
+            f"shardwise: {_named(ranks)} left, because {group.divisions.reason} trains on "
+            f"{group.size} of the remaining workers"
+        )
+
     def _announce(self, lost: Sequence[int], seconds: float, what: str) -> None:
         size = self.group.size
         workers = "1 worker continues" if size == 1 else f"{size} workers continue"
         self._say(f"shardwise: lost {_named(lost)} {what}, and {workers} after {seconds:.2f} s")
+
+
+def divisions_of(settings: Settings) -> Divisions:
+    """Return the sets of ranks that can continue after a loss."""
+    if settings.exact is not None:
+        sizes = tuple(sum_tree.node_sizes(settings.exact))
+        return Divisions(sizes=sizes, reason=f"--exact {settings.exact}")
+    return Divisions()
 
 
 def _named(ranks: Sequence[int]) -> str:

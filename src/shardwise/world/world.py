@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -195,7 +196,9 @@ class World(BatchRows, HintsAtAttributes):
     def _follow_group(self) -> None:
         """Update this rank's number and the world size after the group has lost ranks."""
         self.rank, self.size = self.collectives.rank, self.collectives.size
-        self.mesh = Mesh(self.size)
+        assert self.survival is not None
+        if not self.survival.group.surplus:
+            self.mesh = replace(self.mesh, size=self.size)
         if "gather_order" in vars(self):
             self.gather_order.follow(self.size)
 

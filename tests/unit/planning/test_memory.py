@@ -74,6 +74,22 @@ def test_peak_of_replicated_states_is_in_backward():
     assert [each.nbytes for each in plan.held] == [16384, 2048, 2048]
 
 
+@pytest.mark.parametrize(
+    ("level", "data", "held", "sent"),
+    [
+        (0, 4, 0, 0),
+        (2, 1, 0, 0),
+        # A quarter of the parameters, their gradients and two moments. The gradients are sent.
+        (1, 4, WEIGHTS, WEIGHTS // 4),
+        (2, 4, WEIGHTS, WEIGHTS // 4),
+        (3, 4, WEIGHTS, WEIGHTS // 4),
+        (3, 2, 2 * WEIGHTS, WEIGHTS // 2),
+    ],
+)
+def test_survive_adds_second_copies(level: int, data: int, held: int, sent: int) -> None:
+    assert predict(record(), choice(level, data), GPU).second_copies == (held, sent)
+
+
 def test_sharded_parameters_are_gathered_by_unit():
     plan = predict(record(), choice(3), GPU)
     assert plan.states["optimizer"] == WEIGHTS

@@ -102,6 +102,35 @@ class TestFailures:
         assert outcome.failures["it"] > 10
         assert outcome.lost["lost"] == 0
 
+    def test_lost_host_costs_the_step_in_progress(self) -> None:
+        made = model(failing(5, "host", detect=30.0, repair=1e9), reconnect=2.0, spares=200)
+        assert made.failure_rate == 0
+        outcome = Trial(made, 0, [15.0, 2047.0]).run()
+        # A step takes 10 s, so the first loss is 5 s after the start of the second step. After the
+        # detection, the reconnection and the admission, the run continues at 69 s. It works for
+        # 1,000 s, saves for 20 s and works for 958 s, so the second loss is 8 s after a start.
+        assert outcome.failures == {"it": 2}
+        assert outcome.stops == 0
+        assert outcome.lost["detection"] == pytest.approx(60)
+        assert outcome.lost["reconnecting"] == pytest.approx(2 * (2 + 22))
+        assert outcome.lost["lost"] == pytest.approx(5 + 8)
+        assert outcome.lost["fewer"] == outcome.lost["restart"] == 0
+
+    def test_run_without_spares_continues_with_fewer_hosts(self) -> None:
+        made = model(failing(5, "host", repair=1e9), reconnect=2.0)
+        outcome = Trial(made, 0, [15.0]).run()
+        assert outcome.lost["restart"] == outcome.lost["waiting"] == 0
+        assert outcome.lost["reconnecting"] == pytest.approx(2)
+        assert outcome.lost["fewer"] == pytest.approx((made.work - 10) / 127, rel=1e-6)
+
+    @pytest.mark.parametrize("scope", ["rack", "pod", "job"])
+    def test_other_failures_stop_the_run(self, scope: str) -> None:
+        made = model(failing(5, scope, repair=100.0), reconnect=2.0)
+        assert made.failure_rate == pytest.approx(5 / DAY)
+        outcome = Trial(made, 0, [1500.0]).run()
+        assert outcome.stops == 1
+        assert outcome.lost["restart"] == pytest.approx(300)
+
     def test_run_that_never_ends_is_stopped(self) -> None:
         found = simulate(model(failing(2000), interval=5000.0, work=DAY), 1, 0)
         assert found.unfinished == 1

@@ -17,6 +17,15 @@ hosts that have ended. It alone does so, so the ranks cannot split into two grou
 """
 
 from shardwise.comm.survivors.group import Loss, SurvivorGroup, copied_places
-from shardwise.comm.survivors.membership import Decision, Report, holders, stands
+from shardwise.comm.survivors.membership import Decision, Divisions, Report, holders, stands
 
-__all__ = ["Decision", "Loss", "Report", "SurvivorGroup", "copied_places", "holders", "stands"]
+__all__ = [
+    "Decision",
+    "Divisions",
+    "Loss",
+    "Report",
+    "SurvivorGroup",
+    "copied_places",
+    "holders",
+    "stands",
+]

@@ -21,7 +21,7 @@ from shardwise.comm.survivors import connecting, membership
 from shardwise.comm.survivors.admission import Admission, Applicant, Entry, publish_members
 from shardwise.comm.survivors.agreement import Agreement, NotAdmitted
 from shardwise.comm.survivors.lost_hosts import LostHosts
-from shardwise.comm.survivors.membership import Report
+from shardwise.comm.survivors.membership import Divisions, Report
 from shardwise.comm.survivors.replaceable import PassChannel, ReplaceableGroup
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
 from shardwise.watch.status_server import RankAddress
@@ -68,6 +68,9 @@ class SurvivorGroup(ReplaceableGroup):
 
     Attributes:
         is_waiting: True if this rank is a spare that has not joined the others.
+        divisions: The sets of ranks that can train together.
+        surplus: Ranks that cannot train with the others after a loss. They hold a part of the
+            states, so they leave once the others have gathered these.
         joins_due: True if spares wait to join, as all ranks know from the last confirmation.
         prepared: Number of commits that this rank could finish alone. A commit is a step, or a call
             of `steadily`.
@@ -93,10 +96,14 @@ class SurvivorGroup(ReplaceableGroup):
         self.is_waiting, self.joins_due = number is not None, False
         self.members: tuple[int, ...] = tuple(range(inner.size)) if number is None else (number,)
         """The ranks of the run that are left. Their numbers in the run never change."""
+        self._trained = self.members
+        """The members in the latest group without surplus ranks."""
         self.generation = 0
         self.prepared = self.confirmed = 0
         self.between_steps: Callable[[Loss], None] | None = None
         self.tolerates: Callable[[PeerLost], bool] = lambda error: False
+        self.divisions = Divisions()
+        self.surplus: tuple[int, ...] = ()
         self._timeout, self.stop_limit = timeout, timeout / 2
         self._most = most
         self._number = inner.rank if number is None else number
@@ -186,7 +193,12 @@ class SurvivorGroup(ReplaceableGroup):
 
     def _invitable(self) -> list[RankAddress]:
         """Return the spares that may join now."""
-        return self._admission.waiting(self._full_size - self.size, self.members)
+        waiting = self._admission.waiting(self._full_size - self.size, self.members)
+        return self._joining(waiting)
+
+    def _joining(self, spares: list[RankAddress]) -> list[RankAddress]:
+        """Return as many of `spares` as can train together with the members."""
+        return spares[: max(0, self.divisions.fit(self.size + len(spares)) - self.size)]
 
     def invite(self, offer: Mapping[str, Any]) -> list[RankAddress]:
         """Let waiting spares load a checkpoint, and return those that have loaded it. Collective.
@@ -200,6 +212,7 @@ class SurvivorGroup(ReplaceableGroup):
         ready: list[RankAddress] = []
         if self.rank == 0:
             ready = self._admission.wait_until_ready(spares, self._timeout / 2)
+            ready = self._joining(ready)
         found = self.gather_plain([asdict(place) for place in ready])[0]
         return [RankAddress(**place) for place in found]
 
@@ -256,7 +269,7 @@ class SurvivorGroup(ReplaceableGroup):
                     f"Spare rank {self._number} has {len(self._channels)} channels, and the other "
                     f"ranks have {entry.channels}: the script has built other models here."
                 )
-            self.members = tuple(place.rank for place in entry.members)
+            self.members = self._trained = tuple(place.rank for place in entry.members)
             try:
                 self.replace([place.rank for place in entry.spares])
             except NotAdmitted:
@@ -306,7 +319,11 @@ class SurvivorGroup(ReplaceableGroup):
             decision, listener = self._agreement.reach(mine, present, self._timeout, joining)
             self.generation = decision.generation
             try:
-                membership.check_number(hosts, decision.members, self._most)
+                expected = {rank: hosts[rank] for rank in before if rank not in self.surplus}
+                membership.check_number(expected, decision.members, self._most)
+                usable = self.divisions.usable(self._trained, decision.members)
+                lost = tuple(rank for rank in before if rank not in decision.members)
+                self.divisions.check_left(usable, lost)
             except CollectiveError:
                 if listener is not None:
                     listener.close()
@@ -338,12 +355,14 @@ class SurvivorGroup(ReplaceableGroup):
         for channel, renewed in zip(self._channels, channels, strict=True):
             channel.adopt(renewed)
         self.members = decision.members
+        self.surplus = tuple(rank for rank in decision.members if rank not in usable)
+        if not self.surplus:
+            self._trained = decision.members
         # A pickle's purpose contains the number of its call. Ranks disagree about this number after
         # a call has failed on only some of them.
         self._gathered = decision.generation << 32
         for changed in self._changed:
             changed()
-        lost = tuple(rank for rank in before if rank not in decision.members)
         stands = membership.stands(decision, mine)
         self.prepared = self.confirmed = decision.confirmed
         self.joins_due = False

@@ -118,6 +118,62 @@ def stands(decision: Decision, mine: Report) -> bool:
     return decision.confirmed > mine.confirmed
 
 
+@dataclass(frozen=True)
+class Divisions:
+    """The sets of ranks that can train together.
+
+    Args:
+        unit: Number of adjacent ranks that can only train together, such as a replica of a model
+            that is split over several ranks. If one of them is lost, the others leave.
+        sizes: The possible numbers of ranks, ascending, or () if any number is possible.
+        reason: The setting that causes this, for messages.
+    """
+
+    unit: int = 1
+    sizes: tuple[int, ...] = ()
+    reason: str = ""
+
+    def usable(self, members: Sequence[int], left: Sequence[int]) -> tuple[int, ...]:
+        """Return the ranks in `left`, in order, that continue to train.
+
+        Args:
+            members: The ranks that trained together before the loss, in whole units.
+            left: The remaining ranks, and ranks that join them.
+        """
+        starts = range(0, len(members), self.unit)
+        units = [members[first : first + self.unit] for first in starts]
+        broken = {rank for unit in units if not set(unit) <= set(left) for rank in unit}
+        whole = tuple(rank for rank in left if rank not in broken)
+        return whole[: self.fit(len(whole))]
+
+    def fit(self, size: int) -> int:
+        """Return the largest possible number of ranks up to `size`."""
+        return max((each for each in self.sizes if each <= size), default=size)
+
+    def describe(self, size: int) -> str:
+        """Return what happens after a loss in a group of `size` ranks, or "" if all continue."""
+        if self.sizes:
+            smaller = " or ".join(str(each) for each in self.sizes if each < size)
+            return f"after losses: on {smaller} workers ({self.reason}); others leave"
+        if self.unit == size:
+            return (
+                f"after a loss: the run ends, because {self.reason} leaves no other complete copy "
+                "of the model; with --restarts it returns to the last checkpoint"
+            )
+        if self.unit > 1:
+            return f"after a loss: the {self.unit} workers of its copy of the model all leave"
+        return ""
+
+    def check_left(self, usable: Sequence[int], lost: Sequence[int]) -> None:
+        """Raise CollectiveError if no rank is usable because ranks were lost."""
+        if not usable:
+            raise CollectiveError(
+                f"Ranks {', '.join(map(str, lost))} were lost, and with {self.reason} no complete "
+                "copy of the model is left. Start again from the last checkpoint; with --restarts "
+                "the launcher does so."
+            ).blaming(lost)
+
+
 def count_losses(lost: Collection[int], hosts: Mapping[int, str]) -> int:
     """Return the number of losses: a host that has lost all of its ranks counts once.
 

@@ -110,6 +110,25 @@ class StateLayout:
         optimizer = updated * size * mastered + moment * len(bucket.group.moments)
         return held * bucket.itemsize, kept * (FP32 if wide else bucket.itemsize), optimizer
 
+    def second_copies(self, rank: int) -> tuple[int, int]:
+        """Return the bytes that `--survive` adds on `rank`: held, and sent in each step.
+
+        If the optimizer state is sharded, each rank also holds the previous rank's optimizer state,
+        parameters and reduced gradients, and sends its own reduced gradients to the next rank
+        (states/second_copies.py).
+        """
+        if self.ranks == 1 or not self.row.is_sharded("optimizer"):
+            return 0, 0
+        owner = (rank - 1) % self.ranks
+        held = sent = 0
+        for bucket in self.buckets:
+            # The copy of the parameters and the gradient have the dtype of the parameters.
+            held += 2 * bucket.share(owner) * bucket.itemsize + self.bucket_bytes(bucket, owner)[2]
+            sent += bucket.share(rank) * bucket.itemsize
+        if self.row.is_sharded("parameters"):
+            held += sum(each.stored(owner) for each in self.frozen)
+        return held, sent
+
     def _has_master(self, bucket: LaidBucket) -> bool:
         """Return whether the update needs a master copy of the parameters.
 

@@ -105,6 +105,9 @@ class MemoryPlan:
     held: tuple[Held, ...]
     backward: int
     """Index of the first operation of the backward pass."""
+    second_copies: tuple[int, int] = (0, 0)
+    """Bytes that `--survive` adds: held on any tier, and sent in each step. They are not part of
+    the other figures."""
 
     def at_peak(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak."""
@@ -187,6 +190,7 @@ def predict(
         _where(record, at),
         _held(record, at),
         record.backward,
+        layout.second_copies(rank),
     )
 
 

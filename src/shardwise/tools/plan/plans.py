@@ -158,6 +158,13 @@ class Plan:
                 f"copy, of at most {in_bytes(saved_bytes(self.best, record))} per rank with the "
                 "first placement, in the host's memory"
             )
+        if self.best is not None and any(copies := self.best.memory.second_copies):
+            held, sent = map(in_bytes, copies)
+            yield (
+                f"with --survive, the first placement also holds {held} of second copies per "
+                f"worker, sends {sent} more per worker and step, and needs memory for the full "
+                "optimizer state after a loss"
+            )
         used = max((line.choice.devices for line in self.lines), default=self.cluster.devices)
         if used < self.cluster.devices:
             yield (
@@ -227,6 +234,8 @@ class Plan:
             "states_bytes": line.memory.states,
             "tier_bytes": line.memory.tiers,
             "context_bytes": self._context_bytes(line),
+            "second_copies_bytes": line.memory.second_copies[0],
+            "second_copies_sent_bytes": line.memory.second_copies[1],
             "missing_bytes": line.over,
             "missing_host_bytes": line.over_host,
             "seconds_per_step": None if estimate is None else estimate.seconds,

@@ -50,10 +50,12 @@ def run(request: SimulationRequest, out: Path, json_file: Path | None) -> int:
     model = model_of(request, cluster, failures)
     with _progress(request, model) as tick:
         goodput, tried = _found(request, model, tick)
-        # For comparison, also simulate the run without islands under the same failures.
+        # For comparison, also simulate a run that every failure stops.
         whole = None
         if model.islands > 1:
             whole, _ = _found(request, as_a_whole(request, model), tick)
+        elif model.reconnect is not None:
+            whole, _ = _found(request, replace(model, reconnect=None), tick)
     report = SimulationReport(request, cluster, failures, goodput, tried, whole)
     if not is_stdout(json_file):
         show(report, plain_console())
@@ -103,6 +105,7 @@ def model_of(request: SimulationRequest, cluster: Cluster, failures: Failures) -
         jitter=request.jitter,
         spares=request.spares,
         least=request.least or 0,
+        reconnect=request.reconnect,
         islands=islands,
         every=rule.every if islands > 1 else 1,
         boundary=0.0 if links is None else links.boundary_seconds(rule, request.step),
@@ -149,6 +152,11 @@ def _check_islands(request: SimulationRequest, cluster: Cluster, islands: int) -
             f"--spares {request.spares} with --islands {islands} on one host: a spare host cannot "
             "replace an island, which is part of a host. Leave --spares out."
         )
+    if request.reconnect is not None:
+        raise ConfigError(
+            f"--reconnect {request.reconnect:g} with --islands {islands}: the other islands "
+            "continue without an island that has lost a host. Leave one of them out."
+        )
     if request.least is not None:
         raise ConfigError(
             f"--min-hosts {request.least} with --islands {islands}: an island that lacks a host "
@@ -186,8 +194,8 @@ def as_a_whole(request: SimulationRequest, model: RunModel) -> RunModel:
 def _progress(request: SimulationRequest, model: RunModel) -> Iterator[Any]:
     """Show a progress bar of the trials. Yields a function to call after each trial."""
     searched = len(FACTORS) * SEARCH_TRIALS if request.save_every is None else 0
-    # With islands, the same run is also simulated without them for comparison.
-    models = 1 + (model.islands > 1)
+    # With islands or --reconnect, the same run is also simulated without them for comparison.
+    models = 1 + (model.islands > 1 or model.reconnect is not None)
     pilot = SEARCH_TRIALS if searched and model.islands > 1 else 0
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

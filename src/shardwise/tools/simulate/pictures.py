@@ -40,6 +40,7 @@ COLORS = {
     "fewer": SLATE,
     "boundaries": INDIGO,
     "rejoining": ROSE,
+    "reconnecting": ROSE,
 }
 
 

@@ -52,6 +52,7 @@ class SimulationRequest:
     parameters: float | None = None
     between: float | None = None
     """Bandwidth in Mbit/s of each island's link to the other islands. None ignores the link."""
+    reconnect: float | None = None
 
     @property
     def rule(self) -> IslandRule:
@@ -114,7 +115,12 @@ def headline(report: SimulationReport) -> str:
 
 def sentences(report: SimulationReport) -> list[str]:
     """Return further results as sentences, most important first."""
-    lines = [*_given_up(report.goodput), *_on_islands(report), *_on_checkpoints(report)]
+    lines = [
+        *_given_up(report.goodput),
+        *_on_islands(report),
+        *_on_losses(report),
+        *_on_checkpoints(report),
+    ]
     if report.dollars is not None:
         low, high = report.dollars
         dollars = f"{in_short(round(low))} to {in_short(round(high))} dollars"
@@ -164,7 +170,7 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
     """Yield sentences about the effect of islands, and about the same run without them."""
     # `shardwise run` supports less than this simulation (see NOT_YET).
     model, whole = report.model, report.whole
-    if whole is None:
+    if whole is None or model.islands == 1:
         return
     count = model.topology.hosts * model.units_per_host // model.islands
     island = many(count, "host" if model.units_per_host == 1 else "device")
@@ -187,12 +193,34 @@ def _on_islands(report: SimulationReport) -> Iterator[str]:
     yield NOT_YET
 
 
+def _on_losses(report: SimulationReport) -> Iterator[str]:
+    """Yield sentences about the effect of --reconnect, and about the same run without it."""
+    model, whole = report.model, report.whole
+    if whole is None or model.reconnect is None:
+        return
+    survived = sum(f.rate_over(model.topology) for f in model.failures if model.survives(f))
+    if survived:
+        yield (
+            f"The run loses a host every {_number(1 / survived / HOUR)} hours. The others repeat "
+            f"the step in progress, and continue {model.reconnect:g} s after they noticed the loss."
+        )
+    yield (
+        f"Without --survive: goodput {whole.goodput.mean:.1%} ({whole.goodput.low:.1%} to "
+        f"{whole.goodput.high:.1%}), checkpoints {whole.model.interval:,.6g} s of steps apart."
+    )
+    for line in _given_up(whole):
+        yield f"Without --survive: {line}"
+    yield "shardwise run supports --survive on CPUs so far; see the guide on recovery."
+
+
 def as_json(report: SimulationReport) -> dict[str, Any]:
     """Return the results as JSON-serialisable values.
 
     Times are in seconds, or fractions of the run.
     """
     goodput, model = report.goodput, report.model
+    alone = report.whole if model.islands > 1 else None
+    stopping = report.whole if model.reconnect is not None else None
     return {
         "on": str(report.cluster),
         "failures": report.failures.title,
@@ -210,8 +238,10 @@ def as_json(report: SimulationReport) -> dict[str, Any]:
         "islands": model.islands,
         "equal_every": model.every if model.islands > 1 else None,
         "boundary_seconds": model.boundary,
-        "goodput_without_islands": None if report.whole is None else vars(report.whole.goodput),
-        "unfinished_without_islands": None if report.whole is None else report.whole.unfinished,
+        "goodput_without_islands": None if alone is None else vars(alone.goodput),
+        "unfinished_without_islands": None if alone is None else alone.unfinished,
+        "reconnect_seconds": model.reconnect,
+        "goodput_without_survive": None if stopping is None else vars(stopping.goodput),
         "intervals_tried": [
             {"interval_seconds": interval, "goodput": vars(band)} for interval, band in report.tried
         ],

@@ -19,6 +19,7 @@ CAUSES = {
     "detection": "failures that are not noticed yet",
     "waiting": "waiting for hosts",
     "restart": "restarting",
+    "reconnecting": "continuing after the loss of a host, and admitting other hosts",
     "rejoining": "islands that wait for the next boundary",
 }
 """The causes of lost time, with their descriptions."""
@@ -42,6 +43,8 @@ class RunModel:
         spares: Number of spare hosts.
         least: Minimum number of hosts. With fewer hosts than at the start, the run continues at a
             lower speed. If it is 0, the run always needs all hosts.
+        reconnect: Time from the detection of a lost host until the other hosts continue. If it is
+            None, every failure stops the run.
         islands: Number of islands. They are groups of adjacent hosts, or of adjacent devices if
             there are more islands than hosts. A failure stops only the islands that it hits.
         every: Number of steps between two synchronisations of the islands.
@@ -60,6 +63,7 @@ class RunModel:
     jitter: float = 0.0
     spares: int = 0
     least: int = 0
+    reconnect: float | None = None
     islands: int = 1
     every: int = 1
     boundary: float = 0.0
@@ -73,7 +77,17 @@ class RunModel:
         # Slow devices and planned stops lose no work, so they do not affect the best checkpoint
         # interval.
         stopping = (each for each in self.failures if each.slowdown == 1 and not each.planned)
-        return sum(each.rate_over(self.topology) for each in stopping)
+        rates = (each.rate_over(self.topology) for each in stopping if not self.survives(each))
+        return sum(rates)
+
+    def survives(self, failure: FailureClass) -> bool:
+        """Return whether the other hosts continue after `failure`.
+
+        They cannot if several hosts fail at once, because the second copies of a host's states are
+        on the next host, or if the failure takes down no host, because all ranks then fail.
+        """
+        lost = self.topology.hosts_of(failure.scope)
+        return self.reconnect is not None and lost == 1 < self.topology.hosts
 
     @property
     def round(self) -> float:

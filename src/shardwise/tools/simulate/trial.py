@@ -25,7 +25,7 @@ class Trial(Simulation):
         self._since = 0.0
         """Work done since the last save."""
         self._hosts = model.topology.hosts
-        self._least = model.least or model.topology.hosts
+        self._least = model.least or (model.topology.hosts if model.reconnect is None else 1)
 
     @property
     def _is_done(self) -> bool:
@@ -101,13 +101,19 @@ class Trial(Simulation):
         now = self._time.now
         # To use a returned host, the run needs a restart, which is planned and loses no work.
         if self._take_returns():
-            self._stop_as_planned()
+            if self._model.reconnect is None:
+                self._stop_as_planned()
+            else:
+                self._admit()
         if self._next <= now:
-            failure = self._strike()
+            hosts, failure = self._hosts, self._strike()
             if failure is not None and failure.planned:
                 self._stop_as_planned()
             elif failure is not None and failure.slowdown == 1:
-                self._stop(failure)
+                if self._model.survives(failure) and self._least <= self._hosts:
+                    self._continue_after(failure, replaced=self._hosts == hosts)
+                else:
+                    self._stop(failure)
 
     def _take_returns(self) -> bool:
         """Return repaired hosts to the run or to the spares. Return True if the run gained any."""
@@ -154,6 +160,29 @@ class Trial(Simulation):
         self._work, self._since = self._kept, 0.0
         self._time.spend({"detection": min(failure.detect, self._model.detect)})
         self._start_again()
+
+    def _continue_after(self, failure: FailureClass, *, replaced: bool) -> None:
+        """Handle the loss of a host: repeat the step in progress on the others.
+
+        If the host was `replaced`, the new one joins at the next step.
+        """
+        assert self._model.reconnect is not None
+        begun = min(self._work % self._model.step, self._since)
+        self._time.lose(begun)
+        self._work -= begun
+        self._since -= begun
+        self._time.spend({"detection": min(failure.detect, self._model.detect)})
+        self._time.spend({"reconnecting": self._model.reconnect})
+        if replaced:
+            self._admit()
+
+    def _admit(self) -> None:
+        """Admit a host: save a checkpoint, which it loads, and connect to it."""
+        assert self._model.reconnect is not None
+        seconds = self._model.save + self._model.background + self._model.reconnect
+        self._time.spend({"reconnecting": seconds})
+        self._written.clear()
+        self._kept, self._since = self._work, 0.0
 
     def _stop_as_planned(self) -> None:
         """Save, and restart with the hosts that are present."""
