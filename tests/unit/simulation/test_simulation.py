@@ -55,7 +55,7 @@ class TestBooks:
         assert outcome.whole
         assert outcome.useful + sum(outcome.lost.values()) == pytest.approx(outcome.wall)
         assert outcome.useful == pytest.approx(made.work)
-        spent = set(CAUSES) - {"waiting", "boundaries", "rejoining"}
+        spent = set(CAUSES) - {"waiting", "boundaries", "rejoining", "reconnecting"}
         assert all(outcome.lost[cause] > 0 for cause in spent)
         for kind, seconds in {"useful": outcome.useful, **outcome.lost}.items():
             assert sum(outcome.bins[kind]) == pytest.approx(seconds)
