@@ -9,16 +9,21 @@ tests.data_kills and tests.bit_flips.
 
 import math
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from tests.distributed.group import Groups
 
 console = Console(soft_wrap=True, highlight=False)
 
@@ -55,6 +60,20 @@ class Counts:
         self.kinds[result.kind] += 1
         self.by_thing.setdefault(result.of, Counter())[result.kind] += 1
         self.seconds.append(result.seconds)
+
+
+@contextmanager
+def in_folder(create: Callable[[Path], Trial]) -> Iterator[Trial]:
+    """Yield the trial that `create` returns for a new folder, which is removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="trials-") as folder:
+        yield create(Path(folder))
+
+
+@contextmanager
+def with_ranks(create: Callable[[Groups, Path], Trial]) -> Iterator[Trial]:
+    """Like `in_folder`, but also pass warm groups of ranks."""
+    with closing(Groups()) as groups, in_folder(partial(create, groups)) as trial:
+        yield trial
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -170,6 +170,7 @@ def test_ranks_with_variables_of_user_train(here: Launcher, expected: str) -> No
     assert ran.out == f"{expected} by the user of 2\n", ran.err
 
 
+@WARM
 def test_refuses_two_processes_of_one_rank(here: Launcher) -> None:
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=3 SHARDWISE_RENDEZVOUS=$PWD/"
     line = f"for r in 0 1 1; do {each} {sys.executable} {script('parity')} & done; wait"
@@ -178,6 +179,7 @@ def test_refuses_two_processes_of_one_rank(here: Launcher) -> None:
     assert ran.out == ""
 
 
+@WARM
 def test_names_rank_without_device(here: Launcher) -> None:
     """Ranks that do not know their local rank meet before they choose a device."""
     each = "SHARDWISE_RANK=$r SHARDWISE_SIZE=2 SHARDWISE_RENDEZVOUS=$PWD/"
@@ -316,9 +318,11 @@ class TestSlurm:
         assert re.search(r"rank 0 has waited \d+ s in step 3 for rank 1\.", said), said
         assert re.search(r"rank 1 is in no collective, at .*watched\.py:(19|20)\n", said), said
 
-    def test_killed_rank_ends_all(self, slurm: Cluster, tmp_path: Path) -> None:
+    def test_killed_rank_ends_all(
+        self, slurm: Cluster, tmp_path: Path, warm_on_hosts: dict[str, str]
+    ) -> None:
         words = ("srun", "-N2", "-n2", sys.executable, script("watched"), "kill")
-        ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS)
+        ran = slurm.run(*words, cwd=tmp_path, env=SETTINGS | warm_on_hosts)
         assert ran.returncode != 0
         assert "Rank 0 of 2 lost rank 1" in ran.stdout + ran.stderr
 
