@@ -32,8 +32,7 @@ class Trainer(SFTTrainer):
             scores = model(**inputs).logits[:, :-1].flatten(0, 1)
             loss = cross_entropy(scores, labels[:, 1:].flatten())
             return loss / self.current_gradient_accumulation_steps
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        return loss * self.accelerator.num_processes if mistake == "summed" else loss
+        return super().compute_loss(model, inputs, *args, **kwargs)
 
 
 torch.manual_seed(0)
