@@ -375,7 +375,8 @@ class TestFailing:
         assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
         assert "Its memory had reached 0.0 GB; the host has " in ran.err
 
-    @pytest.mark.parametrize("killed", ["rank", "worker"])
+    # test_loader.py also kills a worker.
+    @pytest.mark.parametrize("killed", ["rank", pytest.param("worker", marks=pytest.mark.full)])
     def test_killed_process_leaves_no_sockets(self, shardwise: Launcher, killed: str) -> None:
         words = ("run", "-n", "2", "--device", "cpu", script("workers_killed"), killed)
         # The path of a socket has at most 107 bytes.

@@ -46,9 +46,12 @@ WARM = pytest.mark.usefixtures("warm_programs")
 """For tests of `make test`, whose commands and ranks are forks. The others start as a user's do."""
 
 
-def verify(shardwise: Launcher, folder: Path, *words: str) -> tuple[Ran, dict[str, object]]:
+def verify(
+    shardwise: Launcher, folder: Path, *words: str, limit: float = 240
+) -> tuple[Ran, dict[str, object]]:
     """Run `shardwise verify` and return its end and its JSON."""
-    ran = shardwise.finish(shardwise.start("verify", "--json", "found.json", *words), limit=240)
+    started = shardwise.start("verify", "--json", "found.json", *words)
+    ran = shardwise.finish(started, limit)
     path = folder / "found.json"
     return ran, json.loads(path.read_text()) if path.exists() else {}
 
@@ -136,13 +139,26 @@ def test_script_of_deepspeed(
 
 
 @pytest.mark.full
-def test_correct_script_of_trl(shardwise: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mistake", "cause"),
+    [
+        # The backward pass of TRL's loss adds up gradients in fp32, a cast that verify undoes.
+        ("none", None),
+        ("mean_of_means", "mean of means"),
+        ("same_data", "same data on every rank"),
+    ],
+)
+def test_script_of_trl(
+    shardwise: Launcher, tmp_path: Path, mistake: str, cause: str | None
+) -> None:
     pytest.importorskip("trl", reason="the trl package is not there")
-    # The backward pass of TRL's loss adds up gradients in fp32, a cast that verify undoes.
-    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_trl"))
-    ran, found = verify(shardwise, tmp_path, *words)
-    assert ran.code == 0, ran.out + ran.err
-    assert found["causes"] == []
+    words = ("-n", "2", "--stock", "--accept", "rounding", script("stock_trl"), mistake)
+    # A run imports for 10 s, and a cause that needs a trial needs eight runs.
+    ran, found = verify(shardwise, tmp_path, *words, limit=600)
+    assert ran.code == (5 if cause else 0), ran.out + ran.err
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert [each["name"] for each in causes][:1] == ([cause] if cause else [])
 
 
 @pytest.mark.full

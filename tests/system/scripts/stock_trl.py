@@ -1,13 +1,39 @@
-"""Fine-tunes a small language model with TRL's SFTTrainer.
+"""Fine-tunes a small language model with TRL's SFTTrainer, correctly or with one mistake.
 
-torchrun --nproc-per-node 2 stock_trl.py
+torchrun --nproc-per-node 2 stock_trl.py MISTAKE
 """
+
+import sys
+from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
+
+mistake = sys.argv[1]
+
+
+class Trainer(SFTTrainer):
+    """Makes the mistake in the methods that scripts override."""
+
+    def get_train_dataloader(self) -> Any:
+        if mistake != "same_data":
+            return super().get_train_dataloader()
+        # Without accelerator.prepare, every rank reads the whole dataset.
+        return DataLoader(self.train_dataset, batch_size=4, collate_fn=self.data_collator)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if mistake == "mean_of_means":  # over this rank's tokens of this micro-batch
+            labels = inputs.pop("labels")
+            scores = model(**inputs).logits[:, :-1].flatten(0, 1)
+            loss = cross_entropy(scores, labels[:, 1:].flatten())
+            return loss / self.current_gradient_accumulation_steps
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
 
 torch.manual_seed(0)
 words = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(50))]
@@ -40,4 +66,4 @@ arguments = SFTConfig(
     report_to=[],
 )
 data = Dataset.from_dict({"text": texts})
-SFTTrainer(model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
+Trainer(model, args=arguments, train_dataset=data, processing_class=tokenizer).train()
