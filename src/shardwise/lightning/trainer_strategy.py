@@ -416,7 +416,7 @@ def log_per_token(module: Any) -> Callable[..., None]:
             raise UsageError(
                 f"self.log({name!r}, ..., sync_dist=True) with --context would average over "
                 "workers, whose parts of the sequences have different numbers of tokens. Pass this "
-                "worker's number: batch_size=int((labels != -100).sum())."
+                "worker's number of labels: batch_size=int((labels != -100).sum())."
             )
         log(name, value, *args, **kwargs)
 
