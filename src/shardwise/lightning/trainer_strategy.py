@@ -343,7 +343,7 @@ class TrainerStrategy(OverEngines):
         training = kind == "train"
         if args:
             args = (self.training.part_of(args[0], training=training), *args[1:])
-        else:
+        elif kwargs:
             first = next(iter(kwargs))
             kwargs[first] = self.training.part_of(kwargs[first], training=training)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
