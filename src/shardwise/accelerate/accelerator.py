@@ -81,7 +81,7 @@ class Accelerator(Clipping, Stock):
     """
 
     _optimizers: list[Any]
-    splits_on_read = True
+    _splits_on_read = True
     """True to split sequences in prepared loaders. A Trainer splits them later."""
     _shares_samples = False
     """True while a loader is prepared whose samples a context group shares."""
@@ -152,7 +152,7 @@ class Accelerator(Clipping, Stock):
 
     def _counted_batches(self, is_exact: bool) -> PreparedBatches | None:
         # A mean of means would be wrong, because parts have different numbers of tokens.
-        sequences = self.sequences if self.splits_on_read else None
+        sequences = self.sequences if self._splits_on_read else None
         if not is_exact and sequences is None:
             return None
         return PreparedBatches(self.world, self._is_training, sequences)

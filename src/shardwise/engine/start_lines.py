@@ -338,7 +338,8 @@ def _shares(world: World) -> str:
 
 
 def _unknown_batch(world: World) -> str:
-    line = "  batch: each worker's own, from the script"
+    owner = "context group" if world.context_size > 1 else "worker"
+    line = f"  batch: each {owner}'s own, from the script"
     if world.size == 1 or world.current_batch.streams:
         return line
     return (

@@ -345,7 +345,7 @@ class TrainerStrategy(OverEngines):
         training = kind == "train"
         if args:
             args = (self.training.part_of(args[0], training=training), *args[1:])
-        else:
+        elif kwargs:
             first = next(iter(kwargs))
             kwargs[first] = self.training.part_of(kwargs[first], training=training)
         with getattr(self.precision_plugin, f"{kind}_step_context")():
@@ -424,7 +424,7 @@ def log_per_token(module: Any) -> Callable[..., None]:
             raise UsageError(
                 f"self.log({name!r}, ..., sync_dist=True) with --context would average over "
                 "workers, whose parts of the sequences have different numbers of tokens. Pass this "
-                "worker's number: batch_size=int((labels != -100).sum())."
+                "worker's number of labels: batch_size=int((labels != -100).sum())."
             )
         log(name, value, *args, **kwargs)
 

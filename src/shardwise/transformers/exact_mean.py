@@ -54,7 +54,7 @@ class WeighingAccelerator(Accelerator):
     """
 
     items: LossItems | None = None
-    splits_on_read = False
+    _splits_on_read = False
     _left = CHECKED
     """Number of losses whose items are still compared with the labels of their parts."""
 

@@ -77,8 +77,17 @@ def by_lightning():
             super().__init__()
             self.model = model_of()
 
+        def step(self, name, batch):
+            loss = self.model(**batch).loss
+            count = int((batch["shift_labels"] != -100).sum())
+            self.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)
+            return loss
+
         def training_step(self, batch, index):
-            return self.model(**batch).loss
+            return self.step("loss", batch)
+
+        def validation_step(self, batch, index):
+            self.step("val_loss", batch)
 
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=RATE)
@@ -87,11 +96,14 @@ def by_lightning():
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
     )
     trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", gradient_clip_val=1.0, **off)
-    module = Module()
-    trainer.fit(module, DataLoader(rows(), BATCH))
-    batch = {name: torch.stack([row[name] for row in rows()]) for name in rows()[0]}
+    data = rows()
+    for row in data:
+        # The label of a part's last token is in the next part, so shift labels before the split.
+        shifted = torch.nn.functional.pad(row["labels"][1:], (0, 1), value=-100)
+        row["shift_labels"] = shifted
+    trainer.fit(Module(), DataLoader(data, BATCH), DataLoader(data[:6], BATCH))
     if trainer.is_global_zero:
-        print("losses", float(module.model(**batch).loss))
+        print("losses", *(float(trainer.callback_metrics[name]) for name in ("loss", "val_loss")))
 
 
 if __name__ == "__main__":
