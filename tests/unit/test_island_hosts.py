@@ -60,7 +60,7 @@ class Ears:
         self.every_turn: list[Any] = []
         self.not_begun: list[int] = []
 
-    def lost(self, ranks: Sequence[int], why: str) -> None:
+    def lost(self, ranks: Sequence[int], why: str, after: float = 0.0) -> None:
         self.gone.append((list(ranks), why))
         for rank in ranks:
             self.exchanges.lose(rank)

@@ -60,9 +60,9 @@ class Run:
         )
         self.substitutes = self.supervisor.substitutes = Substitutes(5)
 
-    def kill(self, rank: int, joined: int | None, step: int) -> None:
-        """Report that `rank` was killed after `step`."""
-        found = Progress(step=step, kept=0, joined=joined)
+    def kill(self, rank: int, joined: int | None, step: int | None) -> None:
+        """Report that `rank` was killed after `step`, or before it recorded any progress."""
+        found = None if step is None else Progress(step=step, kept=0, joined=joined)
         end = ExitStatus(rank=rank, code=-signal.SIGKILL, time=0)
         exit_ = RankExit(end=end, how="SIGKILL", report=None, progress=found, alone=True)
         self.supervisor.left(exit_)
@@ -110,6 +110,12 @@ def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
     )
     run.kill(2, joined=60, step=61)
     assert run.substitutes.started[-1] == 2
+
+
+def test_the_others_do_not_wait_for_a_rank_that_was_killed_before_it_joined(run: Run) -> None:
+    run.kill(1, joined=None, step=None)
+    assert run.said == []
+    assert run.substitutes.lost == run.substitutes.started == []
 
 
 def test_the_others_continue_once_a_lost_host_has_ended_its_ranks(run: Run) -> None:

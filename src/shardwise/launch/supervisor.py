@@ -224,8 +224,10 @@ class Supervisor:
         waiting = {each for each in self._running if self._waits_to_join(each)}
         is_last = self._running <= waiting
         # A rank that raises an error has found a mistake that the others would find too. A rank
-        # that was killed has not.
-        is_killed = rank_exit.end.code < 0 and self._is_patient and not is_last
+        # that was killed has not. Without progress, it has not joined the others, and they would
+        # wait for it until --timeout.
+        was_killed = rank_exit.end.code < 0 and rank_exit.progress is not None
+        is_killed = was_killed and self._is_patient and not is_last
         if is_killed:
             self._killed.add(rank)
             self.say(failure_report.killed_line(rank, rank_exit.how))

@@ -241,7 +241,7 @@ def check(
     if settings.spares and environ.get(environment.SURVIVES_VARIABLE) != str(settings.spares):
         raise ConfigError(
             f"--spares {settings.spares} needs `shardwise run -n N --survive K --spares "
-            f"{settings.spares}` with two or more workers on this host. This run was started by "
+            f"{settings.spares}` with two or more workers on one host. This run was started by "
             f"{identity.launcher}, as {identity.size} worker(s). Leave the flag out."
         )
     if not settings.survive or identity.size == 1:
