@@ -11,6 +11,10 @@
 A rank that loses another one closes its transport at once, so that every other rank notices too.
 All remaining ranks then report to the first of them, which decides. That rank also hosts a new
 store, over which they create a new transport.
+
+Elastic islands (islands/elastic/membership.py) need no such agreement: all their data passes
+through a broker in the launcher, which alone decides who takes part in an exchange. Without a
+broker, ranks that lose another one at different times must first agree.
 """
 
 from shardwise.comm.survivors.group import Loss, SurvivorGroup
