@@ -109,7 +109,7 @@ def connect(
         made = Gloo(
             rank,
             size,
-            group_ranks=GroupRanks(members, run_size),
+            group_ranks=GroupRanks(members, run_size, members),
             status_server=server,
             timeout=seconds,
         )

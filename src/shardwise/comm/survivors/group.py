@@ -150,7 +150,8 @@ class SurvivorGroup(ReplaceableGroup):
 
     def allows(self, leaving: Sequence[int]) -> bool:
         """Return whether the run can continue if the ranks in `leaving` leave at once."""
-        return len(leaving) <= min(self._most, self.size - 1)
+        left = [rank for rank in self.members if rank not in leaving]
+        return len(leaving) <= self._most and bool(self.divisions.usable(self._trained, left))
 
     def steadily(self, work: Callable[[], T]) -> T:
         if self._is_steady:
