@@ -97,7 +97,7 @@ def judge(run: Run, ran: Ran, folder: Path) -> tuple[str, str]:
             return "too many at once", last
         if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
             return "in the evaluation", last
-        if run.replica > 1 and len(run.losses) > 1 and "no complete copy of the model" in ran.err:
+        if run.replica > 1 and len(run.losses) > 1 and "no complete group of" in ran.err:
             return "no replica left", last
         pair = run.zero and len(run.losses) > 1 and "held the second copy of" in ran.err
         return ("pair lost" if pair else "ended"), last

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.data.order import epoch_order
-from tests.random_losses.model import make_model
+from tests.random_losses.model import make_data, make_model
 
 STEPS = 14
 """Two epochs of 50 samples, in batches of 8."""
@@ -21,9 +21,7 @@ STEPS = 14
 @cache
 def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.Tensor]:
     """Train in one plain PyTorch process on the samples in `order`."""
-    drawn = torch.Generator().manual_seed(5)
-    rows = torch.randn(50, 6, generator=drawn, dtype=torch.float64)
-    labels = torch.randint(0, 3, (50,), generator=drawn)
+    rows, labels = make_data(kind)
     torch.set_default_dtype(torch.float64)
     try:
         model = make_model(kind)
@@ -31,7 +29,7 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
         torch.set_default_dtype(torch.float32)
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=0.01)
-        if kind in ("adamw", "split", "stages")
+        if kind in ("adamw", "split", "stages", "context")
         else torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     )
     if kind == "writes":
@@ -41,7 +39,8 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
     for epoch in (order[:50], order[50:]):
         for first in range(0, 50, 8):
             batch = list(epoch[first : first + 8])
-            loss = nn.functional.cross_entropy(model(rows[batch]), labels[batch])
+            scores = model(rows[batch]).reshape(-1, 3)
+            loss = nn.functional.cross_entropy(scores, labels[batch].reshape(-1))
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -408,8 +408,8 @@ class Settings:
 
     @property
     def splits_a_replica(self) -> bool:
-        """True if a replica of the model has several ranks."""
-        return self.tensor > 1 or self.pipeline > 1
+        """True if several ranks hold a replica of the model, or share sequences."""
+        return max(self.tensor, self.pipeline, self.context) > 1
 
     @property
     def quantises_state(self) -> bool:
@@ -541,7 +541,7 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
     "spares": (
         lambda settings: settings.spares > 0 and settings.splits_a_replica,
         "a spare runs the script alone until it joins, and one worker cannot hold a replica of "
-        "--tensor or --pipeline",
+        "--tensor, --pipeline or --context",
     ),
     "guard": (lambda settings: settings.guard is not None, _GROUPS),
     "islands": (lambda settings: settings.islands != 1, f"{_GROUPS}; see --elastic-islands"),

@@ -230,9 +230,9 @@ class Survival:
 
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
     """Return the sets of ranks that can continue after a loss."""
-    axes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline}
+    axes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "context": mesh.context}
     if words := " ".join(f"--{name} {size}" for name, size in axes.items() if size > 1):
-        return Divisions(unit=mesh.replica, reason=words)
+        return Divisions(unit=mesh.replica * mesh.context, reason=words)
     if settings.exact is not None:
         sizes = tuple(sum_tree.node_sizes(settings.exact))
         return Divisions(sizes=sizes, reason=f"--exact {settings.exact}")
@@ -261,8 +261,8 @@ def check(
         return
     if environment.SPARE_VARIABLE in environ and settings.splits_a_replica:
         raise ConfigError(
-            "A worker cannot be added to a run with --tensor or --pipeline, because one worker "
-            "cannot hold a replica of the model."
+            "A worker cannot be added to a run with --tensor, --pipeline or --context, because one "
+            "worker cannot hold a replica of the model."
         )
     if environment.SURVIVES_VARIABLE not in environ:
         raise ConfigError(

@@ -7,6 +7,7 @@ KIND is `sgd` or `adamw`, or one of these:
     writes    SGD trains, one parameter is frozen, and the script changes two after some steps
     split     AdamW trains a model for `--tensor` and `--pipeline`
     stages    the same, and micro-batches pass through the stages
+    context   AdamW trains a model with attention for `--context`
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
 this moment of the step, or so many seconds later. Step -1 is the first step that has this moment.
@@ -28,7 +29,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.random_losses.model import make_model
+from tests.random_losses.model import make_data, make_model
 
 import shardwise as sw
 from shardwise.checkpoint.atomic_folders import Draft
@@ -53,11 +54,9 @@ mine = {
     if int(rank) == number and not is_replaced
 }
 torch.set_default_dtype(torch.float64)
-drawn = torch.Generator().manual_seed(5)
-rows = torch.randn(50, 6, generator=drawn)
-labels = torch.randint(0, 3, (50,), generator=drawn)
+rows, labels = make_data(kind)
 model = make_model(kind)
-if kind in ("adamw", "split", "stages"):
+if kind in ("adamw", "split", "stages", "context"):
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -159,7 +158,7 @@ def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     scores = model(x)
     if ("backward", engine.steps) in mine and scores.requires_grad:
         scores.register_hook(lambda grad: reach("backward"))
-    return nn.functional.cross_entropy(scores, y)
+    return nn.functional.cross_entropy(scores.reshape(-1, 3), y.reshape(-1))
 
 
 def train(x: torch.Tensor, y: torch.Tensor) -> None:
