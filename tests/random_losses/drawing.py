@@ -19,6 +19,9 @@ ENTERS = ("come_back", "loaded", "enter", "entered")
 """Moments in which a spare joins."""
 
 SAVES = ("saving", "save", "begun", "written")
+SPLIT = ("split", "stages")
+"""Models for `--tensor` and `--pipeline`."""
+
 LATER = 0.05
 """Longest time in seconds from a moment to the signal, for losses at any moment."""
 
@@ -52,12 +55,19 @@ class Run:
     kind: str
     losses: tuple[Loss, ...]
     spares: int = 0
+    axes: tuple[str, ...] = ()
+    """The flags of the exact mode, or of a model that is split over two ranks."""
+
+    @property
+    def replica(self) -> int:
+        """Number of ranks that hold one replica of the model."""
+        return 2 if self.kind in SPLIT else 1
 
     @property
     def placement(self) -> list[str]:
         """The flags that say where each state is stored."""
         offload = [word for name in self.offload for word in (f"--offload-{name}", "cpu")]
-        return ["--zero", str(self.zero), *offload]
+        return ["--zero", str(self.zero), *offload, *self.axes]
 
     def __str__(self) -> str:
         losses = ", ".join(loss.word for loss in self.losses)
@@ -112,4 +122,12 @@ def draw(seed: int) -> Run:
                 seconds=rng.random() * LATER if rng.random() < 0.4 else 0.0,
             )
         )
-    return replace(run, spares=spares, losses=tuple(losses))
+    run = replace(run, spares=spares, losses=tuple(losses))
+    if (drawn := rng.random()) < 0.15 and size in (2, 4):
+        return replace(run, axes=("--exact", "4"), loop="steps")
+    if drawn < 0.5 and size == 4 and not spares:
+        kind = rng.choice(SPLIT)
+        pipeline = kind == "stages" or rng.random() < 0.3
+        axes = ("--pipeline", "2", "--stages", "2") if pipeline else ("--tensor", "2")
+        return replace(run, axes=axes, kind=kind)
+    return run

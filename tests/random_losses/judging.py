@@ -28,6 +28,7 @@ COMMAND = Command(
         "exact, lost too late",
         "too many at once",
         "pair lost",
+        "no replica left",
         "saved",
         "in the evaluation",
     ),
@@ -128,6 +129,8 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
             return "too many at once", last
         if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
             return "in the evaluation", last
+        if run.replica > 1 and len(run.losses) > 1 and "no complete group of" in ran.err:
+            return "no replica left", last
         pair = run.zero and is_pair and "held the second copy of" in ran.err
         return ("pair lost" if pair else "ended"), last
     joined = {int(rank) for ranks in _JOINED.findall(ran.out) for rank in ranks.split(", ")}
@@ -141,7 +144,7 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
     if f"of {len(left)} after step {STEPS}" not in ran.out:
         return "ended", f"{len(left)} ranks finished, but had others: {last}"
     try:
-        check(folder, run.kind, left, joined=joined)
+        check(folder, run.kind, left, joined=joined, replica=run.replica)
     except AssertionError as error:
         return "other result", str(error)[:300]
     waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.data.order import epoch_order
+from tests.random_losses.model import make_data, make_model
 
 STEPS = 14
 """Two epochs of 50 samples, in batches of 8."""
@@ -20,19 +21,15 @@ STEPS = 14
 @cache
 def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.Tensor]:
     """Train in one plain PyTorch process on the samples in `order`."""
-    drawn = torch.Generator().manual_seed(5)
-    rows = torch.randn(50, 6, generator=drawn, dtype=torch.float64)
-    labels = torch.randint(0, 3, (50,), generator=drawn)
-    torch.manual_seed(4)
+    rows, labels = make_data(kind)
     torch.set_default_dtype(torch.float64)
     try:
-        model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
+        model = make_model(kind)
     finally:
         torch.set_default_dtype(torch.float32)
-    model[1].eval()
     optimizer: torch.optim.Optimizer = (
         torch.optim.AdamW(model.parameters(), lr=0.01)
-        if kind == "adamw"
+        if kind in ("adamw", "split", "stages", "context")
         else torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     )
     if kind == "writes":
@@ -42,7 +39,8 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
     for epoch in (order[:50], order[50:]):
         for first in range(0, 50, 8):
             batch = list(epoch[first : first + 8])
-            loss = nn.functional.cross_entropy(model(rows[batch]), labels[batch])
+            scores = model(rows[batch]).reshape(-1, 3)
+            loss = nn.functional.cross_entropy(scores, labels[batch].reshape(-1))
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -64,21 +62,26 @@ def order() -> tuple[int, ...]:
 
 
 def check(
-    folder: Path, kind: str, left: list[int], first: int = 0, joined: Collection[int] = ()
+    folder: Path,
+    kind: str,
+    left: list[int],
+    first: int = 0,
+    joined: Collection[int] = (),
+    replica: int = 1,
 ) -> None:
     """Compare the results in `folder` of the ranks that are left with the undisturbed run.
 
     `first` is the number of steps before those that they have stored. The ranks in `joined` have
-    only stored the steps after they joined.
+    only stored the steps after they joined. The model is split over `replica` adjacent ranks.
     """
     losses, weights = undisturbed(kind, order())
     stored: list[dict[str, Any]] = [torch.load(folder / f"out-{rank}.pt") for rank in left]
-    for rank, found in zip(left, stored, strict=True):
-        since = STEPS - len(found["losses"]) if rank in joined else first
+    for place, found in enumerate(stored):
+        since = STEPS - len(found["losses"]) if left[place] in joined else first
         assert found["losses"] == pytest.approx(losses[since:], rel=1e-8)
         assert torch.allclose(found["weights"], weights, rtol=1e-8, atol=1e-10)
         # The second copies have the bits of their originals.
         if "copy" in found:
-            originals = stored[found["owner"]]["own"]
+            originals = stored[found["owner"] * replica + place % replica]["own"]
             assert len(found["copy"]) == len(originals)
             assert all(map(torch.equal, found["copy"], originals))

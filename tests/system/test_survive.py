@@ -108,14 +108,80 @@ def test_exact_run_keeps_its_bits_after_losses(
         assert torch.equal(each["weights"], undisturbed["weights"])
 
 
-@pytest.mark.parametrize("flags", [["--exact", "4"], ["--micro-batch-size", "2"]])
+@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_loss_while_the_script_writes_parameters_is_named(shardwise: Launcher, zero: int) -> None:
+    flags = ["-n", "3", "--survive", "1", "--zero", str(zero)]
+    ran = shardwise.run("run", *flags, script("survives"), "steps", "writes", "out", "1:block:5")
+    assert ran.code
+    assert "A worker was lost in engine.full_parameters(write=True)" in ran.err
+    assert "Start again from the last checkpoint" in ran.err
+
+
+TENSOR = ["--tensor", "2"]
+PIPELINE = ["--pipeline", "2", "--stages", "2"]
+REPLICAS = [
+    # --zero, axes, transport, loop, kind, kills, ranks that are left
+    (2, TENSOR, "auto", "steps", "split", ["3:backward:4"], [0, 1]),
+    (2, PIPELINE, "gloo", "steps", "stages", ["0:forward:4"], [2, 3]),
+]
+MORE_REPLICAS = [
+    (0, TENSOR, "gloo", "plain", "split", ["0:forward:4"], [2, 3]),
+    (0, PIPELINE, "auto", "steps", "stages", ["1:reduce:5"], [2, 3]),
+    (1, TENSOR, "auto", "steps", "split", ["2:update:3"], [0, 1]),
+    (1, PIPELINE, "gloo", "plain", "split", ["3:confirm:3"], [0, 1]),
+    (2, TENSOR, "gloo", "steps", "split", ["1:publish:6"], [2, 3]),
+    (2, PIPELINE, "auto", "plain", "split", ["2:halfway:7"], [0, 1]),
+    (3, TENSOR, "auto", "steps", "split", ["1:gather:6"], [2, 3]),
+    (3, TENSOR, "gloo", "plain", "split", ["2:begun:4"], [0, 1]),
+    (3, PIPELINE, "auto", "steps", "stages", ["2:gathered:4"], [0, 1]),
+    (3, PIPELINE, "gloo", "steps", "stages", ["1:backward:8"], [2, 3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("zero", "axes", "transport", "loop", "kind", "kills", "left"),
+    [*REPLICAS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_REPLICAS)],
+)
+def test_a_lost_rank_costs_its_replica(
+    shardwise: Launcher,
+    zero: int,
+    axes: list[str],
+    transport: str,
+    loop: str,
+    kind: str,
+    kills: list[str],
+    left: list[int],
+) -> None:
+    """The other rank of the replica leaves, after it has sent its part of the states."""
+    flags = ["-n", "4", "--survive", "1", "--zero", str(zero), "--transport", transport, *axes]
+    ran = shardwise.run("run", *flags, script("survives"), loop, kind, "out", *kills)
+    assert ran.code == 0, ran.err
+    assert f"after a loss: all 2 workers of its group ({axes[0]} 2) leave" in ran.out
+    assert f"left, because {axes[0]} 2 trains on 2 of the remaining workers" in ran.out
+    for place, rank in enumerate(left):
+        assert f"rank {rank} is {place} of 2 after step {STEPS}" in ran.out
+    check(shardwise.folder, kind, left, replica=2)
+
+
+def test_the_last_replica_returns_to_the_checkpoint(shardwise: Launcher) -> None:
+    flags = ["-n", "2", "--survive", "1", "--tensor", "2"]
+    ran = shardwise.run("run", *flags, script("survives"), "steps", "split", "out", "1:forward:6")
+    assert ran.code
+    assert "after a loss: the run ends, because --tensor 2 needs all of its workers" in ran.out
+    assert "Ranks 1 were lost, and no complete group of 2 workers is left" in ran.err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--exact", "4"], pytest.param(["--micro-batch-size", "2"], marks=pytest.mark.full)],
+)
 def test_plain_loop_is_refused_if_fewer_workers_need_several_micro_batches(
     shardwise: Launcher, flags: list[str]
 ) -> None:
-    flags = ["-n", "4", "--survive", "1", *flags]
-    ran = shardwise.run("run", *flags, script("survives"), "plain", "sgd", "out")
-    assert ran.code != 0
-    assert f"With {flags[3]} {flags[4]}, a step of Loader(TensorDataset) has several" in ran.err
+    words = ["-n", "4", "--survive", "1", *flags, script("survives"), "plain", "sgd", "out"]
+    ran = shardwise.run("run", *words)
+    assert ran.code
+    assert f"With {flags[0]} {flags[1]}, a step of Loader(TensorDataset) has several" in ran.err
 
 
 @pytest.mark.full

@@ -63,7 +63,7 @@ def test_ranks_continue_in_whole_replicas_and_possible_numbers(
 
 def test_a_run_ends_without_a_complete_replica() -> None:
     divisions = Divisions(unit=2, reason="--tensor 2")
-    with pytest.raises(CollectiveError, match="with --tensor 2 no complete copy of the model"):
+    with pytest.raises(CollectiveError, match="group of 2 workers is left for --tensor 2"):
         divisions.check_left((), [1, 2])
     divisions.check_left((0, 1), [2])
 

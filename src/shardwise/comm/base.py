@@ -469,12 +469,12 @@ class GroupRanks:
     """The ranks of the run that form a group, in the order of their group ranks.
 
     `size` is the number of ranks in the run. If torch's default process group contains only some of
-    the run's ranks, `first` is the run rank of that group's rank 0.
+    the run's ranks, `default` are these ranks, in the order of that group.
     """
 
     ranks: tuple[int, ...]
     size: int
-    first: int = 0
+    default: tuple[int, ...] = ()
 
     @classmethod
     def whole(cls, size: int) -> GroupRanks:
@@ -483,12 +483,12 @@ class GroupRanks:
 
     def part(self, places: Sequence[int]) -> GroupRanks:
         """Return the subgroup that contains the group ranks `places`."""
-        return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.first)
+        return GroupRanks(tuple(self.ranks[place] for place in places), self.size, self.default)
 
     @property
     def of_torch(self) -> list[int]:
         """These ranks' numbers in torch's default process group."""
-        return [rank - self.first for rank in self.ranks]
+        return [self.default.index(rank) if self.default else rank for rank in self.ranks]
 
     def speaker(self, place: int) -> str:
         """Return the beginning of a message about group rank `place`, such as "Rank 3 of 4"."""

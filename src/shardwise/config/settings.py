@@ -407,6 +407,11 @@ class Settings:
     quiet: bool = _switch("watch", "do not print the start lines", rare=True)
 
     @property
+    def splits_a_replica(self) -> bool:
+        """True if several ranks hold a replica of the model, or share sequences."""
+        return max(self.tensor, self.pipeline, self.context) > 1
+
+    @property
     def quantises_state(self) -> bool:
         """True if optimizer state is stored in 8 bits."""
         return self.optimizer_state != "full"
@@ -525,10 +530,19 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         lambda settings: settings.quantises_frozen,
         "a lost worker's forward pass leaves weights expanded",
     ),
-    "tensor": (lambda settings: settings.tensor > 1, _GROUPS),
-    "expert": (lambda settings: settings.expert > 1, _GROUPS),
-    "context": (lambda settings: settings.context > 1, _GROUPS),
-    "pipeline": (lambda settings: settings.pipeline > 1, _GROUPS),
+    "expert": (
+        lambda settings: settings.expert > 1,
+        "the groups that hold the same experts have no second copies of their states",
+    ),
+    "context": (
+        lambda settings: settings.context > 1,
+        "attention over a lost worker's part of a sequence is not repeated yet",
+    ),
+    "spares": (
+        lambda settings: settings.spares > 0 and settings.splits_a_replica,
+        "a spare runs the script alone until it joins, and one worker cannot hold a replica of "
+        "--tensor, --pipeline or --context",
+    ),
     "guard": (lambda settings: settings.guard is not None, _GROUPS),
     "islands": (lambda settings: settings.islands != 1, f"{_GROUPS}; see --elastic-islands"),
     "batch": (

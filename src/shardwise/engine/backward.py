@@ -180,9 +180,7 @@ class BackwardRunner:
     def abandon(self) -> None:
         """Discard this step's gradients, after an error or at the user's request."""
         states = self._objects.states
-        if self._pipeline is not None:
-            self._show_stage(None)
-            self._pipeline.reset()
+        self.reset_stages()
         if states.shown is not None:
             states.shown.residency.reset()
         states.gradients.abandon()
@@ -192,6 +190,12 @@ class BackwardRunner:
         self._accumulation.clear()
         self._weighting.clear()
         self._state.totals = None
+
+    def reset_stages(self) -> None:
+        """With `--pipeline`, discard a failed pass and close the channels between stages."""
+        if self._pipeline is not None:
+            self._show_stage(None)
+            self._pipeline.reset()
 
     @contextmanager
     def abandoning(self) -> Iterator[None]:

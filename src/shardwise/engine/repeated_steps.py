@@ -167,11 +167,12 @@ class RepeatableSteps(StepRunner):
         try:
             if survival.loss is not None:
                 raise survival.loss
-            totals = self._reduced("engine.step()")
-            states = self._state.states
-            if states.copies is not None:
-                states.copies.receive(states.gradients.buckets)
-            leaving = survival.group.confirm(leaves=self._world.preemption.leaves_alone)
+            with survival.strictly():
+                totals = self._reduced("engine.step()")
+                states = self._state.states
+                if states.copies is not None:
+                    states.copies.receive(states.gradients.buckets)
+                leaving = survival.group.confirm(leaves=self._world.preemption.leaves_alone)
             survival.in_step = False
             if survival.group.allows(leaving):
                 self._leaving = leaving
@@ -207,10 +208,12 @@ class RepeatableSteps(StepRunner):
         """
         state, group = self._state, self._survival.group
         state.states.gradients.forget_calls()
+        self._backward.reset_stages()
         if group.surplus:  # they leave first
             self._is_layout_due = True
             return
-        state.aggregation.follow(self._world.data_rank, self._world.data_size)
+        mesh = self._world.mesh
+        state.aggregation.follow(mesh.data_of(self._world.rank), mesh.data)
         if rebuilds:
             pass
         elif state.states.copies is None and self._spec.settings.exact is None:
@@ -232,6 +235,12 @@ class RepeatableSteps(StepRunner):
         if not self._is_layout_due or self._is_laying_out:
             return
         self._is_laying_out = True
+        with self._survival.strictly():
+            self._lay_out_now()
+        self._is_layout_due = self._is_laying_out = False
+        self._survival.loss = None
+
+    def _lay_out_now(self) -> None:
         if self._accumulation.backwards:
             self._backward.abandon()
         # If further ranks are lost from now on, the states in `_whole` are laid out nevertheless,
@@ -243,8 +252,6 @@ class RepeatableSteps(StepRunner):
         self._whole = None
         if joins:
             self._start.keep_buffers()
-        self._is_layout_due = self._is_laying_out = False
-        self._survival.loss = None
 
     def _let_surplus_leave(self) -> None:
         """Leave if this rank cannot train with the others. Otherwise continue without such ranks.

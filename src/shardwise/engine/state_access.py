@@ -13,7 +13,7 @@ from torch import nn, optim
 from shardwise.engine import plain_state_dict, whole_tensors
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.user_objects import living
-from shardwise.errors import UsageError
+from shardwise.errors import CollectiveError, PeerLost, UsageError
 
 
 class StateAccess:
@@ -37,13 +37,31 @@ class StateAccess:
                 "full_parameters(write=True) inside engine.ema() or anchor(): leaving that block "
                 "would undo the writes. Write before or after it."
             )
-        with (
-            self._on_whole_sequences(),
-            whole_tensors.full_parameters(state.spec, state.states, module, write=write),
-        ):
+        with self._ending_after_loss(write=write):
+            with (
+                self._on_whole_sequences(),
+                whole_tensors.full_parameters(state.spec, state.states, module, write=write),
+            ):
+                yield
+            if write and state.states.shown is not None and state.states.copies is not None:
+                state.states.copies.renew(state.states.optimizer)
+
+    @contextmanager
+    def _ending_after_loss(self, *, write: bool) -> Iterator[None]:
+        """With `--survive`, raise an error that names the block if a rank is lost in it."""
+        try:
             yield
-        if write and state.states.shown is not None and state.states.copies is not None:
-            state.states.copies.renew(state.states.optimizer)
+        except PeerLost as error:
+            if self._state.world.survival is None:
+                raise
+            call = f"engine.full_parameters({'write=True' if write else ''})"
+            reason = "its writes may have reached only some of the workers"
+            if not write:
+                reason = "the full parameters were not complete on all workers"
+            raise CollectiveError(
+                f"A worker was lost in {call}, and --survive cannot repeat the block: {reason}. "
+                "Start again from the last checkpoint; with --restarts the launcher does so."
+            ) from error
 
     @contextmanager
     def uneven(self) -> Iterator[None]:

@@ -177,6 +177,7 @@ def divide(world: World, axes: dict[str, int]) -> None:
         )
     world.add_keywords(axes | _IN_PARTS)
     world.cut(mesh)
+    _tell_divisions(world)
     world.step_log.counts = world.counts
 
 
@@ -209,8 +210,12 @@ def _configure(world: World, keywords: dict[str, Any]) -> None:
     if settings.exact is not None:
         MicroShards(settings.exact, world.size, world.rank)  # raises if they do not divide
         randomness.fix_arithmetic(world.device)
+    _tell_divisions(world)
+
+
+def _tell_divisions(world: World) -> None:
     if world.survival is not None:
-        world.survival.group.divisions = survival.divisions_of(settings)
+        world.survival.group.divisions = survival.divisions_of(world.settings, world.mesh)
 
 
 def _seed_ranks(world: World, keywords: dict[str, Any]) -> None:

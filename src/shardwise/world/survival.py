@@ -26,6 +26,7 @@ from shardwise.layout import sum_tree
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 from shardwise.world.current_batch import LoaderStream
+from shardwise.world.mesh import Mesh
 
 
 class Survival:
@@ -72,7 +73,7 @@ class Survival:
         self.return_tracked: Callable[[], None] | None = None
         self.admit: Callable[[LoaderStream], None] | None = None
         self._is_due = False
-        self._is_noticing = False
+        self._is_noticing = self._is_strict = False
         self._open: str | None = None
         """The kind of the loop whose step is in progress: "plain" or "steps"."""
 
@@ -126,12 +127,21 @@ class Survival:
         finally:
             self._is_noticing = outer
 
+    @contextmanager
+    def strictly(self) -> Iterator[None]:
+        """Raise the error about a lost rank, even in a step, instead of continuing without it."""
+        outer, self._is_strict = self._is_strict, True
+        try:
+            yield
+        finally:
+            self._is_strict = outer
+
     def _tolerates(self, error: PeerLost) -> bool:
         """Return whether a forward or backward pass may continue without the lost rank.
 
         If so, `error` is stored, and the pass is part of a step that is repeated later.
         """
-        if not (self.in_step or self._is_noticing):
+        if not (self._is_noticing or (self.in_step and not self._is_strict)):
             return False
         self.loss = error
         return True
@@ -218,8 +228,11 @@ class Survival:
         self._say(f"shardwise: lost {_named(lost)} {what}, and {workers} after {seconds:.2f} s")
 
 
-def divisions_of(settings: Settings) -> Divisions:
+def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
     """Return the sets of ranks that can continue after a loss."""
+    axes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "context": mesh.context}
+    if words := " ".join(f"--{name} {size}" for name, size in axes.items() if size > 1):
+        return Divisions(unit=mesh.replica * mesh.context, reason=words)
     if settings.exact is not None:
         sizes = tuple(sum_tree.node_sizes(settings.exact))
         return Divisions(sizes=sizes, reason=f"--exact {settings.exact}")
@@ -246,6 +259,11 @@ def check(
         )
     if not settings.survive or identity.size == 1:
         return
+    if environment.SPARE_VARIABLE in environ and settings.splits_a_replica:
+        raise ConfigError(
+            "A worker cannot be added to a run with --tensor, --pipeline or --context, because one "
+            "worker cannot hold a replica of the model."
+        )
     if environment.SURVIVES_VARIABLE not in environ:
         flag = f"--survive {settings.survive}"
         instead = f"`shardwise run -n N {flag}`, or -H HOST1,HOST2 in place of -n N"

@@ -199,8 +199,11 @@ class World(BatchRows, HintsAtAttributes):
         assert self.survival is not None
         if not self.survival.group.surplus:
             self.mesh = replace(self.mesh, size=self.size)
+        for group in self._groups.values():  # their ranks have other numbers now
+            group.close()
+        self._groups.clear()
         if "gather_order" in vars(self):
-            self.gather_order.follow(self.size)
+            self.gather_order.follow(self.data.size)
 
     def cut(self, mesh: Mesh) -> None:
         """Set this rank's coordinates in `mesh`, and create a group for each axis.

@@ -1,8 +1,13 @@
 """Trains in fp64 while ranks are killed at chosen moments, and stores the losses and the weights.
 
-    survives.py steps|plain sgd|adamw|writes OUT [RANK:MOMENT:STEP[:SIGNAL[:SECONDS]] ...]
+    survives.py steps|plain KIND OUT [RANK:MOMENT:STEP[:SIGNAL[:SECONDS]] ...]
 
-With `writes`, SGD trains, one parameter is frozen, and the script changes two after some steps.
+KIND is `sgd` or `adamw`, or one of these:
+
+    writes    SGD trains, one parameter is frozen, and the script changes two after some steps
+    split     AdamW trains a model for `--tensor` and `--pipeline`
+    stages    the same, and micro-batches pass through the stages
+    context   AdamW trains a model with attention for `--context`
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
 this moment of the step, or so many seconds later. Step -1 is the first step that has this moment.
@@ -25,6 +30,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+from tests.random_losses.model import make_data, make_model
 
 import shardwise as sw
 from shardwise.checkpoint.atomic_folders import Draft
@@ -49,20 +58,18 @@ mine = {
     if int(rank) == number and not is_replaced
 }
 torch.set_default_dtype(torch.float64)
-drawn = torch.Generator().manual_seed(5)
-rows = torch.randn(50, 6, generator=drawn)
-labels = torch.randint(0, 3, (50,), generator=drawn)
-torch.manual_seed(4)
-model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))
-model[1].eval()
-if kind == "adamw":
+rows, labels = make_data(kind)
+model = make_model(kind)
+if kind in ("adamw", "split", "stages", "context"):
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 if kind == "writes":
     model[0].bias.requires_grad_(False)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
-engine = sw.Engine(model, optimizer, units=["0", "3"])
+names = [name for name, module in model.named_children() if isinstance(module, nn.Linear)]
+plan = {"0": "colwise", "2": "rowwise"} if kind in ("split", "stages") else None
+engine = sw.Engine(model, optimizer, units=names, tensor_plan=plan)
 engine.track(scheduler=scheduler)
 dataset = torch.utils.data.TensorDataset(rows, labels, torch.arange(50))
 loader = sw.Loader(dataset, batch_size=8, shuffle=True)
@@ -169,6 +176,14 @@ losses: list[float] = []
 used: list[int] = []
 
 
+def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run a forward pass."""
+    scores = model(x)
+    if ("backward", engine.steps) in mine and scores.requires_grad:
+        scores.register_hook(lambda grad: reach("backward"))
+    return nn.functional.cross_entropy(scores.reshape(-1, 3), y.reshape(-1))
+
+
 def train(x: torch.Tensor, y: torch.Tensor) -> None:
     """Run a forward and a backward pass."""
     reach("forward")
@@ -176,10 +191,10 @@ def train(x: torch.Tensor, y: torch.Tensor) -> None:
         time.sleep(0.5)
     elif full and max(world.collectives.places) >= full:  # the first spares have joined
         reach("refilled")
-    scores = model(x)
-    if ("backward", engine.steps) in mine:
-        scores.register_hook(lambda grad: reach("backward"))
-    engine.backward(nn.functional.cross_entropy(scores, y))
+    if kind == "stages":
+        engine.forward_backward(loss_of, x, y)
+    else:
+        engine.backward(loss_of(x, y))
 
 
 def save() -> None:
@@ -193,7 +208,7 @@ def evaluate() -> None:
     """Check that the ranks evaluate each row once."""
     with torch.no_grad():
         seen = sum(int(index.sum()) for _, _, index in held_out)
-    assert world.sum(torch.tensor(seen)).item() == 49 * 50 / 2
+    assert world.sum(torch.tensor(seen * world.counts)).item() == 49 * 50 / 2
 
 
 evaluate()
@@ -206,6 +221,7 @@ for _ in loader.epochs(2):
             losses.append(engine.step(max_norm=1.0).loss)
             if kind == "writes" and engine.steps == 5:
                 with engine.full_parameters(write=True):
+                    reach("block")
                     model[0].bias.add_(0.25)
                     model[3].bias.add_(0.25)
             used += taken

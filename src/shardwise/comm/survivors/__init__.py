@@ -14,6 +14,10 @@ decides. That rank also hosts a new store, over which they create a new transpor
 
 A process on the same host has ended if it is not in /proc. The launcher reports ranks of other
 hosts that have ended. It alone does so, so the ranks cannot split into two groups.
+
+Elastic islands (islands/elastic/membership.py) need no such agreement: all their data passes
+through a broker in the launcher, which alone decides who takes part in an exchange. Without a
+broker, ranks that lose another one at different times must first agree.
 """
 
 from shardwise.comm.survivors.group import Loss, SurvivorGroup, copied_places

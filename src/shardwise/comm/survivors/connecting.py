@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from shardwise.comm.hierarchical import Hierarchical
 from shardwise.comm.same_host import share_memory
 from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.membership import Decision
+from shardwise.comm.survivors.replaceable import PartGroup
 from shardwise.errors import CollectiveError
 from shardwise.net import listeners, rpc
 from shardwise.net.store import ClientStore, HostStore, role_of
@@ -37,9 +39,9 @@ def retire(group: Collectives) -> Arena | None:
     return None
 
 
-def retire_channel(group: Collectives) -> None:
-    """Close a separate channel that has lost a rank."""
-    # Shared memory closes its channels together with the group from which they were split.
+def retire_part(group: Collectives) -> None:
+    """Close the transport of a part that has lost a rank."""
+    # Shared memory closes its parts together with the group from which they were split.
     if isinstance(group, Hierarchical):
         group.forget()
     if isinstance(group, Gloo):
@@ -55,12 +57,12 @@ def connect(
     listener: socket.socket | None,
     memory: Arena | None,
     shares: bool,
-    channels: int,
+    parts: Sequence[PartGroup],
     timeout: float,
 ) -> tuple[RunStore | None, Collectives, list[Collectives]]:
     """Connect to the members of `decision`. Collective.
 
-    Returns the store, the transport, and the separate channels of the transport.
+    Returns the store, the transport, and the transports of its parts.
 
     Args:
         decision: The ranks to connect to, and where the first of them listens.
@@ -70,7 +72,7 @@ def connect(
         listener: The listening socket, on the first member only.
         memory: This rank's shared memory from an earlier transport, if there was any.
         shares: True if the ranks of a host share memory.
-        channels: Number of separate channels to create.
+        parts: The parts of the group of all ranks, in the order in which they were split.
         timeout: Limit for every wait, in seconds.
 
     Raises:
@@ -82,7 +84,7 @@ def connect(
     if size == 1:
         assert listener is not None
         listener.close()
-        return None, Solo(), [Solo() for _ in range(channels)]
+        return None, Solo(), [Solo() for _ in parts]
     store: RunStore
     if listener is not None:
         store = HostStore(listener, server.secret, timeout)
@@ -107,19 +109,23 @@ def connect(
         made = Gloo(
             rank,
             size,
-            group_ranks=GroupRanks(members, run_size),
+            group_ranks=GroupRanks(members, run_size, members),
             status_server=server,
             timeout=seconds,
         )
         if shares:
             made = share_memory(made, timeout, required=False, arena=memory)
-        separate += (made.second_group() for _ in range(channels))
+        connected: dict[Collectives, tuple[Collectives, Sequence[int]]] = {}
+        for part in parts:
+            inner, left = connected.get(part.parent, (made, members))
+            separate.append(part.split_again(inner, left))
+            connected[part] = separate[-1], part.places_among(left)
         # A group stands once every member has come this far. If one ends before, its socket is
         # closed, and the others agree again.
         made.barrier()
     except BaseException:
-        for channel in separate:
-            retire_channel(channel)
+        for each in separate:
+            retire_part(each)
         if made is not None:
             retire(made)
         elif dist.is_initialized():

@@ -22,7 +22,7 @@ from shardwise.comm.survivors.admission import Admission, Applicant, Entry, publ
 from shardwise.comm.survivors.agreement import Agreement, NotAdmitted
 from shardwise.comm.survivors.lost_hosts import LostHosts
 from shardwise.comm.survivors.membership import Divisions, Report
-from shardwise.comm.survivors.replaceable import PassChannel, ReplaceableGroup
+from shardwise.comm.survivors.replaceable import PartGroup, Parts, ReplaceableGroup
 from shardwise.errors import CollectiveError, LaunchError, PeerLost
 from shardwise.watch.status_server import RankAddress
 
@@ -114,8 +114,7 @@ class SurvivorGroup(ReplaceableGroup):
         self._memory: Arena | None = None
         """Shared memory of an earlier transport, while this rank is alone."""
         self._store: connecting.RunStore | None = None
-        self._made: list[Collectives] = []
-        self._channels: list[PassChannel] = []
+        self._parts = Parts(self._tolerate)
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
         server = inner.status_server
@@ -161,8 +160,9 @@ class SurvivorGroup(ReplaceableGroup):
 
     def allows(self, leaving: Sequence[int]) -> bool:
         """Return whether the run can continue if the ranks in `leaving` leave at once."""
+        left = [rank for rank in self.members if rank not in leaving]
         losses = membership.count_losses(leaving, self._hosts)
-        return len(leaving) < self.size and losses <= self._most
+        return losses <= self._most and bool(self.divisions.usable(self._trained, left))
 
     @property
     def _hosts(self) -> dict[int, str]:
@@ -230,7 +230,7 @@ class SurvivorGroup(ReplaceableGroup):
             spares=tuple(spares),
             full_size=self._full_size,
             shares=self._shares,
-            channels=len(self._channels),
+            channels=sum(part.is_whole for part in self._parts.kept),
             state=state,
         )
         server.introduce(spares)
@@ -264,10 +264,10 @@ class SurvivorGroup(ReplaceableGroup):
             self.generation = entry.generation
             self.prepared = self.confirmed = entry.confirmed
             self._shares = entry.shares
-            if entry.channels != len(self._channels):
+            if entry.channels != (channels := len(self._parts.kept)):
                 raise LaunchError(
-                    f"Spare rank {self._number} has {len(self._channels)} channels, and the other "
-                    f"ranks have {entry.channels}: the script has built other models here."
+                    f"Spare rank {self._number} has {channels} channels, and the other ranks have "
+                    f"{entry.channels}: the script has built other models here."
                 )
             self.members = self._trained = tuple(place.rank for place in entry.members)
             try:
@@ -297,13 +297,13 @@ class SurvivorGroup(ReplaceableGroup):
         """
         began, before, hosts = time.monotonic(), self.members, self._hosts
         # Other ranks may wait for this one in the old transport. They notice that it is closed.
-        for channel in self._channels:
-            connecting.retire_channel(channel.inner)
+        parts = self._parts
+        for part in (*parts.kept, *parts.temporary):
+            connecting.retire_part(part.inner)
+        parts.temporary.clear()
+        if spares:  # they have taken part in no split
+            parts.kept[:] = [part for part in parts.kept if part.is_whole]
         self._memory = connecting.retire(self.inner) or self._memory
-        with suppress(CollectiveError):
-            for made in self._made:
-                made.close()
-        self._made.clear()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -333,7 +333,7 @@ class SurvivorGroup(ReplaceableGroup):
             present = tuple(rank for rank in present if rank in decision.members)
             joining = tuple(rank for rank in joining if rank in decision.members)
             try:
-                self._store, inner, channels = connecting.connect(
+                self._store, inner, inners = connecting.connect(
                     decision,
                     self._number,
                     self._run_size,
@@ -341,7 +341,7 @@ class SurvivorGroup(ReplaceableGroup):
                     listener,
                     self._memory,
                     self._shares,
-                    len(self._channels),
+                    parts.kept,
                     self._timeout,
                 )
             except (CollectiveError, LaunchError, RuntimeError, OSError):
@@ -352,15 +352,16 @@ class SurvivorGroup(ReplaceableGroup):
                 continue
             break
         self.adopt(inner)
-        for channel, renewed in zip(self._channels, channels, strict=True):
-            channel.adopt(renewed)
+        for part, renewed in zip(parts.kept, inners, strict=True):
+            part.adopt(renewed)
         self.members = decision.members
         self.surplus = tuple(rank for rank in decision.members if rank not in usable)
         if not self.surplus:
             self._trained = decision.members
         # A pickle's purpose contains the number of its call. Ranks disagree about this number after
         # a call has failed on only some of them.
-        self._gathered = decision.generation << 32
+        for group in (self, *parts.kept):
+            group._gathered = decision.generation << 32
         for changed in self._changed:
             changed()
         stands = membership.stands(decision, mine)
@@ -370,9 +371,10 @@ class SurvivorGroup(ReplaceableGroup):
         return Loss(stands, lost, decision.admits, time.monotonic() - began)
 
     def second_group(self) -> Collectives:
-        channel = PassChannel(self.inner.second_group(), self._tolerate)
-        self._channels.append(channel)
-        return channel
+        return PartGroup(self, None, self._parts)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        return PartGroup(self, groups, self._parts)
 
     def _tolerate(self, error: PeerLost) -> bool:
         tolerates = self.tolerates(error)
@@ -380,13 +382,6 @@ class SurvivorGroup(ReplaceableGroup):
             # The rest of the pass must not wait for ranks that already wait elsewhere.
             self.status_server.abort_too(error)
         return tolerates
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
-        # A group that outlives the next loss would wait for a rank that has ended. So callers that
-        # keep one are refused at the start (`world/survival.py`).
-        made = self.inner.split(groups)
-        self._made.append(made)
-        return made
 
     def close(self) -> None:
         self._lost_hosts.close()

@@ -124,7 +124,7 @@ class Divisions:
 
     Args:
         unit: Number of adjacent ranks that can only train together, such as a replica of a model
-            that is split over several ranks. If one of them is lost, the others leave.
+            that is split over several ranks. If one of these ranks is lost, the others leave.
         sizes: The possible numbers of ranks, ascending, or () if any number is possible.
         reason: The setting that causes this, for messages.
     """
@@ -157,20 +157,20 @@ class Divisions:
             return f"after losses: on {smaller} workers ({self.reason}); others leave"
         if self.unit == size:
             return (
-                f"after a loss: the run ends, because {self.reason} leaves no other complete copy "
-                "of the model; with --restarts it returns to the last checkpoint"
+                f"after a loss: the run ends, because {self.reason} needs all of its workers; with "
+                "--restarts it returns to the last checkpoint"
             )
         if self.unit > 1:
-            return f"after a loss: the {self.unit} workers of its copy of the model all leave"
+            return f"after a loss: all {self.unit} workers of its group ({self.reason}) leave"
         return ""
 
     def check_left(self, usable: Sequence[int], lost: Sequence[int]) -> None:
         """Raise CollectiveError if no rank is usable because ranks were lost."""
         if not usable:
             raise CollectiveError(
-                f"Ranks {', '.join(map(str, lost))} were lost, and with {self.reason} no complete "
-                "copy of the model is left. Start again from the last checkpoint; with --restarts "
-                "the launcher does so."
+                f"Ranks {', '.join(map(str, lost))} were lost, and no complete group of "
+                f"{self.unit} workers is left for {self.reason}. Start again from the last "
+                "checkpoint; with --restarts the launcher does so."
             ).blaming(lost)
 
 

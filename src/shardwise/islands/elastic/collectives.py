@@ -341,7 +341,7 @@ def join(
         settings.transport,
         settings.rendezvous,
         on_meeting,
-        of_run=GroupRanks(tuple(island), identity.size, place.first),
+        of_run=GroupRanks(tuple(island), identity.size, tuple(island)),
     )
     link = IslandLink(place, identity.rank, settings.timeout, settings.warn_after)
     return ElasticRun(group, link)
