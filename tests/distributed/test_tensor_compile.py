@@ -33,6 +33,8 @@ def start_afresh():
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     # Dynamo creates an object of this class when it traces an autograd.Function.
     warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+    # Inductor imports a module that uses it.
+    warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
 
 
 def train_plain(model, steps):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from shardwise.errors import ConfigError
 from shardwise.model.module_hooks import ReplacedForward
 
 Compiler = Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]
@@ -31,13 +35,28 @@ def compile_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..
     return torch.compile(forward)
 
 
+def check_cpp_compiler(device: torch.device) -> None:
+    """Raise ConfigError if torch.compile cannot compile for `device` because of a missing compiler.
+
+    torch itself would raise an error in the first forward pass, after data has been read.
+    """
+    # The default of torch._inductor.config.cpp.cxx, without the import, which takes seconds.
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if device.type == "cpu" and shutil.which(name) is None:
+        raise ConfigError(
+            f"--compile needs a C++ compiler on a CPU, but {name} is not installed. Install it (on "
+            "Debian: apt install g++), set the environment variable CXX to another compiler, or "
+            "start without --compile."
+        )
+
+
 def fix_order_of_graphs() -> None:
     """Have torch try the graphs of a function in the same order on every call.
 
     By default torch first tries the graph that ran last. For the same inputs, a recomputation would
     then find a graph for all sizes, compiled since, instead of the one that its forward pass used.
     """
-    # Added in torch 2.10. Without it, torch raises CheckpointError if the graphs differ.
+    # Versions of torch that lack it raise CheckpointError if the graphs differ.
     set_lru_cache = getattr(torch._C._dynamo.eval_frame, "_set_lru_cache", None)
     if set_lru_cache is not None:
         set_lru_cache(False)
