@@ -137,14 +137,17 @@ def refuses(world, change, text):
         engine = sw.Engine(model, adamw(model), compile=True)
         engine.backward(model(torch.ones(2, 8)).sum())
         engine.step()
-        change(model)
+        handle = change(model)
         with pytest.raises(UsageError, match=text):
             model(torch.ones(3, 8))
+        if handle is not None:
+            handle.remove()
     engine.close()
     return True
 
 
 def computes_otherwise(model):
+    """Change the model. The other functions below do so too, and may return a handle."""
     model[0].between = lambda x: x.cumsum(-1)
 
 
@@ -153,7 +156,11 @@ def drops(model):
 
 
 def hooks(model):
-    model[0].act.register_forward_hook(lambda module, args, output: None)
+    return model[0].act.register_forward_hook(lambda module, args, output: None)
+
+
+def hooks_every_module(model):
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +169,7 @@ def hooks(model):
         (computes_otherwise, "forward computes Cumsum, which it did not compute in the trial"),
         (drops, "has drawn random numbers"),
         (hooks, "a forward hook on 0.act"),
+        (hooks_every_module, "a forward hook on every module"),
     ],
 )
 def test_compiled_units_refuse_like_eager_regions(group, change, text):

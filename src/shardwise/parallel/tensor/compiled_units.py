@@ -48,6 +48,7 @@ class UnitCompiler:
             # With full parameters, modules run their own `forward`, which is the same on all ranks.
             if replica.is_whole or replica.in_compiled_unit:
                 return compiled(*args, **kwargs)
+            replica.hooks.check_global()
             for module in inside:
                 replica.hooks.check(module)
             before = replica.randomness.state()

@@ -47,18 +47,22 @@ class HookGuard:
         # Skip recomputations during the backward pass, because their forward pass was checked.
         if self._handles or torch._C._current_graph_task_id() != -1:
             return
-        for name in _GLOBAL:
-            if _has_user_hooks(getattr(of_torch, name, {})):
-                raise _hook_error(
-                    f"{_WORDS[name.removeprefix('_global')]} on every module",
-                    "Register hooks on single modules, or start without --tensor.",
-                )
+        self.check_global()
         # The hooks are global, so record the thread whose region is open.
         self._thread = get_ident()
         self._handles = [
             of_torch.register_module_forward_pre_hook(self._begins),
             of_torch.register_module_forward_hook(self._ends),
         ]
+
+    def check_global(self) -> None:
+        """Raise UsageError if the user has registered hooks on every module."""
+        for name in _GLOBAL:
+            if _has_user_hooks(getattr(of_torch, name, {})):
+                raise _hook_error(
+                    f"{_WORDS[name.removeprefix('_global')]} on every module",
+                    "Register hooks on single modules, or start without --tensor.",
+                )
 
     def close(self) -> None:
         """Stop checking modules.
