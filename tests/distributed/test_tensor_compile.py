@@ -151,6 +151,14 @@ def computes_otherwise(model):
     model[0].between = lambda x: x.cumsum(-1)
 
 
+def breaks_graph(model):
+    def tanh(x):
+        torch._dynamo.graph_break()
+        return x.tanh()
+
+    model[0].between = tanh
+
+
 def drops(model):
     model[0].between = lambda x: F.dropout(x, 0.5)
 
@@ -167,6 +175,7 @@ def hooks_every_module(model):
     ("change", "text"),
     [
         (computes_otherwise, "forward computes Cumsum, which it did not compute in the trial"),
+        (breaks_graph, "splits the graph between two split layers"),
         (drops, "has drawn random numbers"),
         (hooks, "a forward hook on 0.act"),
         (hooks_every_module, "a forward hook on every module"),

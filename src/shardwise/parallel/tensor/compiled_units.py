@@ -117,6 +117,13 @@ class _GraphCheck(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         if n.target is torch.ops.shardwise.all_reduce and n.args[2] >= 0:  # type: ignore[operator]
+            if not self._copies:
+                # Only eager regions can be followed through several graphs.
+                raise UsageError(
+                    "torch.compile splits the graph between two split layers (--compile with "
+                    "--tensor), so that their operations cannot be checked. Remove the cause, "
+                    "which TORCH_LOGS=graph_breaks shows, or start without --compile."
+                )
             product = n.args[0]
             assert isinstance(product, fx.Node)
             value = self.env[product.all_input_nodes[0]]
@@ -129,6 +136,7 @@ class _GraphCheck(fx.Interpreter):
                 self._starts.append(result.grad_fn)
         if n.target is torch.ops.shardwise.all_reduce:  # the end of a region
             self._starts.clear()
+            self._copies.clear()
         if _is_copy(n):
             self._copies.add(n)
         return result
