@@ -5,6 +5,8 @@ The plain process stores nothing in 4 bits: it rounds the base weights once, wit
 
 import copy
 import warnings
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from shardwise.errors import ConfigError, ModelError, ParameterAccess, Shardwise
 from shardwise.layout.placement import Tier
 from shardwise.states.storage.nf4_storage import BLOCK, VALUES, NF4Storage
 from tests.distributed.test_context_of_transformers import LLAMA, transformers
+from tests.distributed.test_sharded_compile import start_afresh
 
 peft = pytest.importorskip("peft")
 
@@ -138,6 +141,27 @@ def test_equals_a_process_with_rounded_weights(group, size, kind, settings):
             torch.testing.assert_close(ours, losses, **tolerance)
         torch.testing.assert_close(whole, weights, **tolerance)
         torch.testing.assert_close(together, merged, **tolerance)
+
+
+def compiled(world, settings):
+    """Train with compiled units. Return the results, the number of graphs, and the graph breaks."""
+    start_afresh()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        results = trained(world, "sgd", {**settings, "compile": True})
+    counters = torch._dynamo.utils.counters
+    return results, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 3, "activations": "recomputed"}])
+def test_compiled_equals_a_process_with_rounded_weights(group, settings):
+    losses, weights, merged = plain("sgd")
+    for (ours, whole, together), graphs, breaks in group(2)(compiled, settings):
+        torch.testing.assert_close(ours, losses, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(whole, weights, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(together, merged, rtol=1e-8, atol=1e-10)
+        assert graphs > 0
+        assert breaks == {}
 
 
 def gathered_bytes(world):

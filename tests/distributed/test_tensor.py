@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.errors import BrokenView, ConfigError, ModelError, ModelMismatch, UsageError
+from shardwise.errors import BrokenView, ModelError, ModelMismatch, UsageError
 from shardwise.parallel.tensor import known_modules, split_trial
 from tests.parity.problems import SplittableGPT, loss_of
 from tests.tables import each_value
@@ -717,20 +717,6 @@ REFUSED = [
 @pytest.mark.parametrize(("plan", "make", "text"), REFUSED)
 def test_names_modules_that_cannot_be_split(group, plan, make, text):
     assert all(group(2, tensor=2)(refused, plan, make, text))
-
-
-def test_rejects_settings(group):
-    text = "--tensor 2 cannot be combined with --compile"
-    assert all(group(2, tensor=2)(refused_setting, text))
-
-
-def refused_setting(world, text):
-    model = gpt()
-    with pytest.raises(ConfigError, match=text):
-        sw.Engine(model, adamw(model), compile=True)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), gpt().parameters()))  # noqa: B905
-    assert type(model.blocks[0].attend.qkv) is nn.Linear
-    return True
 
 
 # -- less visible cases --------------------------------------------------------------------------

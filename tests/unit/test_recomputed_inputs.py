@@ -15,9 +15,9 @@ class InPlace(nn.Module):
 
 def test_a_unit_that_changes_its_input_is_refused():
     unit = InPlace()
-    RecomputedForward(unit, compiled=False)
+    RecomputedForward(unit, None)
     with pytest.raises(ModelError, match=r"InPlace changes its input in place.*x\.clone\(\)"):
         unit(torch.ones(3, requires_grad=True) * 1.0)
     plain = nn.Tanh()
-    RecomputedForward(plain, compiled=False)
+    RecomputedForward(plain, None)
     plain(torch.ones(3, requires_grad=True) * 1.0).sum().backward()

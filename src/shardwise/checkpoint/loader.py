@@ -19,7 +19,6 @@ from shardwise.checkpoint import (
 from shardwise.checkpoint.agreement import agree, read_on_all
 from shardwise.checkpoint.atomic_folders import DOCUMENT, StepFolder, lacks_document
 from shardwise.checkpoint.engine_view import EngineView
-from shardwise.checkpoint.formats.recognise import training_format
 from shardwise.checkpoint.source import CheckpointSource
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.checkpoint.tracking import Tracking
@@ -70,7 +69,7 @@ class CheckpointLoader:
                     f'all of them. Write engine.resume("{folder.parent}"), or '
                     f'engine.load("{folder}") to load just this one.'
                 )
-            elif not own[0] and (library := training_format(folder)) is not None:
+            elif not own[0] and (library := _other_library(folder)) is not None:
                 failure = (
                     f"{folder} contains a checkpoint of {library}, but resume takes Shardwise "
                     f'checkpoints. Write engine.load("{folder}"), then resume and save in another '
@@ -184,3 +183,11 @@ class CheckpointLoader:
         )
         optimizer_fields.check(tensors, fields, optimizers)
         return checkpoint, parsed
+
+
+def _other_library(folder: Path) -> str | None:
+    """Return the name of another library whose checkpoint `folder` contains, or None."""
+    # Import here, because every rank imports this module at its start, and few need a format.
+    from shardwise.checkpoint.formats.recognise import training_format
+
+    return training_format(folder)

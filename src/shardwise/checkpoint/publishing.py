@@ -39,8 +39,6 @@ from shardwise.checkpoint.format import (
     index_name,
     lay_out,
 )
-from shardwise.checkpoint.formats.comparing import format_fingerprint
-from shardwise.checkpoint.formats.exporting import with_dtype
 from shardwise.checkpoint.save_tensors import SavePlan
 from shardwise.checkpoint.tensor_spans import MODEL
 from shardwise.checkpoint.tensors import EngineTensors, spec_of
@@ -193,6 +191,9 @@ class Publisher:
         for of_rank in self._state.spec.world_group.gather_objects(parts):
             for name, found in of_rank.items():
                 all_parts.setdefault(name, []).extend(found)
+        # Import here, because every rank imports this module at its start, and few publish weights.
+        from shardwise.checkpoint.formats.comparing import format_fingerprint
+
         prints = {}
         for name, spec in published.items():
             crc = combine(all_parts.get(name, ()), spec.nbytes)
@@ -366,6 +367,8 @@ class Publisher:
         models = self._state.spec.models
         config: Any = getattr(models[0], "config", None)
         if len(models) == 1 and callable(getattr(config, "to_json_string", None)):
+            from shardwise.checkpoint.formats.exporting import with_dtype
+
             text = config.to_json_string().encode()
             small["config.json"] = text if dtype is None else with_dtype(text, dtype)
         for name, data in small.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,14 +16,13 @@ from shardwise.checkpoint import tensor_names as names
 from shardwise.checkpoint.atomic_folders import DOCUMENT, lacks_document
 from shardwise.checkpoint.extra_sets import ExtraSets, Sets, SetsToRead
 from shardwise.checkpoint.format import dtype_of
-from shardwise.checkpoint.formats.optimizers import fields_for
-from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
-from shardwise.checkpoint.formats.rules import with_fused_experts
-from shardwise.checkpoint.formats.saved import Checkpoint
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.checkpoint.tensor_spans import AVERAGE, MASTER, MODEL, OPTIMIZER, state_name
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.errors import BrokenCheckpoint, CheckpointMismatch
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.formats.saved import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,11 @@ def open_source(
                 f"{path / DOCUMENT} has no set of tensors {MODEL!r}. Use another checkpoint."
             )
     else:
+        # Import here, because every rank imports this module at its start, and few need a format.
+        from shardwise.checkpoint.formats.optimizers import fields_for
+        from shardwise.checkpoint.formats.recognise import FOREIGN, open_checkpoint
+        from shardwise.checkpoint.formats.rules import with_fused_experts
+
         foreign = stack.enter_context(open_checkpoint(path, FOREIGN))
         foreign.model = with_fused_experts(foreign, engine_tensors.inventory.names)
         sets = {MODEL: foreign.model}

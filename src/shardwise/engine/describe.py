@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from shardwise.engine.build import States
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.layout.placement import STATES
 from shardwise.messages.printable import in_bytes, printable
 from shardwise.states.parameters.sharded_parameters import ShardedParameters
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass
@@ -52,6 +53,9 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
 
     Consecutive equal units share a row.
     """
+    # Import here, because every rank imports this module at its start, and few print a table.
+    from rich.table import Table
+
     rows = _rows(states)
     total = _Row(["all"])
     for row in rows:
@@ -81,6 +85,8 @@ def table_of(spec: EngineSpec, states: States, transport: str) -> Table:
 
 def show(table: Table) -> None:
     """Print `table`. Lines wrap in a narrow terminal, so no number is cut off."""
+    from rich.console import Console
+
     console = Console(markup=False)
     least = table.__rich_measure__(console, console.options).minimum
     # Widen the console: rich would otherwise shorten numbers with an ellipsis.

@@ -42,7 +42,7 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import living
 from shardwise.errors import UsageError
 from shardwise.messages.other_libraries import HintsAtAttributes
-from shardwise.model import checkpointed_scalars
+from shardwise.model import checkpointed_scalars, compilation
 from shardwise.parallel.context.planned_attention import ContextPlan
 from shardwise.parallel.expert.planned_blocks import ExpertPlan
 from shardwise.parallel.tensor.plan import TensorPlan
@@ -121,6 +121,8 @@ class Engine(HintsAtAttributes):
             guarded = import_module("shardwise.engine.guarded")
             guarded.check(self.settings)
             backward_kind, step_kind = guarded.GuardedBackward, guarded.GuardedSteps
+        if self.settings.compile:
+            compilation.check_cpp_compiler(world.device)
         # The number is part of seeds and records, which is why all ranks must create engines in the
         # same order.
         number, world.engines = world.engines, world.engines + 1

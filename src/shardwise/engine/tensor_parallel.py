@@ -8,8 +8,10 @@ from itertools import zip_longest
 from shardwise.config import Settings
 from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
+from shardwise.model.activations import units_of
+from shardwise.model.compilation import Compiler, compile_forward
 from shardwise.parallel.expert.split_experts import ExpertParallelModels
-from shardwise.parallel.tensor import known_modules
+from shardwise.parallel.tensor import compiled_units, known_modules
 from shardwise.parallel.tensor import plan as plans
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.parallel.tensor.split_model import TensorParallelModels
@@ -25,13 +27,22 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
     # Ignore the plan, so that the same script runs with and without --tensor.
     if world.tensor_size == 1:
         return None
-    if settings.compile:
-        raise ConfigError(
-            f"--tensor {world.tensor_size} cannot be combined with --compile: the collectives "
-            "inside a split layer cannot be compiled. Remove one of the two."
-        )
     sequence_parallel = settings.sequence_parallel or plans.uses_sequence_parallel(plan or {})
+    if settings.compile and sequence_parallel:
+        raise ConfigError(
+            "--compile cannot be combined with --sequence-parallel: the compiler cannot trace "
+            "activations that are split by tokens. Remove one of the two."
+        )
     return TensorParallelModels(world.tensor, world.device, sequence_parallel=sequence_parallel)
+
+
+def compiler_of(spec: EngineSpec) -> Compiler | None:
+    """Return the function that compiles units, or None without `--compile`."""
+    if not spec.settings.compile:
+        return None
+    if spec.tensor is None:
+        return compile_forward
+    return compiled_units.UnitCompiler(spec.tensor.replica)
 
 
 def find_and_split(
@@ -51,6 +62,9 @@ def find_and_split(
             'Name layers with sw.Engine(..., tensor_plan={"blocks.*.up": "colwise", '
             '"blocks.*.down": "rowwise"}), or start without --tensor.'
         )
+    if spec.settings.compile:
+        units = [pair for model in spec.models for pair in units_of(model, spec.settings)]
+        compiled_units.refuse_dropout(units, {e.module for group in groups for e in group.splits})
     split_models.cut(groups, spec.models, spec.optimizers)
 
 

@@ -29,7 +29,7 @@ from shardwise.engine.gradient_weighting import GradientWeighting
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.errors import CheckpointMismatch, ConfigError, ModelError, UsageError
 from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES
-from shardwise.model import precision, sync_batch_norm, units
+from shardwise.model import precision, sync_batch_norm
 from shardwise.model.activations import Activations
 from shardwise.model.buffers import Buffers
 from shardwise.model.forward_events import ForwardEvents
@@ -127,11 +127,13 @@ class UserObjects:
             spec.context.install()
         for loss in spec.chunked_losses:
             loss.install()
-        if spec.settings.compile and spec.settings.activations == "kept":
-            for model in spec.models:
-                for _, unit in units.find_units(model, spec.settings.units) or [("", model)]:
-                    unit.compile()
-        self.activations = Activations(spec.models, spec.settings, world.device, rank=world.rank)
+        self.activations = Activations(
+            spec.models,
+            spec.settings,
+            world.device,
+            rank=world.rank,
+            compiler=tensor_parallel.compiler_of(spec),
+        )
         self._forwards = ForwardEvents(spec.models, spec.settings.units)
         if spec.pipeline is not None:
             install(spec.pipeline, spec.models[0])

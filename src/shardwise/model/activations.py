@@ -19,6 +19,7 @@ from shardwise.config import Settings
 from shardwise.layout.placement import Tier
 from shardwise.model import units
 from shardwise.model.activation_offload import SavedTensors
+from shardwise.model.compilation import CompiledForward, Compiler, fix_order_of_graphs
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.offloaded_tensor import DiskTarget, HostTarget, OffloadTarget, StagedDiskTarget
 from shardwise.model.recomputation import RecomputedForward
@@ -36,6 +37,7 @@ class Activations:
     Args:
         models: The models to hook.
         settings: Settings that select recomputation and the tier.
+        compiler: Compiles the forward pass of a unit. None means that units are not compiled.
         device: The device of the activations.
         rank: This rank's index, for a tier's error messages.
     """
@@ -47,21 +49,24 @@ class Activations:
         device: torch.device,
         *,
         rank: int,
+        compiler: Compiler | None = None,
     ) -> None:
         self._settings = settings
         self._device = device
-        self._forwards: list[RecomputedForward] = []
+        self._forwards: list[RecomputedForward | CompiledForward] = []
         self._handles: list[Hooked] = []
         target = _target(settings.offload_activations, device, rank)
-        if settings.activations == "recomputed":
-            found = [units.find_units(model) or [("", model)] for model in models]
-            self._forwards = [
-                RecomputedForward(unit, compiled=settings.compile)
-                # Wrap a unit only once, even if several models share it.
-                for unit in dict.fromkeys(
-                    unit for units_of_model in found for _, unit in units_of_model
-                )
-            ]
+        self._recomputes = settings.activations == "recomputed"
+        if compiler is not None and self._recomputes:
+            fix_order_of_graphs()
+        # Wrap a unit only once, even if several models share it.
+        for unit in dict.fromkeys(
+            unit for model in models for _, unit in units_of(model, settings)
+        ):
+            if self._recomputes:
+                self._forwards.append(RecomputedForward(unit, compiler))
+            elif compiler is not None:
+                self._forwards.append(CompiledForward(unit, compiler))
         if target is not None:
             scope = OffloadScope(models, SavedTensors(target, device.type))
             self._handles = [handle for model in models for handle in scope.attach(model)]
@@ -69,7 +74,8 @@ class Activations:
     def describe(self) -> str:
         """Return a description of the active features, or an empty string."""
         parts = []
-        if count := len(self._forwards):
+        if self._recomputes:
+            count = len(self._forwards)
             parts.append(f"recomputed in {count} unit{'' if count == 1 else 's'}")
         tier = self._settings.offload_activations
         if self._handles:
@@ -84,6 +90,12 @@ class Activations:
             forward.undo()
         for handle in self._handles:
             handle.remove()
+
+
+def units_of(model: nn.Module, settings: Settings) -> list[tuple[str, nn.Module]]:
+    """Return the names and modules of the parts that are compiled or recomputed separately."""
+    patterns = None if settings.activations == "recomputed" else settings.units
+    return units.find_units(model, patterns) or [("", model)]
 
 
 class OffloadScope:

@@ -8,7 +8,9 @@ that a copy in this process computes in the same precision.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -121,6 +123,31 @@ def replace(module: nn.Module, name: str, value: Any) -> None:
     before = [vars(module)[name]] if name in vars(module) else []
     setattr(module, name, value)
     _state_of(module).ours[name] = (value, before)
+
+
+class ReplacedForward:
+    """Base class of objects that replace `unit.forward`. The unit's hooks run outside them.
+
+    Copies and pickles of the unit have their original `forward`.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.unit = unit
+        self._before: Callable[..., Any] | None = vars(unit).get("forward")
+        self.plain: Callable[..., Any] = unit.forward
+        # Libraries inspect the signature of `forward` to decide which arguments to pass.
+        functools.update_wrapper(self, self.plain)  # type: ignore[arg-type]
+        replace(unit, "forward", self)
+
+    def undo(self) -> None:
+        give_back(self.unit, "forward", self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Needed only if a user's wrapper refers to this object. Return the copied unit's bound
+        # method: at lookup time, the copy has no other `forward` yet.
+        if self._before is None:
+            return getattr, (self.unit, "forward")
+        return getattr, (SimpleNamespace(forward=self._before), "forward")
 
 
 def give_back(module: nn.Module, name: str, value: Any) -> None:

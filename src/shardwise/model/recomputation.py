@@ -11,12 +11,10 @@ torch.utils.checkpoint reproduces dropout and autocast. This module adds the res
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -25,27 +23,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.errors import ModelError
-from shardwise.model import module_hooks, unit_attributes
+from shardwise.model import unit_attributes
 from shardwise.model.buffers import version_of
+from shardwise.model.compilation import Compiler
+from shardwise.model.module_hooks import ReplacedForward
 
 
-class RecomputedForward:
-    """Replacement for `unit.forward`. The unit's hooks are outside it, so they run only once.
+class RecomputedForward(ReplacedForward):
+    """Replacement for `unit.forward` that recomputes. The unit's hooks run only once.
 
-    Copies and pickles of the unit have their original `forward`.
+    Args:
+        unit: The unit.
+        compiler: Returns the compiled forward pass of a unit. None means that it is not compiled.
     """
 
-    def __init__(self, unit: nn.Module, *, compiled: bool) -> None:
-        """Replace `unit.forward`. If `compiled` is true, compile the original `forward`."""
-        self.unit = unit
-        self._before: Callable[..., Any] | None = vars(unit).get("forward")
-        plain: Callable[..., Any] = unit.forward
-        # Libraries inspect the signature of `forward` to decide which arguments to pass.
-        functools.update_wrapper(self, plain)
-        self.plain = torch.compile(plain) if compiled else plain
+    def __init__(self, unit: nn.Module, compiler: Compiler | None) -> None:
+        super().__init__(unit)
+        if compiler is not None:
+            self.plain = compiler(unit, self.plain)
         self.buffers = UnitBuffers(unit)
         self._is_active = True
-        module_hooks.replace(unit, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Without gradients, autograd saves nothing, so there is nothing to recompute.
@@ -71,14 +68,7 @@ class RecomputedForward:
 
     def undo(self) -> None:
         self._is_active = False  # in case user code has wrapped this object
-        module_hooks.give_back(self.unit, "forward", self)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Needed only if a user's wrapper refers to this object. Return the copied unit's bound
-        # method: at lookup time, the copy has no other `forward` yet.
-        if self._before is None:
-            return getattr, (self.unit, "forward")
-        return getattr, (SimpleNamespace(forward=self._before), "forward")
+        super().undo()
 
 
 class StandsForPart(Tensor):

@@ -8,6 +8,8 @@ attention.py              splits custom attention by heads; multihead_attention.
 split_model.py            splits models, gathers full parameters, restores the models
 parallel_layers.py        classes of split modules: column-wise, row-wise, embedding
 region_collectives.py     collectives of tensor-parallel regions, with their backward passes
+compiled_collectives.py   the same collectives as operators in compiled graphs
+compiled_units.py         compiles units with split layers, and checks their graphs
 replica.py                enters and leaves regions; replica_randomness.py seeds them
 graph_paths.py            rejects operations that no trial covered; user_hooks.py rejects hooks
 sequence_parallel.py      tensors that are split by tokens

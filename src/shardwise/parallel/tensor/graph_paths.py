@@ -73,6 +73,8 @@ class AllowedOperations:
         known = self.tried | _FEATURE_WISE
         # For some shapes, a fused kernel may later be replaced with its individual operations.
         self._known = known | _ATTENTION if "Attention" in known else known
+        self.number = _number(self._known)
+        """Stands for the allowed operations in compiled graphs."""
 
     def check(self, value: Tensor, starts: Sequence[Any]) -> None:
         """Raise UsageError if an operation between `starts` and `value` is not allowed."""
@@ -88,6 +90,21 @@ class AllowedOperations:
                 '{"blocks.*.up": "whole"}). If it does work, write "colwise" for the first layer '
                 'and "rowwise" for the second.'
             )
+
+
+_known_sets: list[set[str]] = []
+
+
+def _number(known: set[str]) -> int:
+    # Blocks of the same class have equal sets, and must have equal numbers to share a graph.
+    if known not in _known_sets:
+        _known_sets.append(known)
+    return _known_sets.index(known)
+
+
+def by_number(number: int) -> AllowedOperations:
+    """Return the allowed operations that `number` stands for."""
+    return AllowedOperations(_known_sets[number])
 
 
 class RecordedOperations(AllowedOperations):

@@ -22,7 +22,6 @@ from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
     copy_to_region,
-    gather_from_region,
     is_fake,
 )
 from shardwise.parallel.tensor.replica import Replica
@@ -97,8 +96,7 @@ class ColwiseParallel(TensorParallelModule):
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         if self._gather_output:
-            part = replica.region_input(value).run(self._run_local)
-            return gather_from_region(part, replica.group, ShardedDim(-1, self.ranges))
+            return replica.gather_output(value, self._run_local, ShardedDim(-1, self.ranges))
         return replica.enter_region(value, self._run_local)
 
     def _run_local(self, whole: Tensor) -> Tensor:
@@ -122,15 +120,20 @@ class RowwiseParallel(TensorParallelModule):
         replica = self._replica
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
-        if self.allowed_operations is not None:
-            self.allowed_operations.check(value, replica.region_starts)
-        columns = has_columns(self._unsplit_class)
-        whole = replica.leave_region(
-            lambda: value @ self.weight if columns else F.linear(value, self.weight)
-        )
+        allowed = self.allowed_operations
+        if allowed is not None and not replica.in_compiled_unit:
+            allowed.check(value, replica.region_starts)
+        number = -1 if allowed is None else allowed.number
+        whole = replica.leave_region(lambda: self._multiply(value), allowed=number)
         # Add the bias after the sum, which must include it only once. Use the product's dtype,
         # which autocast may have chosen.
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)
+
+    def _multiply(self, value: Tensor) -> Tensor:
+        with on_local_tensors():
+            if has_columns(self._unsplit_class):
+                return value @ self.weight
+            return F.linear(value, self.weight)
 
 
 class VocabParallelEmbedding(TensorParallelModule):
@@ -202,8 +205,11 @@ class LocalModule(TensorParallelModule):
     """A module between split layers whose own `forward` also works on this rank's part."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # If no parameter is split, the context manager is not needed.
-        own = any(getattr(type(p), "is_split", False) for p in self._parameters.values())
+        # If no parameter is split, the context manager is not needed. The compiler cannot inspect
+        # the classes.
+        own = self._replica.in_compiled_unit or any(
+            getattr(type(p), "is_split", False) for p in self._parameters.values()
+        )
         with on_local_tensors() if own else nullcontext():
             return super().forward(*args, **kwargs)
 

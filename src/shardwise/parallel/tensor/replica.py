@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from shardwise.comm import Collectives
 from shardwise.model.recomputation import once
+from shardwise.parallel.tensor import compiled_collectives
 from shardwise.parallel.tensor.region_collectives import (
+    ShardedDim,
     copy_to_region,
+    gather_from_region,
     gather_from_sequence,
     is_fake,
     reduce_from_region,
@@ -87,6 +90,13 @@ class Replica:
     """The autograd nodes at the start of the open region."""
     running_forwards: int = 0
     """The number of nested model forward passes in progress."""
+    number: int = -1
+    """Stands for `group` in compiled collectives."""
+    in_compiled_unit: bool = False
+    """True inside a compiled unit. Its regions have no state outside the graph: no random numbers,
+    and no hooks."""
+    _shared_input: tuple[Tensor, Tensor] | None = None
+    """In a compiled unit, the full input of the open region and its copy."""
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Start a region: run `layer`, which differs between ranks, on the full `value`.
@@ -95,6 +105,13 @@ class Replica:
         is gathered once and its gradient is summed once. Calls with and without gradient recording
         never share an input.
         """
+        if self.in_compiled_unit:
+            # Layers with the same input share the copy, as below. Compare objects, because the
+            # compiler can trace neither `id` nor versions.
+            if self._shared_input is None or self._shared_input[0] is not value:
+                copy = compiled_collectives.copy_to_region(value, self.number)
+                self._shared_input = value, copy
+            return layer(self._shared_input[1])
         if is_fake(value):
             return layer(value)
         # From here until the end of the region, each rank draws its own random numbers.
@@ -131,12 +148,17 @@ class Replica:
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
-    def leave_region(self, part: Callable[[], Tensor]) -> Tensor:
+    def leave_region(self, part: Callable[[], Tensor], *, allowed: int = -1) -> Tensor:
         """Return `part()` summed over the ranks, and end the region.
+
+        In a compiled unit, `allowed` is the number of the allowed operations (graph_paths.py).
 
         The region also ends if `part` raises, because torch uses an exception to stop a
         recomputation early.
         """
+        if self.in_compiled_unit:
+            self._shared_input = None
+            return compiled_collectives.reduce_from_region(part(), self.number, allowed)
         sequence_parallel = self._outputs_tokens()
         try:
             return self._reduce(part(), sequence_parallel)
@@ -145,7 +167,18 @@ class Replica:
 
     def reduce_output(self, value: Tensor) -> Tensor:
         """Return `value` summed over the ranks. Used outside regions."""
+        if self.in_compiled_unit:
+            return compiled_collectives.reduce_from_region(value, self.number)
         return self._reduce(value, self._outputs_tokens())
+
+    def gather_output(
+        self, value: Tensor, layer: Callable[[Tensor], Tensor], sharded: ShardedDim
+    ) -> Tensor:
+        """Run `layer` on the full `value`, and gather its output. Used outside regions."""
+        if self.in_compiled_unit:
+            part = layer(compiled_collectives.copy_to_region(value, self.number))
+            return compiled_collectives.gather_from_region(part, self.number, sharded)
+        return gather_from_region(self.region_input(value).run(layer), self.group, sharded)
 
     def _outputs_tokens(self) -> bool:
         """Return whether a layer's output may stay split by tokens.
@@ -182,6 +215,10 @@ class Replica:
         self._inputs.clear()
         self._close_hooks()
         self.randomness.leave_region()
+
+    def end_compiled_unit(self) -> None:
+        """Leave a compiled unit. Also called after a failed forward pass, inside a region."""
+        self.in_compiled_unit, self._shared_input = False, None
 
     def reset(self) -> None:
         """Close any open region at the end of a step."""

@@ -40,6 +40,10 @@ class ReplicaRandomness:
     def _generator(self) -> torch.Generator:
         return generator_of(self._device)
 
+    def state(self) -> Tensor:
+        """Return the state of the generator that forward passes draw from."""
+        return self._generator.get_state()
+
     def enter_region(self) -> None:
         """Switch to this rank's own random numbers."""
         if not self.in_region:

@@ -47,18 +47,22 @@ class HookGuard:
         # Skip recomputations during the backward pass, because their forward pass was checked.
         if self._handles or torch._C._current_graph_task_id() != -1:
             return
-        for name in _GLOBAL:
-            if _has_user_hooks(getattr(of_torch, name, {})):
-                raise _hook_error(
-                    f"{_WORDS[name.removeprefix('_global')]} on every module",
-                    "Register hooks on single modules, or start without --tensor.",
-                )
+        self.check_global()
         # The hooks are global, so record the thread whose region is open.
         self._thread = get_ident()
         self._handles = [
             of_torch.register_module_forward_pre_hook(self._begins),
             of_torch.register_module_forward_hook(self._ends),
         ]
+
+    def check_global(self) -> None:
+        """Raise UsageError if the user has registered hooks on every module."""
+        for name in _GLOBAL:
+            if _has_user_hooks(getattr(of_torch, name, {})):
+                raise _hook_error(
+                    f"{_WORDS[name.removeprefix('_global')]} on every module",
+                    "Register hooks on single modules, or start without --tensor.",
+                )
 
     def close(self) -> None:
         """Stop checking modules.
@@ -72,17 +76,20 @@ class HookGuard:
         del args
         # The input of a column-wise layer is not split, so a pre-hook on the layer is fine.
         gets_whole = getattr(module, "takes_whole", False)
-        self._check(module, _BEFORE[1:] if gets_whole else _BEFORE)
+        self._check_in_thread(module, _BEFORE[1:] if gets_whole else _BEFORE)
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         del args, output
-        self._check(module, _AFTER)
+        self._check_in_thread(module, _AFTER)
 
-    def _check(self, module: nn.Module, kinds: tuple[str, ...]) -> None:
+    def _check_in_thread(self, module: nn.Module, kinds: tuple[str, ...]) -> None:
         # Global hooks are called for all modules, and another thread may be running a different
         # model.
-        if get_ident() != self._thread:
-            return
+        if get_ident() == self._thread:
+            self.check(module, kinds)
+
+    def check(self, module: nn.Module, kinds: tuple[str, ...] = _ALL) -> None:
+        """Raise UsageError if the user has hooks of these kinds on `module`."""
         attributes = vars(module)
         for kind in kinds:
             if attributes[kind] and _has_user_hooks(attributes[kind]):

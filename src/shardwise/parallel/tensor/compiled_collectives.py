@@ -1,0 +1,110 @@
+"""Collectives of tensor-parallel regions as operators that torch.compile keeps in a graph.
+
+region_collectives.py runs the same collectives eagerly. Here each one is an operator of
+`torch.library` with a fake implementation and a backward pass, so that a unit stays one graph.
+
+The compiler may reorder operators that do not depend on each other, and ranks whose parts differ
+in size may choose different orders. Operators are therefore registered as effects, which the
+compiler keeps in the order of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from shardwise.comm import Collectives
+from shardwise.parallel.tensor.region_collectives import ShardedDim, all_gathered, all_reduced
+
+_groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
+"""An operator has no objects among its arguments, so a number stands for the group."""
+
+
+def number_of(group: Collectives) -> int:
+    """Return the number that stands for `group` in operators, and define the operators."""
+    _define()
+    for number, known in _groups.items():
+        if known is group:
+            return number
+    number = max(_groups, default=-1) + 1
+    _groups[number] = group
+    return number
+
+
+def copy_to_region(value: Tensor, number: int) -> Tensor:
+    """Return a copy of `value`, identical on all ranks, that each rank may use differently."""
+    return _CopyToRegion.apply(value, number)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_from_region(value: Tensor, number: int, allowed: int = -1) -> Tensor:
+    """Return the sum of `value` over all ranks, on all ranks.
+
+    `allowed` is only for the check of a graph (compiled_units.py).
+    """
+    return torch.ops.shardwise.all_reduce(value, number, allowed)  # type: ignore[no-any-return]
+
+
+def gather_from_region(part: Tensor, number: int, sharded: ShardedDim) -> Tensor:
+    """Gather a split tensor that all ranks then use in the same way."""
+    edges = [0, *(end for _, end in sharded.ranges)]
+    return torch.ops.shardwise.all_gather(part, sharded.dim, edges, number)  # type: ignore[no-any-return]
+
+
+class _CopyToRegion(torch.autograd.Function):
+    """An operator would have to copy the memory. A Function may return a view."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        # User code does not call this operator, so it marks the start of a region in a graph.
+        return torch.ops.aten.alias.default(value)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return torch.ops.shardwise.all_reduce(grad, ctx.number, -1), None
+
+
+def _define() -> None:
+    """Define the operators, once. Only a compiled unit needs them, and the compiler's import."""
+    if hasattr(torch.ops.shardwise, "all_reduce"):
+        return
+    # torch 2.9 has no public function for effects.
+    from torch._higher_order_ops import effects
+
+    all_reduce = torch.library.custom_op("shardwise::all_reduce", _all_reduce, mutates_args=())
+    all_reduce.register_fake(lambda value, number, allowed: torch.empty_like(value).contiguous())
+    all_reduce.register_autograd(lambda ctx, grad: (grad, None, None))
+    all_gather = torch.library.custom_op("shardwise::all_gather", _all_gather, mutates_args=())
+    all_gather.register_fake(_gathered_shape)
+    all_gather.register_autograd(_take_part, setup_context=_keep_range)
+    for operator in (all_reduce, all_gather):
+        effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
+
+
+def _all_reduce(value: Tensor, number: int, allowed: int) -> Tensor:
+    del allowed
+    return all_reduced(value, _groups[number])
+
+
+def _all_gather(part: Tensor, dim: int, edges: Sequence[int], number: int) -> Tensor:
+    return all_gathered(part, _groups[number], ShardedDim(dim, tuple(pairwise(edges))))
+
+
+def _gathered_shape(part: Tensor, dim: int, edges: Sequence[int], number: int) -> Tensor:
+    return part.new_empty(ShardedDim(dim, tuple(pairwise(edges))).whole_shape(part.shape))
+
+
+def _keep_range(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, ctx.dim, edges, number = inputs
+    rank = _groups[number].rank
+    ctx.first, ctx.end = edges[rank], edges[rank + 1]
+
+
+def _take_part(ctx: Any, grad: Tensor) -> Any:
+    part = grad.narrow(ctx.dim, ctx.first, ctx.end - ctx.first).contiguous()
+    return part, None, None, None

@@ -1,0 +1,209 @@
+"""Compiled units with split layers: one graph each, and the results of plain PyTorch."""
+
+import time
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardwise as sw
+from shardwise.errors import ConfigError, UsageError
+from shardwise.parallel.tensor import compiled_units
+from shardwise.parallel.tensor.compiled_units import UnitCompiler
+from tests.distributed.test_tensor import adamw, gpt, loss_of, whole
+
+STEPS = 20
+BLOCK_CLASSES = 2
+"""SplittableGPT has two blocks, of which only one has a fused layer for queries, keys, values."""
+
+
+def batch(step):
+    """Return tokens. Each fifth batch is shorter."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(24, (6 if step % 5 == 4 else 8, 8), generator=draw)
+
+
+def start_afresh():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    # Dynamo itself inspects it, for any input that is not a leaf.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    # Dynamo creates an object of this class when it traces an autograd.Function.
+    warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+    # Inductor imports a module that uses it.
+    warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
+
+
+def train_plain(model, steps):
+    optimizer = adamw(model)
+    figures = []
+    for step in range(steps):
+        x = batch(step)
+        loss = loss_of(model, x, (x * 5 + 1) % 24)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        figures += [loss.item(), norm.item()]
+    return figures, dict(model.named_parameters())
+
+
+def compiled(world, backend, settings, delay=0.0):
+    """Train with compiled units. Return the figures, values, all-reduces by graph, and breaks."""
+    start_afresh()
+    graphs = []
+    compile_graph = UnitCompiler.compile_graph
+
+    def counted(self, graph, inputs):
+        time.sleep(delay * world.rank)
+        reduces = [n for n in graph.graph.nodes if "all_reduce" in str(n.target)]
+        graphs.append(len(reduces))
+        return compile_graph(self, graph, inputs)
+
+    model = gpt()
+    with (
+        mock.patch.object(compiled_units, "BACKEND", backend),
+        mock.patch.object(UnitCompiler, "compile_graph", counted),
+    ):
+        engine = sw.Engine(model, adamw(model), compile=True, bucket_mb=0.005, **settings)
+        figures = []
+        for step in range(STEPS):
+            x = world.share(batch(step))
+            engine.backward(loss_of(model, x, (x * 5 + 1) % 24), weight=len(x))
+            stats = engine.step(max_norm=0.5)
+            figures += [stats.loss, stats.grad_norm]
+    values = whole(engine, model)
+    engine.close()
+    return figures, values, graphs, dict(torch._dynamo.utils.counters["graph_break"])
+
+
+CASES = [
+    ("aot_eager", 2, {"zero": 0}),
+    ("aot_eager", 4, {"zero": 3}),
+    ("aot_eager", 2, {"zero": 2, "activations": "recomputed"}),
+    pytest.param("inductor", 2, {"zero": 0}, marks=pytest.mark.full),
+    pytest.param("inductor", 2, {"zero": 3, "activations": "recomputed"}, marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("backend", "size", "settings"), CASES)
+def test_compiled_equals_one_process(group, backend, size, settings):
+    expected, parameters = train_plain(gpt(), STEPS)
+    for figures, values, graphs, breaks in group(size, tensor=2)(
+        compiled, backend, settings, limit=300
+    ):
+        assert figures == pytest.approx(expected, rel=1e-8)
+        for name, parameter in parameters.items():
+            torch.testing.assert_close(values[name], parameter.data, rtol=1e-8, atol=1e-10)
+        # Each graph is a full block, with the sums of attention and of the two layers after it.
+        assert set(graphs) == {2}
+        assert len(graphs) <= 2 * BLOCK_CLASSES
+        assert breaks == {}
+
+
+def test_ranks_wait_for_a_rank_that_compiles(group):
+    expected, _ = train_plain(gpt(), STEPS)
+    for figures, *_ in group(2, tensor=2)(compiled, "aot_eager", {}, 1.0, limit=300):
+        assert figures == pytest.approx(expected, rel=1e-8)
+
+
+class Block(nn.Module):
+    """Two layers, which a trial finds, with a computation between them that may change."""
+
+    def __init__(self, between=torch.tanh):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.act = nn.Identity()
+        self.down = nn.Linear(16, 8)
+        self.between = between
+
+    def forward(self, x):
+        return x + self.down(self.between(self.act(self.up(x))))
+
+
+def blocks(between=torch.tanh):
+    torch.manual_seed(0)
+    return nn.Sequential(Block(between), Block(between))
+
+
+def refuses(world, change, text):
+    """Train one step, change the model, and return whether the next step raises the error."""
+    start_afresh()
+    model = blocks()
+    with mock.patch.object(compiled_units, "BACKEND", "aot_eager"):
+        engine = sw.Engine(model, adamw(model), compile=True)
+        engine.backward(model(torch.ones(2, 8)).sum())
+        engine.step()
+        handle = change(model)
+        with pytest.raises(UsageError, match=text):
+            model(torch.ones(3, 8))
+        if handle is not None:
+            handle.remove()
+    engine.close()
+    return True
+
+
+def computes_otherwise(model):
+    """Change the model. The other functions below do so too, and may return a handle."""
+    model[0].between = lambda x: x.cumsum(-1)
+
+
+def breaks_graph(model):
+    def tanh(x):
+        torch._dynamo.graph_break()
+        return x.tanh()
+
+    model[0].between = tanh
+
+
+def drops(model):
+    model[0].between = lambda x: F.dropout(x, 0.5)
+
+
+def hooks(model):
+    return model[0].act.register_forward_hook(lambda module, args, output: None)
+
+
+def hooks_every_module(model):
+    return nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (computes_otherwise, "forward computes Cumsum, which it did not compute in the trial"),
+        (breaks_graph, "splits the graph between two split layers"),
+        (drops, "has drawn random numbers"),
+        (hooks, "a forward hook on 0.act"),
+        (hooks_every_module, "a forward hook on every module"),
+    ],
+)
+def test_compiled_units_refuse_like_eager_regions(group, change, text):
+    assert all(group(2, tensor=2)(refuses, change, text))
+
+
+def refused_setting(world, make, settings, text):
+    model = make()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match=text):
+        sw.Engine(model, adamw(model), compile=True, **settings)
+    assert [type(module) for module in model.modules()] == kinds
+    return True
+
+
+def with_dropout():
+    return blocks(nn.Dropout(0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "text"),
+    [
+        (with_dropout, {}, "--compile cannot be combined with --tensor and the dropout in 0.betw"),
+        (blocks, {"sequence_parallel": True}, "--compile cannot be combined with --sequence-para"),
+    ],
+)
+def test_refuses_before_the_model_is_split(group, make, settings, text):
+    assert all(group(2, tensor=2)(refused_setting, make, settings, text))
