@@ -59,6 +59,48 @@ def count_rows(experts: Tensor, number: int) -> Tensor:
     return counts.scatter_add_(0, experts, torch.ones_like(experts))[:number]
 
 
+class TokenCopies:
+    """The k copies of each token that are sent to experts, sorted by expert.
+
+    Args:
+        experts: (T, k) int64, the expert of each copy. Numbers above the last expert's mark
+            padding, which is sorted last.
+    """
+
+    def __init__(self, experts: Tensor) -> None:
+        self._top_k = experts.shape[1]
+        self.experts = experts.reshape(-1)  # (T k,)
+        # Stable, so that the rows of an expert stay in the order of the batch.
+        self._order = torch.argsort(self.experts, stable=True)
+        self._inverse = inverse_of(self._order)
+
+    def rows(self, tokens: Tensor, number: int) -> Tensor:
+        """Return the first `number` copies of `tokens` (T, D), sorted by expert."""
+        copies = tokens.unsqueeze(1).expand(-1, self._top_k, -1).flatten(0, 1)  # (T k, D)
+        return permuted(copies, self._order, self._inverse)[:number]
+
+    def combined(self, outputs: Tensor, gates: Tensor) -> Tensor:
+        """Return each token's sum of `outputs` (n, D), weighted by `gates` (T, k), as (T, D).
+
+        `outputs` are those of the first n copies. The others count as 0.
+        """
+        rest = self.experts.numel() - len(outputs)
+        if rest:
+            outputs = torch.cat([outputs, outputs.new_zeros(rest, outputs.shape[1])])
+        by_token = permuted(outputs, self._inverse, self._order)
+        return weighted_sum(by_token.view(-1, self._top_k, outputs.shape[1]), gates)
+
+
+def weighted_sum(outputs: Tensor, gates: Tensor) -> Tensor:
+    """Return the sum of `outputs` (T, k, D), weighted by `gates` (T, k), as (T, D)."""
+    weighted = outputs * gates.unsqueeze(-1)
+    total = weighted[:, 0]
+    # A loop fixes the order, which `sum` may choose by shape.
+    for slot in range(1, weighted.shape[1]):
+        total = total + weighted[:, slot]
+    return total
+
+
 class _AllToAll(torch.autograd.Function):
     """Sends `counts[a][b]` rows from rank a to rank b, and their gradients from b to a."""
 

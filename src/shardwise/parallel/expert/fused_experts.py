@@ -26,7 +26,7 @@ from shardwise.layout.bucket_layout import Span
 from shardwise.model import module_hooks
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.dispatch import Exchange, TokenCopies, count_rows
 from shardwise.parallel.expert.exact_experts import fresh, run_each, without_draws
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach
@@ -205,17 +205,13 @@ class FusedExperts:
             chosen = torch.full_like(chosen, self.number)
         # With --tensor, this rank dispatches only its share: t of the T tokens.
         share = TokenShare(run.lanes, len(hidden_states))
-        top_k, flat = chosen.shape[1], share.view_of(chosen).reshape(-1)  # (t k,)
-        order = torch.argsort(flat, stable=True)
-        inverse = inverse_of(order)
-        counts = count_rows(flat, self.number)
+        copies = TokenCopies(share.view_of(chosen))  # (t k,)
+        counts = count_rows(copies.experts, self.number)
         table = once(partial(run.gather_counts, counts, group)).tolist()
         own = table[group.rank]
-        ours = sum(own)
-        copies = share.of(hidden_states).unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)
         spans = [(0, self.number)] if self._holds_all else self._spans
         exchange = Exchange(table, spans, group)
-        received = exchange.to_experts(permuted(copies, order, inverse)[:ours], None)
+        received = exchange.to_experts(copies.rows(share.of(hidden_states), sum(own)), None)
         if run.is_exact:
             sizes = exchange.sizes_by_source
             with without_draws(received.device):
@@ -230,13 +226,7 @@ class FusedExperts:
             with run.own_randomness():
                 outputs = self._local(exchange.by_expert(received), exchange.sizes)
             rows = exchange.back(outputs)
-        if ours < flat.numel():
-            rows = torch.cat([rows, rows.new_zeros(flat.numel() - ours, rows.shape[1])])
-        by_token = permuted(rows, inverse, order).view(-1, top_k, rows.shape[1])
-        weighted = by_token * share.of(gates.reshape(-1, top_k)).unsqueeze(-1)
-        total = weighted[:, 0]
-        for slot in range(1, top_k):  # in one order, which `sum` may choose by shape
-            total = total + weighted[:, slot]
+        total = copies.combined(rows, share.of(gates.reshape(chosen.shape)))
         total = share.joined(total.to(hidden_states.dtype))
         if not torch.is_grad_enabled():
             return total

@@ -16,7 +16,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.layout.bucket_layout import Span
 from shardwise.model.recomputation import once
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.expert.dispatch import Exchange, count_rows, inverse_of, permuted
+from shardwise.parallel.expert.dispatch import Exchange, TokenCopies, count_rows, weighted_sum
 from shardwise.parallel.expert.exact_experts import fresh, own_stream, run_each
 from shardwise.parallel.expert.expert_counts import StepCounts
 from shardwise.parallel.expert.router_losses import attach, router_loss
@@ -167,27 +167,21 @@ class MoE(nn.Module):
         if valid is not None:  # a number above the experts', so that padding is sorted last
             chosen = chosen.masked_fill(~valid.unsqueeze(-1), len(self.experts))
         # With --tensor, this rank dispatches only its share: t of the T tokens. Otherwise t is T.
-        share = self._share_of(tokens.shape[0])
-        flat = share.view_of(chosen).reshape(-1)  # (t k,)
-        # Stable, so that the rows of an expert stay in the order of the batch.
-        order = torch.argsort(flat, stable=True)
-        inverse = inverse_of(order)
+        ranks = self._ranks
+        share = TokenShare(ALONE if ranks is None else ranks.lanes, tokens.shape[0])
+        copies = TokenCopies(share.view_of(chosen))  # (t k,)
         # `new_full` and not `tensor`, whose copy to an accelerator would make the host wait.
         counted = (
-            flat.new_full((1,), flat.numel() // self.top_k)
+            chosen.new_full((1,), copies.experts.numel() // self.top_k)
             if valid is None
             else share.view_of(valid.unsqueeze(-1)).sum().reshape(1)
         )
-        table, everyone, seeds = self._tally(flat, counted)
-        copies = share.of(tokens).unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (t k, D)
-        own = table[0 if self._ranks is None else self._ranks.group.rank]
-        ours = sum(own)
-        rows = permuted(copies, order, inverse)[:ours]  # by expert, without padding
+        table, everyone, seeds = self._tally(copies.experts, counted)
+        own = table[0 if ranks is None else ranks.group.rank]
+        rows = copies.rows(share.of(tokens), sum(own))  # by expert, without padding
         outputs, shared = self._through_experts(rows, table, tokens, seeds)
-        if ours < flat.numel():
-            outputs = torch.cat([outputs, outputs.new_zeros(flat.numel() - ours, outputs.shape[1])])
-        by_token = permuted(outputs, inverse, order).view(-1, self.top_k, outputs.shape[1])
-        result = share.joined(self._combine(by_token, share.of(routing.gates)))
+        combined = copies.combined(outputs, share.of(routing.gates)).to(outputs.dtype)
+        result = share.joined(combined)
         result = self._with_losses(result, routing, everyone, valid, own)
         if shared is not None:
             result = result + shared
@@ -198,14 +192,9 @@ class MoE(nn.Module):
         assert self._run is not None
         first, _ = self._spans[0 if self.holds_all else self._run.group.rank]
         outputs = self.experts[first](tokens)  # others may have no elements on this rank
-        result = self._combine(
-            outputs.unsqueeze(1).expand(-1, self.top_k, -1), self._route(tokens).gates
-        )
+        copies = outputs.unsqueeze(1).expand(-1, self.top_k, -1)
+        result = weighted_sum(copies, self._route(tokens).gates).to(outputs.dtype)
         return result if self.shared is None else result + self.shared(tokens)
-
-    def _share_of(self, tokens: int) -> TokenShare:
-        """Return which of the `tokens` this rank dispatches."""
-        return TokenShare(ALONE if self._ranks is None else self._ranks.lanes, tokens)
 
     def _valid(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if mask is not None and mask.shape != x.shape[:-1]:
@@ -343,15 +332,6 @@ class MoE(nn.Module):
         own = [self.experts[first + i] for i in range(len(sizes[0]))]
         parts = torch.split(rows, [sum(each) for each in sizes])
         return run_each(own, parts, compute, self._run.summed)
-
-    def _combine(self, outputs: Tensor, gates: Tensor) -> Tensor:
-        """Return the sum of `outputs` (T, k, D_out), weighted by `gates`, as (T, D_out)."""
-        weighted = outputs * gates.unsqueeze(-1)
-        total = weighted[:, 0]
-        # A loop fixes the order, which `sum` may choose by shape.
-        for slot in range(1, self.top_k):
-            total = total + weighted[:, slot]
-        return total.to(outputs.dtype)
 
     def _with_losses(
         self,
