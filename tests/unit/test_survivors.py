@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.comm import GroupRanks
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.membership import (
     Decision,
@@ -59,6 +60,13 @@ def test_ranks_continue_in_whole_replicas_and_possible_numbers(
     divisions: Divisions, members: tuple[int, ...], left: tuple[int, ...], usable: tuple[int, ...]
 ) -> None:
     assert divisions.usable(members, left) == usable
+
+
+def test_torch_knows_remaining_ranks_by_their_numbers_in_its_own_group() -> None:
+    left = GroupRanks((0, 2, 3), size=4, default=(0, 2, 3))
+    assert left.of_torch == [0, 1, 2]
+    assert left.part([1, 2]).part([1]).of_torch == [2]
+    assert GroupRanks.whole(4).part([1, 3]).of_torch == [1, 3]
 
 
 def test_a_run_ends_without_a_complete_replica() -> None:
