@@ -206,6 +206,21 @@ def test_equals_one_process_in_stages(group, name, optimizer):
         compare(ours, expected)
 
 
+def split_in_two(world: sw.World) -> str:
+    """Return the error of a schedule that splits the backward pass."""
+    model = Problem().model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError) as caught:
+        sw.Engine(model, optimizer, quiet=True, schedule="zero-bubble")
+    return str(caught.value)
+
+
+def test_refuses_a_schedule_that_splits_the_backward_pass(group):
+    for said in group(2, pipeline=2)(split_in_two):
+        assert "--schedule zero-bubble cannot be combined with --expert" in said
+        assert "Write --schedule 1f1b" in said
+
+
 @pytest.mark.parametrize("zero", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_equals_one_process_over_gloo(group, zero):
     problem = Problem(rows=UNEVEN, steps=3, settings={"zero": zero})
@@ -245,14 +260,19 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     if fault == "expert gradients divided by the ranks":
         plain_start = dispatch._start
 
-        def divided(rows: torch.Tensor, counts: Any, group: Any) -> Any:
-            # Backward passes call it with gradients on contiguous rows, in grad mode off.
-            return plain_start(rows / group.size if rows.grad_fn is None else rows, counts, group)
+        def divided(rows: torch.Tensor, counts: Any, group: Any, row: Any) -> Any:
+            # Only gradients have no grad_fn.
+            rows = rows / group.size if rows.grad_fn is None else rows
+            return plain_start(rows, counts, group, row)
 
         patch.setattr(dispatch, "_start", divided)
     elif fault == "no gradient through the gates":
-        combine = moe.MoE._combine
-        patch.setattr(moe.MoE, "_combine", lambda s, rows, gates: combine(s, rows, gates.detach()))
+        combined = dispatch.TokenCopies.combined
+        patch.setattr(
+            dispatch.TokenCopies,
+            "combined",
+            lambda copies, rows, gates: combined(copies, rows, gates.detach()),
+        )
     elif fault == "norm without experts":
         square = GradientBucket.square
         patch.setattr(GradientBucket, "square", lambda s: square(s) * (s.layout.axis == "data"))
@@ -263,13 +283,13 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
         assert fault == "counts of one rank only"
         gather = moe.RoutingRun.gather_counts
 
-        def local(run: Any, row: torch.Tensor, *, of_all: bool) -> torch.Tensor:
-            rows = gather(run, row, of_all=of_all)
+        def local(row: torch.Tensor, group: Any) -> torch.Tensor:
+            rows = gather(row, group)
             own = torch.zeros_like(rows)
-            own[run.everyone.rank] = rows[run.everyone.rank]
-            return own if of_all and run.group.size == 1 else rows
+            own[group.rank] = rows[group.rank]
+            return own
 
-        patch.setattr(moe.RoutingRun, "gather_counts", local)
+        patch.setattr(moe.RoutingRun, "gather_counts", staticmethod(local))
 
 
 def faulty(world: sw.World, problem: Problem, fault: str) -> Any:
@@ -321,13 +341,24 @@ def continued(world: sw.World, problem: Problem, folder: str, first: int, end: i
 
 
 @pytest.mark.parametrize(
-    ("zeros", "tensor"), [((2, 0), 2), pytest.param((0, 3), 1, marks=pytest.mark.full)]
+    ("zeros", "axes", "later"),
+    [
+        ((2, 0), {"size": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}),
+        pytest.param((0, 3), {"size": 2, "expert": 2}, {"expert": 4}, marks=pytest.mark.full),
+        pytest.param(
+            (1, 0), {"size": 2, "expert": 2}, {"expert": 2, "pipeline": 2}, marks=pytest.mark.full
+        ),
+        pytest.param(
+            (3, 2), {"size": 4, "expert": 2, "pipeline": 2}, {"expert": 4}, marks=pytest.mark.full
+        ),
+    ],
 )
-def test_checkpoint_loads_at_any_expert_size(group, tmp_path, zeros, tensor):
+def test_checkpoint_loads_at_any_expert_size(group, tmp_path, zeros, axes, later):
     folder = str(tmp_path / "checkpoints")
     problem = Problem(settings={"zero": zeros[0]})
     expected = plain(Problem(steps=6))
-    group(2, expert=2, tensor=tensor)(continued, problem, folder, 0, 2)
+    axes = dict(axes)
+    group(axes.pop("size"), **axes)(continued, problem, folder, 0, 2)
     other = Problem(settings={"zero": zeros[1]})
     (alone,) = group(1)(continued, other, folder, 2, 4)
     compare(
@@ -335,7 +366,7 @@ def test_checkpoint_loads_at_any_expert_size(group, tmp_path, zeros, tensor):
         {**plain(Problem(steps=4)), **{k: expected[k][2:4] for k in ("losses", "norms")}},
     )
     names = set(alone["values"])
-    for ours in group(4, expert=4, tensor=tensor)(continued, problem, folder, 4, 6):
+    for ours in group(4, **later)(continued, problem, folder, 4, 6):
         part = {**expected, "losses": expected["losses"][4:], "norms": expected["norms"][4:]}
         compare(ours, part)
         assert set(ours["values"]) == names
@@ -374,11 +405,13 @@ def written(world: sw.World) -> Any:
     return held, values, [each[0].bias[0].item() for each in layer.experts]
 
 
-def test_full_parameters_hold_all_experts(group):
-    first, second = group(2, expert=2)(written)
-    assert (first[0], second[0]) == ([0, 1, 2, 3], [4, 5, 6, 7])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_full_parameters_hold_all_experts(group, stages):
+    found = group(2 * stages, expert=2, pipeline=stages)(written)
+    held = [each[0] for each in found]
+    assert held == [[0, 1, 2, 3]] * stages + [[4, 5, 6, 7]] * stages
     expected = [float(index) for index in range(8)]
-    assert first[1:] == second[1:] == (expected, expected)
+    assert all(each[1:] == (expected, expected) for each in found)
 
 
 class Bad:
