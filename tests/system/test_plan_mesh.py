@@ -207,31 +207,3 @@ def test_says_which_meshes_a_script_excludes(tmp_path):
     found = planned(tmp_path, BARE, "--on", "2xH100")
     assert not any("--pipeline" in each["command"] for each in found["placements"])
     assert any("(...) runs them in parallel" in each for each in found["notes"])
-
-
-@pytest.mark.full
-def test_context_with_split_layers(tmp_path):
-    script, file = tmp_path / "train.py", tmp_path / "plan.json"
-    script.write_text(ATTENTION)
-    command = [sys.executable, "-m", "shardwise", "plan", "--on", "4xH100", "--context", "2"]
-    done = subprocess.run(
-        [*command, "--json", str(file), str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = json.loads(file.read_text())["placements"]
-
-    def line(flags):
-        return next(x for x in lines if f"--zero 0 --context 2 {flags}" in x["command"])
-
-    for method in ("ulysses", "gathered"):
-        whole, split = (
-            line(f"--context-method {method} {script}"),
-            line(f"--context-method {method} --tensor 2 {script}"),
-        )
-        # A worker has half as many heads.
-        assert split["context_bytes"] == whole["context_bytes"] / 2
-        assert split["states_bytes"]["parameters"] < whole["states_bytes"]["parameters"]

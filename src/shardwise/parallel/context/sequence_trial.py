@@ -153,6 +153,9 @@ class SequenceTrial:
         ]
         args, kwargs = pytree.tree_unflatten(whole, nest)
         kwargs = with_cases(kwargs, total, masked=masked)
+        if "num_items_in_batch" in kwargs:
+            # It may be the number of labels of each rank's part. Without it, losses are means.
+            kwargs["num_items_in_batch"] = None
         parts = [
             x if dim is None else x.narrow(dim, start, kept[group.rank])
             for x, dim in zip(pytree.tree_leaves((args, kwargs)), dims, strict=True)
@@ -161,7 +164,6 @@ class SequenceTrial:
         # A loss is a mean over the labels that count, unless the model divides by their number.
         weight = weight_of(completed[1])
         weights = [each for each in group.gather_plain(weight) if each is not None]
-        is_sum = kwargs.get("num_items_in_batch") is not None
         with ExitStack() as stack:
             # A trial must not advance the generators, nor run in inference mode or autocast.
             stack.enter_context(preserved())
@@ -172,7 +174,7 @@ class SequenceTrial:
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
             fixed = WithoutRandomness()
             with self._run.on_whole_sequences():
-                expected = self._try(model, (args, kwargs), 1.0 if is_sum else sum(weights), fixed)
+                expected = self._try(model, (args, kwargs), sum(weights), fixed)
             failed = [each for each in group.gather_plain(expected.problem) if each is not None]
             if failed:
                 return f"the trial on whole sequences failed: {failed[0]}"
@@ -181,7 +183,7 @@ class SequenceTrial:
                 # Random numbers of the same shape as for full sequences raise SharedRandomness.
                 fixed = WithoutRandomness(fixed.shapes, lambda: True)
                 try:
-                    actual = self._try(model, completed, 1.0 if is_sum else weight or 0.0, fixed)
+                    actual = self._try(model, completed, weight or 0.0, fixed)
                 finally:
                     self._run.agree = None
             # The model's own forward pass, which follows, is counted from 0.

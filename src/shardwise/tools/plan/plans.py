@@ -319,26 +319,19 @@ def _observe_contexts(
         )
     if not (request.context or steps[PLAIN].large.attends):
         return  # most models without attention have no sequences
-    # Each pair of sizes takes an observation for each method. Without --context, try no pairs.
-    parts = [1]
-    if request.context:
-        most = cluster.per_host // request.context
-        parts = [n for n in tensor_sizes(cluster) if n <= most and Way(tensor=n) in steps]
-    for split in parts:
-        failed: set[str] = set()
-        for size in sizes:
-            for method in METHODS:
-                # A model that cannot run on 2 parts cannot run on 4 either. Heads that cannot be
-                # spread over 2 ranks cannot be spread over 4.
-                if method in failed:
-                    continue
-                way = Way(tensor=split, context=size, method=method)
-                try:
-                    steps[way] = observe(way)
-                except LaunchError as error:
-                    failed.add(method)
-                    beside = f" and --tensor {split}" if split > 1 else ""
-                    yield f"--context {size}{beside} with {method} was not tried: {error}"
+    failed: dict[str, str] = {}
+    for size in sizes:
+        for method in METHODS:
+            # A model that cannot run on 2 parts cannot run on 4 either. Heads that cannot be
+            # spread over 2 ranks cannot be spread over 4.
+            if method in failed:
+                continue
+            way = Way(context=size, method=method)
+            try:
+                steps[way] = observe(way)
+            except LaunchError as error:
+                failed[method] = str(error)
+                yield f"--context {size} with {method} was not tried: {error}"
 
 
 def _owner_of_batches(script: Script) -> str | None:
