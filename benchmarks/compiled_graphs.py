@@ -2,8 +2,8 @@
 
     python benchmarks/compiled_graphs.py [--steps 20] [--only "--tensor 2"]
 
-Two workers train a GPT of two blocks with `--compile` and the backend aot_eager. Each fifth batch
-is shorter. The blocks are of one class, so they share their graphs. A block without graph breaks
+Two workers train a GPT of two blocks with `--compile` and the backend aot_eager, with `--tensor` a
+Llama-like model whose feed-forward networks are split. Each fifth batch is shorter. The blocks are of one class, so they share their graphs. A block without graph breaks
 has one graph for each time that it is compiled. "Compiled" is the largest number of graphs of one
 piece of code. Reasons of graph breaks are torch's own.
 """
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import figure
 import shardwise as sw
-from context_worker import LongGpt
+from context_worker import LongGpt, LongLlama
 from shardwise.parallel.tensor import compiled_units
+from workloads import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from helpers.gpt import Block, Shape
@@ -31,6 +32,9 @@ from helpers.gpt import Block, Shape
 RUNS = ("", "--zero 3", "--activations recomputed", "--tensor 2", "--tensor 2 --zero 3",
         "--tensor 2 --activations recomputed", "--expert 2", "--context 2")  # fmt: skip
 SHAPE = Shape(vocabulary=64, context=32, layers=2, width=32, heads=4)
+SPLIT = Llama(name="tiny", width=32, layers=2, heads=4, kv_heads=2, inner=64, vocabulary=64,
+              sequence=32, batch=8)  # fmt: skip
+PLAN = {"blocks.*.gate": "colwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,10 +83,12 @@ def _train(steps: int) -> None:
     compiled_units.BACKEND = "aot_eager"
     torch.compile = partial(torch.compile, backend=compiled_units.BACKEND)
     world = sw.init(seed=0, quiet=True)
-    model = LongGpt(SHAPE)
+    is_split = world.settings.tensor > 1
+    model = LongLlama(SPLIT) if is_split else LongGpt(SHAPE)
     if world.settings.expert > 1:
         model.blocks = nn.ModuleList(ExpertBlock(SHAPE) for _ in range(SHAPE.layers))
-    engine = sw.Engine(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine = sw.Engine(model, optimizer, tensor_plan=PLAN if is_split else None)
     for step in range(steps):
         tokens = torch.randint(64, (4 if step % 5 == 4 else 8, 17))
         positions = torch.arange(16).expand(len(tokens), 16)
