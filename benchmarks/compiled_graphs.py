@@ -3,9 +3,10 @@
     python benchmarks/compiled_graphs.py [--steps 20] [--only "--tensor 2"]
 
 Two workers train a GPT of two blocks with `--compile` and the backend aot_eager, with `--tensor` a
-Llama-like model whose feed-forward networks are split. Each fifth batch is shorter. The blocks are of one class, so they share their graphs. A block without graph breaks
-has one graph for each time that it is compiled. "Compiled" is the largest number of graphs of one
-piece of code. Reasons of graph breaks are torch's own.
+Llama-like model whose feed-forward networks are split. Each fifth batch is shorter. The blocks are
+of one class, so they share their graphs. A block without graph breaks has one graph for each time
+that it is compiled. "Compiled" is the largest number of graphs of one piece of code. Reasons of
+graph breaks are torch's own.
 """
 
 import argparse

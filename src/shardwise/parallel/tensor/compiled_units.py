@@ -27,6 +27,12 @@ from shardwise.parallel.tensor.replica import Replica
 BACKEND = "inductor"
 """The compiler's backend, as in torch.compile."""
 
+SPLIT_GRAPH = (
+    "torch.compile splits the graph between two split layers (--compile with --tensor), so that "
+    "their operations cannot be checked. Remove the cause, which TORCH_LOGS=graph_breaks shows, or "
+    "start without --compile."
+)
+
 
 class UnitCompiler:
     """Compiles the `forward` of units whose layers are split over `replica`."""
@@ -40,6 +46,9 @@ class UnitCompiler:
 
     def __call__(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled form of `forward`, the bound method of `unit`."""
+        # The import takes seconds, and torch.compile needs it too.
+        from torch._dynamo.exc import TorchDynamoException
+
         inside = _modules_inside(unit)
         compiled = torch.compile(forward, backend=self._backend)
 
@@ -51,14 +60,17 @@ class UnitCompiler:
             replica.hooks.check_global()
             for module in inside:
                 replica.hooks.check(module)
-            before = replica.randomness.state()
+            before, breaks = replica.randomness.state(), _count_breaks()
             replica.in_compiled_unit = True
             try:
                 output = compiled(*args, **kwargs)
-            except Exception:
+            except Exception as error:
                 # The compiler wraps errors of its backend in its own classes.
                 if self._error is not None:
                     raise self._error from None
+                # After a graph break between split layers, it cannot trace the rest of the unit.
+                if isinstance(error, TorchDynamoException) and _count_breaks() > breaks:
+                    raise UsageError(SPLIT_GRAPH) from error
                 raise
             finally:
                 replica.end_compiled_unit()
@@ -87,6 +99,13 @@ class UnitCompiler:
 
         run = lookup_backend(BACKEND)(graph, inputs)
         return lambda *values: run(*map(_without_class, values))
+
+
+def _count_breaks() -> int:
+    """Return the number of graph breaks in this process so far."""
+    from torch._dynamo.utils import counters
+
+    return sum(counters["graph_break"].values())
 
 
 def _without_class(value: Any) -> Any:
@@ -119,11 +138,7 @@ class _GraphCheck(fx.Interpreter):
         if n.target is torch.ops.shardwise.all_reduce and n.args[2] >= 0:  # type: ignore[operator]
             if not self._copies:
                 # Only eager regions can be followed through several graphs.
-                raise UsageError(
-                    "torch.compile splits the graph between two split layers (--compile with "
-                    "--tensor), so that their operations cannot be checked. Remove the cause, "
-                    "which TORCH_LOGS=graph_breaks shows, or start without --compile."
-                )
+                raise UsageError(SPLIT_GRAPH)
             product = n.args[0]
             assert isinstance(product, fx.Node)
             value = self.env[product.all_input_nodes[0]]
