@@ -343,6 +343,7 @@ class SurvivorGroup(ReplaceableGroup):
                     self._shares,
                     parts.kept,
                     self._timeout,
+                    in_tree=bool(self.divisions.sizes),
                 )
             except (CollectiveError, LaunchError, RuntimeError, OSError):
                 # Another rank ended before all had met. The ranks that are left agree again.
