@@ -129,6 +129,8 @@ def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
     ("where", "zero", "most", "number", "rank", "left"),
     [
         ("node1:2,node2:2", 2, 1, 2, 2, [0, 1]),
+        # Gloo connects over IPv4 here.
+        ("[fd00:77::1]:1,[fd00:77::2]:1", 0, 1, 2, 1, [0]),
         # The launcher's host continues, although the other part has more hosts.
         pytest.param("node1,node2,node3", 0, 2, 1, 0, [0], marks=pytest.mark.full),
     ],
@@ -154,7 +156,7 @@ def test_a_cable_is_cut(
     finally:
         thread.join()
         hosts.mend(number)
-    assert re.search(r"node2 \(ranks? .*\) is lost: ", ran.err), ran.err
+    assert re.search(r"(node2|fd00:77::2) \(ranks? .*\) is lost: ", ran.err), ran.err
     ends(shardwise, ran, "adamw", left)
 
 
