@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.comm.survivors.admission import JOIN, Admission
+from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
     Decision,
     Divisions,
@@ -347,6 +348,24 @@ def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
         for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
             assert [len(rows) for rows in loader] == [4, 4]
     assert builds == [2]
+
+
+def test_ranks_that_leave_wait_for_the_others_of_their_host() -> None:
+    """A signal to all ranks of a host reaches some of them a step earlier than others."""
+    hosts = {0: "a", 1: "b", 2: "b", 3: "b"}
+    group = SimpleNamespace(_hosts=hosts, _most=1, _awaited=0)
+
+    def awaits(*leaving: int) -> bool:
+        return SurvivorGroup.awaits_more(group, leaving)  # type: ignore[arg-type]
+
+    assert awaits(1, 2)
+    assert not awaits(1, 2, 3)  # a whole host counts once
+    assert not awaits()
+    assert not awaits(2)
+    assert not awaits(0, 1)
+    assert [awaits(1, 2) for _ in range(REST + 1)] == [True] * REST + [False]
+    group._hosts = dict.fromkeys(range(4), "a")
+    assert not awaits(1, 2)
 
 
 def test_connections_to_a_lost_host_are_closed() -> None:
