@@ -385,6 +385,7 @@ class SurvivorGroup(ReplaceableGroup):
         stands = membership.stands(decision, mine)
         self.prepared = self.confirmed = decision.confirmed
         self.joins_due = False
+        self._awaited = 0  # some ranks may not have received the last confirmation
         self._publish()
         return Loss(stands, lost, decision.admits, time.monotonic() - began)
 
