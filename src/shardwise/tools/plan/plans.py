@@ -230,7 +230,8 @@ class Plan:
         """Return whether `shardwise run` accepts `--survive` with this placement."""
         record = self.record
         on_disk = any(choice.row.tier(state).kind == "nvme" for state in STATES)
-        quantised = any(each.quantised for each in (*record.groups, *record.parameters))
+        quantised = any(group.quantised for group in record.groups)
+        quantised = quantised or any(each.quantised for each in record.parameters)
         is_split = choice.expert > 1 or choice.context > 1
         return not (self.question.hardware.apart or on_disk or quantised or is_split)
 
