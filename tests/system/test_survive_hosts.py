@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.disk import wait_until
 from tests.random_losses.hosts import COMMAND, HostRunner
@@ -50,13 +52,13 @@ def survive(
     return shardwise.run(*over(hosts, *given), script("survives"), *words)
 
 
-def ends(shardwise: Launcher, ran: Ran, kind: str, left: list[int]) -> None:
+def ends(shardwise: Launcher, ran: Ran, kind: str, left: list[int], *, replica: int = 1) -> None:
     """Check that the ranks in `left` have finished, with the undisturbed result."""
     assert ran.code == 0, ran.err
     size = len(left)
     for place, rank in enumerate(left):
         assert f"rank {rank} is {place} of {size} after step {STEPS}" in ran.out
-    check(shardwise.folder, kind, left)
+    check(shardwise.folder, kind, left, replica=replica)
 
 
 KILLS = [
@@ -118,6 +120,58 @@ def test_a_host_is_lost(
     ends(shardwise, ran, kind, left)
 
 
+@pytest.mark.parametrize(
+    ("zero", "kill", "left"),
+    [
+        (2, "1:reduce:6", [0, 2]),
+        pytest.param(3, "3:backward:4", [0, 1], marks=pytest.mark.full),
+        pytest.param(2, "2:backward:5:HOST", [0, 1], marks=pytest.mark.full),
+    ],
+)
+def test_exact_run_keeps_its_bits(
+    shardwise: Launcher, hosts: Lab, zero: int, kill: str, left: list[int]
+) -> None:
+    """After the loss of one rank, another one leaves, on the other host or on the same."""
+    flags = ("--exact", "4")
+    words = ["steps", "adamw"]
+    alone = shardwise.run("run", "-n", "1", *flags, script("survives"), *words, "alone")
+    assert alone.code == 0, alone.err
+    shutil.rmtree(shardwise.folder / "checkpoints")
+    ran = survive(shardwise, hosts, "node1:2,node2:2", *words, "out", kill, zero=zero, flags=flags)
+    hosts.clear()
+    assert ran.code == 0, ran.err
+    undisturbed = torch.load(shardwise.folder / "alone-0.pt")
+    found = {path.stem: torch.load(path) for path in shardwise.folder.glob("out-*.pt")}
+    assert sorted(found) == [f"out-{rank}" for rank in left]
+    for each in found.values():
+        assert each["losses"] == undisturbed["losses"]
+        assert torch.equal(each["weights"], undisturbed["weights"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("axes", "zero", "kind", "kill", "left"),
+    [
+        (("--tensor", "2"), 2, "split", "1:backward:4", [2, 3]),
+        (("--tensor", "2"), 2, "split", "2:backward:5:HOST", [0, 1]),
+        (("--pipeline", "2", "--stages", "2"), 1, "stages", "3:forward:4", [0, 1]),
+    ],
+)
+def test_a_replica_is_lost(
+    shardwise: Launcher,
+    hosts: Lab,
+    axes: tuple[str, ...],
+    zero: int,
+    kind: str,
+    kill: str,
+    left: list[int],
+) -> None:
+    words = ("steps", kind, "out", kill)
+    ran = survive(shardwise, hosts, "node1:2,node2:2", *words, zero=zero, flags=axes)
+    hosts.clear()
+    ends(shardwise, ran, kind, left, replica=2)
+
+
 def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
     """Cut the cable of a node once a rank has reached its moment."""
     wait_until((folder / "cut").exists, 60)
@@ -129,6 +183,8 @@ def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
     ("where", "zero", "most", "number", "rank", "left"),
     [
         ("node1:2,node2:2", 2, 1, 2, 2, [0, 1]),
+        # Gloo connects over IPv4 here.
+        ("[fd00:77::1]:1,[fd00:77::2]:1", 0, 1, 2, 1, [0]),
         # The launcher's host continues, although the other part has more hosts.
         pytest.param("node1,node2,node3", 0, 2, 1, 0, [0], marks=pytest.mark.full),
     ],
@@ -154,7 +210,7 @@ def test_a_cable_is_cut(
     finally:
         thread.join()
         hosts.mend(number)
-    assert re.search(r"node2 \(ranks? .*\) is lost: ", ran.err), ran.err
+    assert re.search(r"(node2|fd00:77::2) \(ranks? .*\) is lost: ", ran.err), ran.err
     ends(shardwise, ran, "adamw", left)
 
 

@@ -1,23 +1,26 @@
 """Runs on several hosts: lists of hosts, ssh commands, messages, and output."""
 
 import json
+import selectors
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.launch import failure_report, start
+from shardwise.launch import failure_report, orphan_reaper, start
 from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import agents, command, many_hosts, protocol
+from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.worker_output import WorkerOutput, open_log
 from shardwise.net import environment, hosts, network
 from shardwise.net.error_file import ErrorReport
@@ -345,6 +348,46 @@ class TestSsh:
         assert command.lost_host(WAY, share, 255, "", 0.66).startswith(
             "h2 (ranks 4-5) is lost: its agent ended 0.7 s after its last sign of life. It or"
         )
+
+    @pytest.mark.parametrize(
+        ("ssh", "code", "said", "silent", "shows"),
+        [
+            ("ssh", 0, "", 0.5, True),
+            ("ssh", 137, "Killed", 0.5, True),
+            ("ssh", 255, "", 0.5, True),  # a signal has ended the agent
+            ("ssh", 255, "", 9.0, False),  # ssh has closed a silent connection
+            ("ssh", 255, "Connection reset by peer", 0.5, False),
+            ("ssh", -9, "", 0.5, False),  # ssh itself was killed
+            ("ssh", None, "", 0.5, False),
+            ("/usr/bin/srun", 137, "", 0.5, False),
+        ],
+    )
+    def test_only_the_end_of_an_agent_shows_that_its_ranks_end(
+        self, ssh: str, code: int | None, said: str, silent: float, shows: bool
+    ) -> None:
+        """Otherwise they may train until the agent notices that the connection is lost."""
+        assert command.shows_end(replace(WAY, ssh=(ssh,)), code, said, silent) is shows
+
+    @pytest.mark.parametrize(
+        ("code", "least", "most"),
+        [(137, orphan_reaper.PATIENCE + 0.5, 4.0), (255, WAY.lost_after - 4, WAY.lost_after)],
+    )
+    def test_the_others_wait_until_the_ranks_of_a_lost_host_have_ended(
+        self, code: int, least: float, most: float
+    ) -> None:
+        ssh = ("sh", "-c", f"echo broken >&2; exit {code}", "ssh")
+        spec = replace(WAY, ssh=ssh, flags={"survive": "1"})
+        remote = RemoteHost(spec, Share(Host("h2"), 4, 2), lambda line: None, is_here=False)
+        lost: list[float] = []
+        remote._supervisor = cast(
+            Any, SimpleNamespace(lost=lambda ranks, why, after: lost.append(after))
+        )
+        with selectors.DefaultSelector() as selector:
+            remote.connect(selector)
+            remote._read()
+            remote.close()
+            remote.wait(time.monotonic())
+        assert least <= lost[0] <= most
 
 
 class TestWire:

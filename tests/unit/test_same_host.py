@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shardwise.comm import Solo, connect, same_host
+from shardwise.comm.survivors.replaceable import ReplaceableGroup
 from shardwise.errors import ConfigError, LaunchError
 from shardwise.net.identity import Identity
 
@@ -56,6 +57,36 @@ def test_a_failure_of_another_rank_is_everyones(monkeypatch, capsys):
     group = Told(lambda value: "rank 1: Too many open files" if value == "" else value)
     assert same_host.share_memory(group, 1.0, required=False) is group
     assert "rank 1: Too many open files" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "is_even", "fits"),
+    [
+        # ranks on each of two hosts, numbered host by host
+        (3, True, False),  # nodes of 6: 1, 2 and 6
+        (2, True, True),
+        (2, False, False),
+    ],
+)
+def test_hosts_that_are_no_nodes_of_the_tree_of_sums_do_not_share_memory(
+    monkeypatch, count, is_even, fits
+):
+    """With --exact and --survive, a loss may leave such hosts."""
+    places = [0] * count + [1] * count if is_even else [0, 1] * count
+    group = Told(*(lambda key, place=place: f"{key}{place or ''}" for place in places[1:]))
+    set_up = []
+    monkeypatch.setattr(same_host, "_set_up", lambda *given: set_up.append(given) or group)
+    same_host.share_memory(group, 1.0, required=False, in_tree=True)
+    assert bool(set_up) is fits
+    same_host.share_memory(group, 1.0, required=False)
+    assert len(set_up) == 1 + fits
+
+
+def test_a_group_that_may_be_replaced_knows_no_tree_that_its_transport_does_not_know():
+    class Uneven(Solo):
+        knows_tree = False
+
+    assert not ReplaceableGroup(Uneven()).knows_tree
 
 
 def test_the_key_tells_hosts_apart(monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +27,7 @@ class Substitutes:
         self.limit = limit
         self.started: list[int] = []
         self.lost: list[int] = []
+        self.met = {0, 1, 2}
 
     def mark_lost(self, ranks: Sequence[int]) -> None:
         self.lost += ranks
@@ -41,6 +42,9 @@ class Substitutes:
 
     def has_joined(self, rank: int) -> bool:
         return True
+
+    def have_met(self, ranks: Collection[int]) -> bool:
+        return self.met.issuperset(ranks)
 
 
 class Run:
@@ -131,6 +135,45 @@ def test_the_others_continue_once_a_lost_host_has_ended_its_ranks(run: Run) -> N
     while not run.substitutes.lost and time.monotonic() < until:
         run.supervisor.turn(0.1)
     assert run.substitutes.lost == [1]
+
+
+def lose_before_meeting(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Lose rank 1's host while rank 2 waits in `sw.init`. Return the schedules of signals."""
+    schedules: list[Any] = []
+    monkeypatch.setattr(run.supervisor._plan, "make", schedules.append)
+    run.substitutes.met = {0}
+    run.supervisor.lost([1], "h2 (rank 1) is lost.", 0.1)
+    run.supervisor.turn(0)
+    assert run.said == schedules == []
+    return schedules
+
+
+def test_a_host_that_is_lost_before_the_ranks_have_met_ends_the_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks would wait in sw.init until --timeout."""
+    schedules = lose_before_meeting(run, monkeypatch)
+    time.sleep(0.1)
+    run.supervisor.turn(0)
+    assert schedules == [[(0, signal.SIGTERM), (1, signal.SIGKILL)]]
+    assert run.substitutes.lost == run.said == []
+    assert "h2 (rank 1) is lost." in run.supervisor._conclude().words
+
+
+def test_the_report_that_the_ranks_have_met_may_come_after_a_loss(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules = lose_before_meeting(run, monkeypatch)
+    run.substitutes.met = {0, 2}
+    run.supervisor.turn(0)
+    assert run.said == [
+        "shardwise: h2 (rank 1) is lost. The others continue without it (--survive).\n"
+    ]
+    assert run.substitutes.lost == []
+    time.sleep(0.1)
+    run.supervisor.turn(0)
+    assert run.substitutes.lost == [1]
+    assert schedules == []
 
 
 def test_the_loss_of_the_last_ranks_host_ends_the_run(run: Run) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm import GroupRanks
 from shardwise.comm.survivors.admission import JOIN, Admission
+from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
     Decision,
     Divisions,
@@ -33,7 +34,7 @@ from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
-from shardwise.net import environment, listeners, progress
+from shardwise.net import environment, listeners, network, progress
 from shardwise.net.identity import Identity
 from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.survival import Survival, check
@@ -357,6 +358,24 @@ def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
     assert builds == [2]
 
 
+def test_ranks_that_leave_wait_for_the_others_of_their_host() -> None:
+    """A signal to all ranks of a host reaches some of them a step earlier than others."""
+    hosts = {0: "a", 1: "b", 2: "b", 3: "b"}
+    group = SimpleNamespace(_hosts=hosts, _most=1, _awaited=0)
+
+    def awaits(*leaving: int) -> bool:
+        return SurvivorGroup.awaits_more(group, leaving)  # type: ignore[arg-type]
+
+    assert awaits(1, 2)
+    assert not awaits(1, 2, 3)  # a whole host counts once
+    assert not awaits()
+    assert not awaits(2)
+    assert not awaits(0, 1)
+    assert [awaits(1, 2) for _ in range(REST + 1)] == [True] * REST + [False]
+    group._hosts = dict.fromkeys(range(4), "a")
+    assert not awaits(1, 2)
+
+
 def test_connections_to_a_lost_host_are_closed() -> None:
     """A thread that waits for data from it is woken. Other connections stay open."""
     with ExitStack() as stack:
@@ -371,6 +390,24 @@ def test_connections_to_a_lost_host_are_closed() -> None:
         assert ends["127.0.0.1"][0].recv(1) == b"x"
 
 
+def test_the_scope_of_an_address_does_not_keep_a_connection_open() -> None:
+    """A link-local address has a scope, which is a name of an interface of this host."""
+    with ExitStack() as stack:
+        six = socket.AF_INET6
+        listener = stack.enter_context(socket.create_server(("::1", 0), family=six))
+        client = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+        server = stack.enter_context(listener.accept()[0])
+        listeners.close_connections(["::1%eth0"])
+        assert client.recv(1) == server.recv(1) == b""
+
+
+def test_a_rank_tells_all_addresses_of_its_interface() -> None:
+    """Gloo connects to one of them, which need not be the one of the status server."""
+    found = network.all_addresses(["lo"])
+    assert "127.0.0.1" in found
+    assert not set(found) & set(network.all_addresses())
+
+
 def test_the_launcher_reports_lost_ranks_of_other_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,7 +415,9 @@ def test_the_launcher_reports_lost_ranks_of_other_hosts(
     server = StatusServer(0, 4)
     hosts = {0: "a", 1: "a", 2: "b", 3: "b"}
     places = [
-        RankAddress(rank=rank, host=host, address=f"10.0.0.{host}", name="run")
+        RankAddress(
+            rank=rank, host=host, address=f"10.0.0.{host}", others=[f"fd00::{host}"], name="run"
+        )
         for rank, host in hosts.items()
     ]
     server.start(places)
@@ -386,7 +425,7 @@ def test_the_launcher_reports_lost_ranks_of_other_hosts(
     assert [server.has_ended(rank) for rank in hosts] == [False, False, False, True]
     assert server.lost_hosts() == []
     progress.mark_lost(tmp_path, [2])
-    assert server.lost_hosts() == ["10.0.0.b"]
+    assert server.lost_hosts() == ["10.0.0.b", "fd00::b"]
     server.continue_with([0, 1], 1)
     assert server.lost_hosts() == []
     server.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -188,7 +188,14 @@ def _listen(identity: Identity, group: Collectives) -> RankAddress:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
         namespace = ""
-    return group.status_server.listen(address_of(identity), f"{host_key()} {namespace}")
+    others: Sequence[str] = ()
+    if environment.SURVIVES_VARIABLE in os.environ and not identity.on_one_host:
+        # Connections to a lost host are closed. Gloo takes the first address of its interface,
+        # which may be of another IP version.
+        named = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+        others = network.all_addresses(named)
+    host = f"{host_key()} {namespace}"
+    return group.status_server.listen(address_of(identity), host, others)
 
 
 def address_of(identity: Identity) -> str:

@@ -41,6 +41,13 @@ PartialSteps = Generator[int | PendingWork, Messages, Messages]
 """Some steps of a call. The generator returns the messages of the call's first stage."""
 
 
+def know_tree(hosts: Hosts) -> bool:
+    """Return whether the ranks of each of `hosts` form one node of the reduction tree."""
+    each = len(hosts[0])
+    in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in hosts)
+    return in_a_row and each in node_sizes(sum(map(len, hosts)))
+
+
 class Hierarchical(MappedMemory):
     """CPU ranks on several hosts, with the same number of ranks (at least two) on each.
 
@@ -74,9 +81,7 @@ class Hierarchical(MappedMemory):
     @property
     def knows_tree(self) -> bool:
         """True if the ranks of each host form one node of the reduction tree."""
-        each = len(self._hosts[0])
-        in_a_row = all(ranks[-1] - ranks[0] == each - 1 for ranks in self._hosts)
-        return in_a_row and each in node_sizes(self.size)
+        return know_tree(self._hosts)
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False

@@ -17,7 +17,7 @@ import torch
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives, GroupRanks
 from shardwise.comm.gloo import Gloo
-from shardwise.comm.hierarchical import Hierarchical
+from shardwise.comm.hierarchical import Hierarchical, know_tree
 from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.shared_work import ProcessWork
 from shardwise.comm.socket_mesh import connect, listen
@@ -27,14 +27,20 @@ Sockets = TypeVar("Sockets", socket.socket, dict[int, socket.socket])
 
 
 def share_memory(
-    group: Collectives, timeout: float, *, required: bool, arena: Arena | None = None
+    group: Collectives,
+    timeout: float,
+    *,
+    required: bool,
+    arena: Arena | None = None,
+    in_tree: bool = False,
 ) -> Collectives:
     """Return `group`'s ranks over shared memory within each host, or `group` itself. Collective.
 
     All ranks make the same decision. `group` is returned if hosts have different numbers of ranks
     (the group's name then shows this) or if a host does not allow the sockets or the memory (rank 0
     then prints one line). If `required` is true, both cases raise LaunchError instead. `arena` is
-    this rank's memory from an earlier group. By default, a new arena is created.
+    this rank's memory from an earlier group. By default, a new arena is created. If `in_tree` is
+    true, `group` is also returned if the hosts' ranks are no nodes of the reduction tree.
     """
     keys = group.gather_plain(host_key())
     hosts = ranks_by_host(keys)
@@ -44,6 +50,8 @@ def share_memory(
             raise LaunchError(_explain_refusal(keys, hosts))
         if None not in keys and len(counts) > 1:
             group.name += f" (hosts have {_listed(hosts)} ranks, so none shares memory)"
+        return group
+    if in_tree and not know_tree(hosts):
         return group
     found = _set_up(group, hosts, timeout, arena or Arena())
     if not isinstance(found, str):

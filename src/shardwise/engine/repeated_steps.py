@@ -174,7 +174,9 @@ class RepeatableSteps(StepRunner):
                     states.copies.receive(states.gradients.buckets)
                 leaving = survival.group.confirm(leaves=self._world.preemption.leaves_alone)
             survival.in_step = False
-            if survival.group.allows(leaving):
+            if survival.group.awaits_more(leaving):
+                pass  # they ask again in the next step
+            elif survival.group.allows(leaving):
                 self._leaving = leaving
             else:  # the run stops: a scheduler has sent the signal to all of its processes
                 self._state.totals = replace(totals, asked=signal.SIGTERM)

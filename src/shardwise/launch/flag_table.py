@@ -404,7 +404,7 @@ SIMULATE = (
     row("--spares N", "number of spare hosts (default 0)", values.whole(0), default=0),
     row(
         "--min-hosts N",
-        "continue with this few hosts, slower (default: wait for all hosts)",
+        "continue with this few hosts (default: all, or 1 with --reconnect)",
         values.whole(1),
         names="least --min-hosts",
     ),

@@ -5,7 +5,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -252,6 +252,11 @@ class LocalWorkers:
         """Return whether `rank`, which started as a spare, has joined the other ranks."""
         found = progress.read(self._folder, rank)
         return found is not None and found.joined is not None
+
+    def have_met(self, ranks: Collection[int]) -> bool:
+        """Return whether all `ranks`, on this host, have met all other ranks in `sw.init`."""
+        # A rank records its progress once it has exchanged messages with every other rank.
+        return all(progress.read(self._folder, rank) is not None for rank in ranks)
 
     def ask_to_end(self, number: signal.Signals) -> None:
         """Ask the ranks to stop by sending them signal `number`. Some save before they exit."""

@@ -12,8 +12,8 @@ import selectors
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 from shardwise.errors import LaunchError
 from shardwise.launch import failure_report, nccl_watchdog
@@ -83,6 +83,17 @@ class Substitutes(Protocol):
     def has_joined(self, rank: int) -> bool:
         """Return whether `rank`, which started as a spare, has joined the other ranks."""
 
+    def have_met(self, ranks: Collection[int]) -> bool:
+        """Return whether all `ranks` are known to have met all other ranks in `sw.init`."""
+
+
+class _LostHost(NamedTuple):
+    """A lost host's ranks, and the time from which they certainly no longer exist."""
+
+    ended_at: float
+    ranks: Sequence[int]
+    why: str
+
 
 class Supervisor:
     """The launcher's event loop, from starting the ranks to the final message.
@@ -135,8 +146,8 @@ class Supervisor:
         self._dismissed: set[int] = set()
         """Spares that are killed because the other ranks have exited."""
         self._sites: Sequence[Site] = ()
-        self._lost_at: list[tuple[float, Sequence[int]]] = []
-        """Ranks of lost hosts, and the time from which they certainly no longer exist."""
+        self._lost_hosts: list[_LostHost] = []
+        """Lost hosts whose ranks may still exist."""
         if survives:
             self.every_turn.append(self._report_lost)
         self._plan = SignalSchedule()
@@ -306,7 +317,7 @@ class Supervisor:
     def lost(self, ranks: Sequence[int], why: str, after: float = 0.0) -> None:
         """Stop all other ranks, because the host of `ranks` was lost.
 
-        With `--survive`, let the others continue instead.
+        With `--survive`, let the others continue instead, once they have met.
 
         Args:
             ranks: The lost host's ranks.
@@ -316,21 +327,42 @@ class Supervisor:
         self._running.difference_update(ranks)
         has_others = bool(self._running) or any(end.code == 0 for end in self._ends())
         if self._survives and self._is_patient and has_others:
-            self._killed.update(ranks)
-            self._lost_at.append((time.monotonic() + after, ranks))
-            self.say(failure_report.lost_host_line(why))
+            self._losses.append(why)
+            self._lost_hosts.append(_LostHost(time.monotonic() + after, ranks, why))
+            self._continue_without_lost_hosts()
             return
         self._losses.append(why)
+        self._stop_others()
+
+    def _continue_without_lost_hosts(self) -> None:
+        """Let the other ranks continue without the lost hosts, if they are known to have met."""
+        # Otherwise they may wait for the lost ranks in `sw.init`, until --timeout.
+        lost = self._killed.union(*(host.ranks for host in self._lost_hosts))
+        waiting = [host for host in self._lost_hosts if host.why in self._losses]
+        if not waiting or not self._is_patient:
+            return
+        assert self.substitutes is not None
+        if self.substitutes.have_met(set(range(len(self._outputs))) - lost):
+            for host in waiting:
+                self._losses.remove(host.why)
+                self._killed.update(host.ranks)
+                self.say(failure_report.lost_host_line(host.why))
+
+    def _stop_others(self) -> None:
         if self._is_patient:
             self._plan.make([(0, signal.SIGTERM), (self._grace, signal.SIGKILL)])
 
     def _report_lost(self) -> float | None:
         """Report ranks of lost hosts once they have ended. Return the seconds until the next."""
         now = time.monotonic()
-        for _, ranks in [each for each in self._lost_at if each[0] <= now]:
-            self._mark_lost(ranks)
-        self._lost_at = [each for each in self._lost_at if each[0] > now]
-        return min((at - now for at, _ in self._lost_at), default=None)
+        self._continue_without_lost_hosts()
+        for host in [each for each in self._lost_hosts if each.ended_at <= now]:
+            self._lost_hosts.remove(host)
+            if host.why in self._losses:
+                self._stop_others()
+            else:
+                self._mark_lost(host.ranks)
+        return min((host.ended_at - now for host in self._lost_hosts), default=None)
 
     def _mark_lost(self, ranks: Sequence[int]) -> None:
         assert self.substitutes is not None
@@ -415,6 +447,7 @@ class Supervisor:
             site.ask_to_end(number)
 
     def _conclude(self) -> Ending:
+        self._continue_without_lost_hosts()
         reports, lost = self._reports(), failure_report.lost_hosts(self._losses)
         refused = "" if self._asked else failure_report.common_refusal(self._ends(), reports)
         for rank, found in reports.items():

@@ -64,10 +64,16 @@ def close_connections(addresses: Collection[str]) -> None:
 
     Threads that wait for data on them are woken, as if the other end had closed the connection.
     """
+    plain = {_plain(address) for address in addresses}
     for connection in _tcp_sockets():
         with connection, suppress(OSError):  # not connected
-            if connection.getpeername()[0] in addresses:
+            if _plain(connection.getpeername()[0]) in plain:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(address: str) -> str:
+    """Return `address` without its IPv6 scope, which is a name of this host's interface."""
+    return address.partition("%")[0].removeprefix("::ffff:")
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:

@@ -6,7 +6,8 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 from shardwise.errors import LaunchError
@@ -35,6 +36,15 @@ def address_of_interface(name: str) -> str:
     raise LaunchError(
         f"--interface {name}: this host has no such interface. Its interfaces are: {known}."
     )
+
+
+def all_addresses(names: Collection[str] = ()) -> list[str]:
+    """Return all addresses of the interfaces `names`, or of all interfaces except loopback."""
+    return [
+        address
+        for name, address in _addresses()
+        if (name in names if names else not ip_address(address).is_loopback)
+    ]
 
 
 def interface_of(address: str) -> str | None:

@@ -53,6 +53,7 @@ _living: WeakSet[StatusServer] = WeakSet()
 class RankAddress:
     """The address of a rank's status server: `port` of `address`. Port 0 means no server.
 
+    `others` are further addresses of the rank, at which Gloo may connect to it.
     `host` is equal for ranks that can see each other's processes. `pid` and its start time `begun`
     identify the process. `name` is a random name drawn by this rank.
     """
@@ -60,6 +61,7 @@ class RankAddress:
     rank: int
     address: str = ""
     port: int = 0
+    others: Sequence[str] = ()
     host: str = ""
     pid: int = 0
     begun: int | None = None
@@ -134,7 +136,7 @@ class StatusServer:
 
     # -- from the start to the end --------------------------------------------------------
 
-    def listen(self, address: str, host: str) -> RankAddress:
+    def listen(self, address: str, host: str, others: Sequence[str] = ()) -> RankAddress:
         """Listen on `address`. Return the address to send to the other ranks."""
         mine: dict[str, Any] = {
             "rank": self.rank,
@@ -142,6 +144,7 @@ class StatusServer:
             "pid": os.getpid(),
             "begun": process_status.process_start(),
             "name": self._name,
+            "others": others,
         }
         try:
             self._listener = rpc.listen(address)
@@ -334,11 +337,12 @@ class StatusServer:
         return progress.is_lost(rank)
 
     def lost_hosts(self) -> list[str]:
-        """Return the address of each other host whose ranks have all ended."""
+        """Return the addresses of each other host whose ranks have all ended."""
         known = list(self._places.values())  # the main thread may add ranks
         places = [place for place in known if not self.shares_host(place.rank)]
         left = {place.host for place in places if not progress.is_lost(place.rank)}
-        return sorted({place.address for place in places if place.host not in left})
+        lost = [place for place in places if place.host not in left]
+        return sorted({address for place in lost for address in (place.address, *place.others)})
 
     def hosts_of(self, ranks: Sequence[int]) -> list[str]:
         """Return the host of each of `ranks`, or "" for each in a group of one."""

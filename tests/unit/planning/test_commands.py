@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -68,6 +69,29 @@ def drawn(rng, folder):
         in_rows=rng.random() < 0.5,
     )
     return Line(choice, MemoryPlan({}, {}, [], {}, 0, 0, "", (), 0), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("apart", "quantised", "changes", "expected"),
+    [
+        (False, False, {}, True),
+        (True, False, {}, False),  # on GPUs
+        (False, True, {}, False),
+        (False, False, {"expert": 2}, False),
+        (False, False, {"context": 2}, False),
+        (False, False, {"row": Placement.zero(2).resting(optimizer=Tier("nvme", "d"))}, False),
+        (False, False, {"row": Placement.zero(2).resting(optimizer=Tier("cpu"))}, True),
+    ],
+)
+def test_second_copies_are_noted_only_for_placements_that_survive(
+    apart, quantised, changes, expected
+):
+    made = SimpleNamespace(
+        question=SimpleNamespace(hardware=SimpleNamespace(apart=apart)),
+        record=SimpleNamespace(groups=[SimpleNamespace(quantised=quantised)], parameters=[]),
+    )
+    choice = Choice(**{"row": Placement.zero(2), "data": 4, "micro_batch": 1} | changes)
+    assert Plan._can_survive(made, choice) is expected
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -59,6 +59,8 @@ def connect(
     shares: bool,
     parts: Sequence[PartGroup],
     timeout: float,
+    *,
+    in_tree: bool,
 ) -> tuple[RunStore | None, Collectives, list[Collectives]]:
     """Connect to the members of `decision`. Collective.
 
@@ -74,6 +76,7 @@ def connect(
         shares: True if the ranks of a host share memory.
         parts: The parts of the group of all ranks, in the order in which they were split.
         timeout: Limit for every wait, in seconds.
+        in_tree: True if the transport must sum in the reduction tree of the exact mode.
 
     Raises:
         CollectiveError: A member has exited. In this case, torch and the network may also raise
@@ -114,7 +117,7 @@ def connect(
             timeout=seconds,
         )
         if shares:
-            made = share_memory(made, timeout, required=False, arena=memory)
+            made = share_memory(made, timeout, required=False, arena=memory, in_tree=in_tree)
         connected: dict[Collectives, tuple[Collectives, Sequence[int]]] = {}
         for part in parts:
             inner, left = connected.get(part.parent, (made, members))

@@ -29,6 +29,9 @@ from shardwise.watch.status_server import RankAddress
 _JOINS = 2.0
 """Added to a rank's flag in a confirmation if it knows of spares that wait to join."""
 
+REST = 3
+"""Steps for which ranks that leave wait for the other ranks of their host."""
+
 T = TypeVar("T")
 
 
@@ -117,6 +120,8 @@ class SurvivorGroup(ReplaceableGroup):
         self._parts = Parts(self._tolerate)
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
+        self._awaited = 0
+        """Steps for which leaving ranks have waited for the other ranks of their host."""
         server = inner.status_server
         self._agreement = Agreement(server, server.places_of([self._number])[0].address)
         self._admission = Admission(inner.status_server)
@@ -163,6 +168,18 @@ class SurvivorGroup(ReplaceableGroup):
         left = [rank for rank in self.members if rank not in leaving]
         losses = membership.count_losses(leaving, self._hosts)
         return losses <= self._most and bool(self.divisions.usable(self._trained, left))
+
+    def awaits_more(self, leaving: Sequence[int]) -> bool:
+        """Return whether the ranks in `leaving` wait one more step for the others of their host.
+
+        Call this once for each confirmation, on all ranks.
+        """
+        # A signal to all ranks of a host reaches some of them a step earlier than others.
+        waits = self._awaited < REST and membership.are_first_of_host(
+            leaving, self._hosts, self._most
+        )
+        self._awaited = self._awaited + 1 if waits else 0
+        return waits
 
     @property
     def _hosts(self) -> dict[int, str]:
@@ -343,6 +360,7 @@ class SurvivorGroup(ReplaceableGroup):
                     self._shares,
                     parts.kept,
                     self._timeout,
+                    in_tree=bool(self.divisions.sizes),
                 )
             except (CollectiveError, LaunchError, RuntimeError, OSError):
                 # Another rank ended before all had met. The ranks that are left agree again.
@@ -367,6 +385,7 @@ class SurvivorGroup(ReplaceableGroup):
         stands = membership.stands(decision, mine)
         self.prepared = self.confirmed = decision.confirmed
         self.joins_due = False
+        self._awaited = 0  # some ranks may not have received the last confirmation
         self._publish()
         return Loss(stands, lost, decision.admits, time.monotonic() - began)
 

@@ -186,6 +186,16 @@ def count_losses(lost: Collection[int], hosts: Mapping[int, str]) -> int:
     return len(whole) + sum(hosts[rank] in left for rank in lost)
 
 
+def are_first_of_host(leaving: Sequence[int], hosts: Mapping[int, str], most: int) -> bool:
+    """Return whether the ranks in `leaving` are too many losses, unless their whole host leaves.
+
+    The arguments are those of `count_losses` and `check_number`.
+    """
+    several = len(set(hosts.values())) > 1
+    are_together = len({hosts[rank] for rank in leaving}) == 1
+    return several and are_together and count_losses(leaving, hosts) > most
+
+
 def check_number(hosts: Mapping[int, str], left: Sequence[int], most: int) -> None:
     """Raise CollectiveError if there were more than `most` losses at once (see `count_losses`).
 

@@ -84,6 +84,10 @@ class ReplaceableGroup(Collectives):
     def small_device(self) -> torch.device:
         return self.inner.small_device
 
+    @property
+    def knows_tree(self) -> bool:
+        return self.inner.knows_tree
+
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         return self.inner.split(groups)
 

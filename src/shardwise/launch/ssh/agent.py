@@ -5,7 +5,7 @@
     check ->                  checks that the program exists, chooses address and port
         <- ready | refused
     start ->                  starts the ranks
-        <- output, end, saves ...
+        <- output, end, saves, met ...
     signal, ask, resize, ended, lost, clear ->
     close ->                  exits, as after a lost connection or a timeout
 
@@ -48,6 +48,9 @@ FIRST_PATIENCE = 60.0
 BEAT = 1.0
 """Seconds between two heartbeats to the launcher."""
 
+LOOK = 0.2
+"""Seconds between two checks whether this host's ranks have met the others (`--survive`)."""
+
 REAPER_SLACK = 3.0
 """Seconds that the reaper waits beyond the launcher's timeout before it assumes that this process
 is stopped. The launcher should notice first, because it reports the reason."""
@@ -78,6 +81,8 @@ class Agent:
         self._former: list[LocalWorkers] = []
         """Workers of earlier starts, which may have left processes behind."""
         self._starts = count()
+        self._awaits_meeting = False
+        """True while this host's ranks have not met the others in a run with `--survive`."""
         self._patience = FIRST_PATIENCE
         self._last_sign = time.monotonic()
         """Arrival time of the last data from the launcher."""
@@ -102,7 +107,9 @@ class Agent:
                 if self._parts:
                     self._reaper.beat()
                 beat_at = now + BEAT
+            self._report_meeting()
             left = min(self._last_sign + self._patience, beat_at) - now
+            left = min(left, LOOK) if self._awaits_meeting else left
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
             # The system may reuse the ids of processes that have exited, so unregister them from
@@ -165,6 +172,16 @@ class Agent:
         self._run_part(0, meeting, streams, LocalWorkers, self._listener)
         if self._listener is not None:
             self._listener.close()
+        self._awaits_meeting = self._spec is not None and self._spec.survives
+
+    def _report_meeting(self) -> None:
+        """Report once that this host's ranks have met those of the other hosts."""
+        if not self._awaits_meeting:
+            return
+        assert self._spec is not None
+        if self._parts[0].have_met(self._spec.share.numbers):
+            self._awaits_meeting = False
+            self._send("met")
 
     def _run_part(
         self,
@@ -244,6 +261,7 @@ class Agent:
         self._send("output", rank=rank, stream=stream, data=protocol.text_of(data))
 
     def _left(self, rank_exit: RankExit) -> None:
+        self._report_meeting()
         report, progress = (
             found and asdict(found) for found in (rank_exit.report, rank_exit.progress)
         )

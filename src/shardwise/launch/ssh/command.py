@@ -148,6 +148,18 @@ def lost_host(spec: RunSpec, share: Share, code: int | None, said: str, silent: 
     )
 
 
+def shows_end(spec: RunSpec, code: int | None, said: str, silent: float) -> bool:
+    """Return whether the end of ssh shows that the agent on the host has exited.
+
+    Otherwise only the connection may be lost. The arguments are those of `lost_host`.
+    """
+    # If srun or ssh is killed, the agent may keep its standard input open.
+    if PurePath(spec.ssh[0]).name in WITHOUT_FLAGS or code is None or code < 0:
+        return False
+    # ssh fails without a reason if a signal has ended the agent.
+    return code != SSH_FAILED or (not _last_line(said) and silent < KEPT_SILENT)
+
+
 def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
     """Explain that a host was lost because its agent is silent, although the connection works.
 

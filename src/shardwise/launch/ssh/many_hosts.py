@@ -1,7 +1,7 @@
 """Runs a RunSpec on several hosts, with an agent on each. Ranks start once all hosts are ready."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -53,6 +53,10 @@ class _Ranks:
 
     def has_joined(self, rank: int) -> bool:
         return False
+
+    def have_met(self, ranks: Collection[int]) -> bool:
+        on = [each for each in self._remotes if not set(ranks).isdisjoint(each.share.numbers)]
+        return all(remote.have_met for remote in on)
 
 
 def survival_line(shares: Sequence[Share]) -> str:

@@ -74,6 +74,7 @@ FROM_AGENT: Kinds = {
         "alone": bool,
     },
     "saves": {"number": int},
+    "met": {},
 }
 MOST = 2**26
 """Maximum length of a line in bytes."""

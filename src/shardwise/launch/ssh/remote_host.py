@@ -32,7 +32,7 @@ LAST_WAIT = 6.0
 FIRST_WAIT = 1.0
 """Seconds to wait until an agent exits if it has not started ranks or is stopped."""
 
-ENDS_WITHIN = 0.5
+ENDS_WITHIN = orphan_reaper.PATIENCE + 1.0
 """Seconds from the end of an agent until its reaper has ended the ranks."""
 
 SLACK = 2.0
@@ -52,6 +52,7 @@ class RemoteHost:
         hello: The agent's message about its host, or None until it arrives.
         ready: The agent's message that ranks can be started, or None until it arrives.
         fault: The reason why the host was declared lost, or None while it works.
+        have_met: True if the host's ranks have met those of the other hosts (`--survive`).
     """
 
     kinds = protocol.FROM_AGENT
@@ -69,6 +70,7 @@ class RemoteHost:
         self.hello: protocol.Message | None = None
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
+        self.have_met = False
         self.is_here = network.is_here(share.host) if is_here is None else is_here
         self._spec = spec
         self._supervisor: Supervisor | None = None
@@ -252,7 +254,9 @@ class RemoteHost:
             self.give_up(command.start_failure(self._spec, self.share.host, code, said))
         else:
             silent = time.monotonic() - self._last_sign
-            self.give_up(command.lost_host(self._spec, self.share, code, said, silent))
+            why = command.lost_host(self._spec, self.share, code, said, silent)
+            has_ended = command.shows_end(self._spec, code, said, silent)
+            self.give_up(why, has_ended=has_ended)
 
     def _feed(self, data: bytes) -> None:
         """Parse bytes from the agent. Declare the host lost if they violate the protocol."""
@@ -312,31 +316,42 @@ class RemoteHost:
     def _on_saves(self, message: protocol.Message) -> None:
         self._started().saves_first(protocol.signal_of(message["number"]))
 
+    def _on_met(self, message: protocol.Message) -> None:
+        self.have_met = True
+
     def _started(self, rank: int | None = None) -> Supervisor:
         """Return the supervisor. Raises ProtocolError if `rank` was not started on this host."""
         if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
             raise protocol.ProtocolError("a message about a rank that was not started there")
         return self._supervisor
 
-    def give_up(self, why: str) -> None:
-        """Declare the host lost. `why` is the reason, as a sentence."""
+    def give_up(self, why: str, *, has_ended: bool = False) -> None:
+        """Declare the host lost.
+
+        Args:
+            why: The reason, as a sentence.
+            has_ended: True if its agent has certainly exited.
+        """
         if self.fault is not None:
             return
         self.fault = why
         # If all ranks had already exited, the loss of the host does not affect the run.
         gone = [rank for rank in self.share.numbers if rank not in self._left]
         if self._supervisor is not None and gone:
-            self._supervisor.lost(gone, why, self._seconds_until_gone())
+            # `kill` below ends an agent on this host.
+            after = self._seconds_until_gone(has_ended=has_ended or self.is_here)
+            self._supervisor.lost(gone, why, after)
         if self._spec.survives:
             # The run continues, so the host must not reconnect: without the connection, it ends its
             # ranks.
             self._process.kill()
 
-    def _seconds_until_gone(self) -> float:
+    def _seconds_until_gone(self, *, has_ended: bool) -> float:
         """Return the seconds after which this host has certainly ended its ranks."""
-        silent = time.monotonic() - self._last_sign
-        if silent < command.KEPT_SILENT:  # the agent has ended, and with it its ranks
+        if has_ended:
             return ENDS_WITHIN
+        # The agent may not notice that the connection is closed, and wait for --host-timeout.
+        silent = time.monotonic() - self._last_sign
         return max(ENDS_WITHIN, self._spec.lost_after - silent)
 
 

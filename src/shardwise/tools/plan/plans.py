@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError, LaunchError
+from shardwise.layout.placement import STATES
 from shardwise.messages.printable import in_bytes, many
 from shardwise.tools.plan import search
 from shardwise.tools.plan.catalogue import read_catalogue
+from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.clock import step_estimate
 from shardwise.tools.plan.cluster import Cluster, parse_cluster
 from shardwise.tools.plan.cost import Cost, cost_of, is_within
@@ -158,7 +160,8 @@ class Plan:
                 f"copy, of at most {in_bytes(saved_bytes(self.best, record))} per rank with the "
                 "first placement, in the host's memory"
             )
-        if self.best is not None and any(copies := self.best.memory.second_copies):
+        copies = (0, 0) if self.best is None else self.best.memory.second_copies
+        if self.best is not None and any(copies) and self._can_survive(self.best.choice):
             held, sent = map(in_bytes, copies)
             yield (
                 f"with --survive, the first placement also holds {held} of second copies per "
@@ -222,6 +225,15 @@ class Plan:
             "assumed": [str(each) for each in self.record.assumed],
             "placements": [self._line_as_json(line) for line in self.lines],
         }
+
+    def _can_survive(self, choice: Choice) -> bool:
+        """Return whether `shardwise run` accepts `--survive` with this placement."""
+        record = self.record
+        on_disk = any(choice.row.tier(state).kind == "nvme" for state in STATES)
+        quantised = any(group.quantised for group in record.groups)
+        quantised = quantised or any(each.quantised for each in record.parameters)
+        is_split = choice.expert > 1 or choice.context > 1
+        return not (self.question.hardware.apart or on_disk or quantised or is_split)
 
     def _line_as_json(self, line: Line) -> dict[str, Any]:
         estimate = line.estimate

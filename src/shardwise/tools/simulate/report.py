@@ -210,7 +210,10 @@ def _on_losses(report: SimulationReport) -> Iterator[str]:
     )
     for line in _given_up(whole):
         yield f"Without --survive: {line}"
-    yield "shardwise run supports --survive on CPUs so far; see the guide on recovery."
+    yield (
+        "shardwise run supports --survive on CPUs so far, and on several hosts no host can join a "
+        "run: the simulated admissions of spares and repaired hosts are hypothetical."
+    )
 
 
 def as_json(report: SimulationReport) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class RunModel:
         jitter: Standard deviation of a device's step time, as a fraction of `step`.
         spares: Number of spare hosts.
         least: Minimum number of hosts. With fewer hosts than at the start, the run continues at a
-            lower speed. If it is 0, the run always needs all hosts.
+            lower speed. If it is 0, the run needs one host with `reconnect`, and otherwise all.
         reconnect: Time from the detection of a lost host until the other hosts continue. If it is
             None, every failure stops the run.
         islands: Number of islands. They are groups of adjacent hosts, or of adjacent devices if
