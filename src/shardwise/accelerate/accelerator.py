@@ -20,6 +20,7 @@ from accelerate.utils import (
     send_to_device,
 )
 from torch import Tensor, nn, optim
+from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.accelerate import checkpoints, deepspeed_plugin, refusals, sequence_parts
@@ -178,6 +179,7 @@ class Accelerator(Clipping, Stock):
     @property
     def num_processes(self) -> int:
         """Number of ranks or, for a loader with `--context`, of groups with other samples."""
+        # Scripts scale losses with the number of ranks.
         if self._shares_samples:
             return self.world.data_size
         return int(super().num_processes)
@@ -277,6 +279,7 @@ class Accelerator(Clipping, Stock):
         if self.sequences is not None:
             prepared.__class__ = sequence_parts.GroupScheduler
             prepared.groups = self.world.data_size
+            sequence_parts.say_length(prepared, self.world)
         return prepared
 
     def _is_training(self) -> bool:
@@ -453,13 +456,15 @@ class Accelerator(Clipping, Stock):
         return send_to_device(concatenate(found), self.device)
 
     def _gather_parts(self, values: Any, use_gather_object: bool) -> Any:
-        if use_gather_object:
+        leaves = pytree.tree_leaves(values)
+        # For other leaves, Accelerate would gather objects, of every worker of a group.
+        if use_gather_object or not all(isinstance(leaf, Tensor) for leaf in leaves):
             raise UsageError(
                 f"gather_for_metrics of objects is not supported with --context "
                 f"{self.world.context_size}, because objects cannot be joined. Pass tensors."
             )
         assert self.sequences is not None
-        values = self.sequences.whole(values)
+        values = self.sequences.whole(values, "gather_for_metrics")
         self.sequences.check_equal(values, "gather_for_metrics")
         self._counts_once = True
         try:
@@ -471,17 +476,34 @@ class Accelerator(Clipping, Stock):
         """Gather a tensor of all ranks, as Accelerate does. Collective."""
         found = super().gather(tensor)
         if not self._counts_once:
+            self._say_unweighted("accelerator.gather returns the values of every worker")
             return found
         world = self.world
         return recursively_apply(lambda rows: sequence_parts.counted_once(rows, world), found)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors across all ranks, as Accelerate does. Collective."""
+        if reduction == "mean":
+            self._say_unweighted('accelerator.reduce(..., "mean") averages over workers')
+        return super().reduce(tensor, reduction, scale)
+
+    def _say_unweighted(self, what: str) -> None:
+        """Say that a mean of the workers' losses is not the mean over labels (`--context`)."""
+        if self.sequences is not None and self._splits_on_read:
+            self.world.say_once(
+                f"{what}, whose parts of the same sequences have different numbers of labels "
+                f"(--context {self.world.context_size}). For a mean loss, add up torch.where(n > "
+                '0, loss * n, 0) and the number of labels n with accelerator.reduce(..., "sum"), '
+                "and divide."
+            )
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, **options: Any) -> Any:
         """Pad tensors to the same size, as Accelerate does. Collective.
 
         With `--context` and `dim` 1, parts of sequences are first joined to full sequences.
         """
-        if dim == 1 and self.sequences is not None:
-            tensor = self.sequences.whole(tensor)
+        if dim == 1 and self.sequences is not None and self._splits_on_read:
+            tensor = self.sequences.whole(tensor, "pad_across_processes")
         return super().pad_across_processes(tensor, dim=dim, **options)
 
     # -- checkpoints and shutdown -----------------------------------------------------------

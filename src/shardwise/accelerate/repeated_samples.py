@@ -8,6 +8,7 @@ with exact_mean=True                     8 9            2 3 4 5, of weight 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher
@@ -61,6 +62,7 @@ class PreparedBatches(CountedBatches):
         if self._sequences is not None and trained_engines():
             part = self._sequences.split(shown)
             shown = self._sequences.show(part, counted.samples, training=training)
+            counted = replace(counted, is_evaluated=not training)
         return shown, counted
 
 

@@ -40,6 +40,8 @@ class CountedBatch:
     """True if repeated rows were dropped, or if all rows are repeated."""
     has_repeated: bool = False
     """True if the batch still contains rows of samples that were counted before."""
+    is_evaluated: bool = False
+    """True if the batch was read for an evaluation, and its sequences were split (`--context`)."""
 
 
 class CountedBatches:
@@ -128,6 +130,12 @@ class CountedBatches:
             raise UsageError(
                 "This batch has repeated samples. exact_mean=True drops them only while a model is "
                 "in training mode: write model.train() before the loop."
+            )
+        if all(each.is_evaluated for each in batches):
+            # The engine would count the labels of the training batch before it.
+            raise UsageError(
+                "--context: this batch was read while no model was in training mode, so its parts "
+                "are those of an evaluation: write model.train() before the loop."
             )
         return batches[-1]
 

@@ -11,7 +11,7 @@ sequence:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
+from shardwise.bridging.trained_engine import trained_engines
 from shardwise.errors import DataError, UsageError
 from shardwise.parallel.context.token_exchange import gather
 from shardwise.world import sequence_parts
@@ -117,15 +118,51 @@ class SequenceBatches:
         self._world.current_batch.share(self._source, shape, given, training=training)
         return batch.values
 
-    def whole(self, values: Any) -> Any:
+    def whole(self, values: Any, call: str | None = None) -> Any:
         """Return nested `values` with full sequences, joined from all ranks' parts. Collective.
 
-        Only tensors (rows, own length, ...) of the batch that was shown last are joined.
+        Only tensors are joined that are (rows, own length, ...) on every rank, for the batch that
+        was shown last. With `call`, the caller's name for messages, they may also be values of
+        another kind. Raises UsageError if such tensors are equal on all ranks, because they may
+        then be values per sample.
         """
+        if not self._lengths or not trained_engines():  # nothing is split without an engine
+            return values
+        leaves, nest = pytree.tree_flatten(values)
+        group = self._world.context
+        # Agree first, because a rank's own length may equal another dimension by chance.
+        shapes = group.gather_plain(
+            [list(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        )
+        if len({len(each) for each in shapes}) > 1:
+            raise UsageError(
+                f"{call or self._source}: the workers of a context group have passed different "
+                "numbers of values. Pass the same values on all workers."
+            )
+        for number, each in enumerate(zip(*shapes, strict=True)):
+            if self._are_parts(each):
+                self._check_different(leaves[number], call)
+                leaves[number] = gather(leaves[number], DIM, self._lengths, group)
+        return pytree.tree_unflatten(leaves, nest)
 
-        def joined(part: Tensor) -> Tensor:
-            if part.ndim <= DIM or part.size(DIM) != self._lengths[self._rank]:
-                return part
-            return gather(part, DIM, self._lengths, self._world.context)
+    def _are_parts(self, shapes: Sequence[list[int] | None]) -> bool:
+        """Return whether tensors of these `shapes`, one per rank, fit the parts of a batch."""
+        found = [each for each in shapes if each is not None and len(each) > DIM]
+        return (
+            len(found) == len(shapes)
+            and [each[DIM] for each in found] == self._lengths
+            and len({(*each[:DIM], *each[DIM + 1 :]) for each in found}) == 1
+        )
 
-        return pytree.tree_map_only(Tensor, joined, values) if self._lengths else values
+    def _check_different(self, part: Tensor, call: str | None) -> None:
+        # A constant, such as ignored labels, is often equal on all ranks.
+        if call is None or not self._are_equal([part]):
+            return
+        if part.numel() and not bool((part == part.flatten()[0]).all()):
+            raise UsageError(
+                f"{call} got values of shape {tuple(part.shape)} that are equal on all workers "
+                f"with parts of the same sequences (--context {self._size}), so it is unknown "
+                "whether they are values per token, to be joined. Pass values per sample with "
+                "another dimension: values.unsqueeze(1). Pass values per token together with "
+                "their positions: torch.stack([values, positions], -1)."
+            )

@@ -87,6 +87,8 @@ class BackwardRunner:
         if self._spec.context is not None:
             # Only the last stage knows the terms, but all stages must raise the same error.
             known = UNKNOWN if in_parts else terms
+            if not in_parts:
+                self._spec.context.check_shift(loss, batch)
             self._spec.context.check_loss(known, batch, reduction, is_weighted=given)
         # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"

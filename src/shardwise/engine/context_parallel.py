@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.config import Settings
-from shardwise.engine.loss_terms import LossTerms
+from shardwise.engine.loss_terms import LossTerms, drops_last
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
@@ -190,6 +190,21 @@ class ContextParallel:
                 f"engine.backward inside engine.full_parameters() with --context {self.size}: the "
                 "model takes whole sequences there, but the weight of a loss is that of this "
                 "worker's part. Leave the block first."
+            )
+
+    def check_shift(self, loss: Tensor, batch: Batch | None) -> None:
+        """Raise UsageError if `loss` leaves out the last token of this rank's part."""
+        if batch is None or not batch.samples or not self.run.lengths:
+            return
+        own = self.run.lengths[self.run.group.rank]
+        if drops_last(loss, own):
+            raise UsageError(
+                f"--context {self.size}: this loss leaves out the last of this worker's {own} "
+                "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "
+                "part, and would be lost. Shift the labels of whole sequences, before they are "
+                "split: batch['shift_labels'] = F.pad(labels[:, 1:], (0, 1), value=-100) in the "
+                "collate_fn, and compute the loss of all logits. A model of Transformers can shift "
+                "them itself: model(**batch).loss."
             )
 
     def check_loss(

@@ -49,6 +49,8 @@ class Term:
     items: Number
     source: str
     has_rows: bool = False
+    counted: Number | None = None
+    """Number of elements that a loss function has summed, if the sum was divided by `items`."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,24 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     is_zero = walk.is_zero and not terms
     curved = tuple(dict.fromkeys(walk.curved))
     return LossTerms(tuple(terms.values()), curved, walk.guessed, is_zero, walk.has_penalty)
+
+
+def drops_last(loss: Tensor, length: int) -> bool:
+    """Return whether `loss` leaves out the last of `length` tokens, as in `logits[:, :-1]`.
+
+    Only operations close to the loss are examined, so that no model is walked through.
+    """
+    level: list[Any] = [loss.grad_fn]
+    for _ in range(DEEPEST):
+        level = [child for node in level if node is not None for child, _ in _edges(node)]
+        # Dropping a part's last token in a model would fail the trial.
+        level = [node for node in dict.fromkeys(level) if not _is_opaque(node)]
+        for node in level:
+            if _kind(node) == "Slice" and node._saved_dim == 1:
+                shape, end = tuple(node._saved_self_sym_sizes), _signed(node._saved_end)
+                if len(shape) == 3 and shape[1] == length and end in (-1, length - 1):
+                    return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -402,7 +422,9 @@ class _Walk:
         total = _total_weight(node) if name.startswith("NllLoss") else None
         if node._saved_reduction == _SUM:
             counted = numel if total is None else _number(total)
+            before = len(self.terms)
             self._sum(counted, numel, source, scale, has_rows=True)
+            self.terms[before:] = [replace(term, counted=counted) for term in self.terms[before:]]
         elif total is not None:
             self._mean(_number(total), source, scale)
         elif name.startswith("NllLoss"):

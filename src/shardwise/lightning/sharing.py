@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -190,7 +191,9 @@ class LoadedBatches(CountedBatches):
         counted = CountedBatch(rows, False) if share is None else share.counted(number, rows)
         if self._sequences is not None and trained_engines():
             part = self._sequences.split(batch)
-            batch = self._sequences.show(part, counted.samples, training=self._is_training())
+            training = self._is_training()
+            batch = self._sequences.show(part, counted.samples, training=training)
+            counted = replace(counted, is_evaluated=not training)
         self.last_rows = batch
         return batch, counted
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -414,13 +415,41 @@ _EVALUATIONS = ("validate", "sanity_check", "test")
 
 
 def log_per_token(module: Any) -> Callable[..., None]:
-    """Return `module.log` that raises UsageError for means whose number of tokens is unknown."""
+    """Return `module.log` that weights means by the number of tokens.
+
+    It raises UsageError if this number is unknown.
+    """
     log = module.log
+    signature = inspect.signature(log)
+
+    def weighted(value: Tensor, items: Any, *, at_once: bool) -> Tensor:
+        """Return `value`, or 0 without items. If `at_once`, return the mean over all workers."""
+        # A part without labels has a loss of NaN, which would make the mean over the epoch NaN.
+        value = value.detach() if value.is_floating_point() else value.float()
+        count = torch.as_tensor(items, dtype=torch.float64, device=value.device).expand_as(value)
+        part = torch.where(count > 0, value.double(), 0.0)
+        if not at_once:
+            return part.to(value.dtype)
+        # Lightning's mean over the workers of a step ignores batch_size.
+        sums = module.trainer.strategy.reduce(torch.stack([part * count, count]), reduce_op="sum")
+        mean: Tensor = sums[0] / sums[1].clamp(min=1)
+        return mean.to(value.dtype)
 
     @wraps(log)
     def checked(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        is_mean = kwargs.get("reduce_fx", "mean") in ("mean", torch.mean)
-        if kwargs.get("sync_dist") and is_mean and kwargs.get("batch_size") is None:
+        given = signature.bind(name, value, *args, **kwargs).arguments
+        items, on_step = given.get("batch_size"), given.get("on_step")
+        is_mean = given.get("reduce_fx", "mean") in ("mean", "avg", torch.mean)
+        if on_step is None:  # Lightning's default
+            hook = module._current_fx_name or ""
+            outside = hook == "on_train_start" or hook.startswith("on_train_epoch")
+            on_step = module.trainer.training and not outside
+        if given.get("sync_dist") and is_mean and items is not None:
+            if not isinstance(value, Tensor) and isinstance(value, int | float):
+                value = torch.tensor(float(value), device=module.device)
+            if isinstance(value, Tensor):
+                value = weighted(value, items, at_once=bool(on_step))
+        if given.get("sync_dist") and is_mean and items is None:
             raise UsageError(
                 f"self.log({name!r}, ..., sync_dist=True) with --context would average over "
                 "workers, whose parts of the sequences have different numbers of tokens. Pass this "

@@ -71,7 +71,10 @@ class WeighingAccelerator(Accelerator):
 
     def _check_items(self, loss: Tensor, items: LossItems) -> None:
         main = read(loss, items.rows).main
-        counted = None if main is None else float(main.items)
+        counted = None
+        if main is not None:
+            # The divisor may be the number that Shardwise has passed to the model.
+            counted = float(main.items if main.counted is None else main.counted)
         labels = float(items.number or 0)
         own = [counted, labels] if labels and counted not in (None, labels) else None
         # A label is missing on one rank only, but all ranks must stop.
@@ -155,12 +158,20 @@ class StepItems:
         return accelerator.sequences.split(batch) if is_split else None
 
     def _number(
-        self, batch: Any, samples: int, device: torch.device, part: SplitBatch | None
+        self,
+        batch: Any,
+        samples: int,
+        device: torch.device,
+        part: SplitBatch | None,
+        *,
+        evaluates: bool = False,
     ) -> Tensor:
         """Return the number of items in `batch` or, with `--context`, in this rank's `part`."""
         items: Any = samples
         if samples and self._items_of is not None:
             items = self._items_of(batch if part is None else part.values)
+        elif part is not None and evaluates and not {"labels", "shift_labels"} & batch.keys():
+            items = 0  # a prediction without labels has no loss
         elif samples:
             items = self._labels(batch, samples, part)
         return torch.as_tensor(items, dtype=torch.float64, device=device).detach().reshape(())
@@ -249,10 +260,10 @@ class StepItems:
         device = self._trainer.args.device
         shown, given = self._cut(batch, self._evaluated_loader)
         part = shown_part = self._part(shown)
-        items = whole = self._number(shown, given.samples, device, shown_part)
+        items = whole = self._number(shown, given.samples, device, shown_part, evaluates=True)
         if given.is_cut:
             part = self._part(batch)
-            whole = self._number(batch, find_batch_size(batch), device, part)
+            whole = self._number(batch, find_batch_size(batch), device, part, evaluates=True)
         with self._item_count_set(whole):
             found = step(model, self._shown(batch, part), *how)
         loss = found[0]

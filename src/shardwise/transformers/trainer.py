@@ -141,6 +141,18 @@ class Sharded(OptimizersOfJson):
         total = int(super().get_total_train_batch_size(args))  # type: ignore[misc]
         return total // self.accelerator.world.context_size
 
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Count the tokens of a batch. A context group counts once."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        added = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + added // self.accelerator.world.context_size
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """Return this rank's share of the operations on a batch. The Trainer adds up the shares."""
+        whole = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return float(whole) / self.accelerator.world.context_size
+
     # -- saving -----------------------------------------------------------------------------
 
     def _save(
