@@ -1,9 +1,9 @@
 """Compiles units that contain split layers.
 
-Inside a compiled unit, regions have no state outside the graph (`Replica.in_compiled_unit`). The
-checks of an eager region run elsewhere:
+Regions in a graph have no state outside the graph (`Replica.in_graph`). The checks of an eager
+region run elsewhere:
 
-    operations between split layers    on each new graph (graph_paths.py checks eager regions)
+    operations between split layers    on each new graph (in eager code, at each row-wise layer)
     hooks of the user                  before each forward pass (user_hooks.py)
     random numbers                     before and after each forward pass
 """
@@ -119,11 +119,7 @@ class _GraphCheck(fx.Interpreter):
         if n.target is torch.ops.shardwise.all_reduce and n.args[2] >= 0:  # type: ignore[operator]
             if not self._copies:
                 # Only eager regions can be followed through several graphs.
-                raise UsageError(
-                    "torch.compile splits the graph between two split layers (--compile with "
-                    "--tensor), so that their operations cannot be checked. Remove the cause, "
-                    "which TORCH_LOGS=graph_breaks shows, or start without --compile."
-                )
+                raise graph_paths.split_graph_error()
             product = n.args[0]
             assert isinstance(product, fx.Node)
             value = self.env[product.all_input_nodes[0]]
