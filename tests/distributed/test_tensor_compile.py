@@ -2,6 +2,7 @@
 
 import time
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -121,7 +122,10 @@ class Block(nn.Module):
         self.between = between
 
     def forward(self, x):
-        return x + self.down(self.between(self.act(self.up(x))))
+        return x + self.region(x)
+
+    def region(self, x):
+        return self.down(self.between(self.act(self.up(x))))
 
 
 def blocks(between=torch.tanh):
@@ -159,12 +163,39 @@ def breaks_graph(model):
     model[0].between = tanh
 
 
+def runs_eagerly(model):
+    """Exclude the region of the first block from the graph."""
+    model[0].region = torch.compiler.disable(model[0].region)
+
+
+def leaves_graph(model):
+    """Compute the last layer of the region outside the graph."""
+    model[0].down.forward = torch.compiler.disable(model[0].down.forward)
+
+
 def drops(model):
     model[0].between = lambda x: F.dropout(x, 0.5)
 
 
 def hooks(model):
     return model[0].act.register_forward_hook(lambda module, args, output: None)
+
+
+def drops_eagerly(model):
+    drops(model)
+    runs_eagerly(model)
+
+
+def hooks_eagerly(model):
+    runs_eagerly(model)
+    return hooks(model)
+
+
+def compiles_no_more(model):
+    computes_otherwise(model)
+    limit = mock.patch.object(torch._dynamo.config, "recompile_limit", 1)
+    limit.start()
+    return SimpleNamespace(remove=limit.stop)
 
 
 def hooks_every_module(model):
@@ -175,14 +206,114 @@ def hooks_every_module(model):
     ("change", "text"),
     [
         (computes_otherwise, "forward computes Cumsum, which it did not compute in the trial"),
+        (compiles_no_more, "forward computes Cumsum, which it did not compute in the trial"),
         (breaks_graph, "splits the graph between two split layers"),
+        (leaves_graph, "splits the graph between two split layers"),
         (drops, "has drawn random numbers"),
+        (drops_eagerly, "has drawn random numbers"),
         (hooks, "a forward hook on 0.act"),
+        (hooks_eagerly, "a forward hook on 0.act"),
         (hooks_every_module, "a forward hook on every module"),
     ],
 )
 def test_compiled_units_refuse_like_eager_regions(group, change, text):
     assert all(group(2, tensor=2)(refuses, change, text))
+
+
+class SharedExpert(nn.Module):
+    """A mixture of experts, which no graph contains, and its shared expert, which is split."""
+
+    def __init__(self):
+        super().__init__()
+        experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.moe = sw.MoE(nn.Linear(8, 2, bias=False), experts, shared=Block())
+
+    def forward(self, x):
+        return self.moe(x)
+
+
+def experts():
+    torch.manual_seed(0)
+    return nn.Sequential(SharedExpert(), SharedExpert())
+
+
+def trained(model, start):
+    """Train three steps. `start` returns the functions for the backward pass and the step."""
+    backward, step = start(model)
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        loss = model(torch.randn(4, 8, dtype=torch.float64, generator=draw)).square().mean()
+        backward(loss)
+        step()
+    return loss.item()
+
+
+def plain(model):
+    optimizer = adamw(model)
+    return torch.Tensor.backward, lambda: (optimizer.step(), optimizer.zero_grad())
+
+
+def compiled_eager_regions(world, make):
+    """Train, then change an operation. Return the last loss, and whether the change is refused."""
+    start_afresh()
+    model = make().double()
+    with mock.patch.object(compiled_units, "BACKEND", "aot_eager"):
+        engine = sw.Engine(model, adamw(model), compile=True)
+        if make is blocks:
+            runs_eagerly(model)
+        loss = trained(model, lambda model: (engine.backward, engine.step))
+        block = next(each for each in model.modules() if isinstance(each, Block))
+        block.between = lambda x: x.cumsum(-1)
+        try:
+            model(torch.ones(3, 8, dtype=torch.float64))
+        except UsageError as error:
+            return loss, "forward computes Cumsum" in str(error)
+        finally:
+            engine.close()
+    return loss, False
+
+
+@pytest.mark.parametrize("make", [blocks, experts])
+def test_eager_regions_in_compiled_units_are_exact_and_checked(group, make):
+    expected = trained(make().double(), plain)
+    for loss, refused in group(2, tensor=2)(compiled_eager_regions, make):
+        assert loss == pytest.approx(expected, rel=1e-8)
+        assert refused
+
+
+def gathering():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(8, 16), nn.Tanh()))
+
+
+def gathers(world):
+    """Train, and return the last loss and the ranks among the arguments of all-gathers."""
+    start_afresh()
+    ranks = []
+    compile_graph = UnitCompiler.compile_graph
+
+    def recorded(self, graph, inputs):
+        gather = torch.ops.shardwise.all_gather
+        ranks.extend(n.args[-1] for n in graph.graph.nodes if n.target is gather)
+        return compile_graph(self, graph, inputs)
+
+    model = gathering().double()
+    with (
+        mock.patch.object(compiled_units, "BACKEND", "aot_eager"),
+        mock.patch.object(UnitCompiler, "compile_graph", recorded),
+    ):
+        engine = sw.Engine(model, adamw(model), compile=True, tensor_plan={"0.0": "colwise_rep"})
+        loss = trained(model, lambda model: (engine.backward, engine.step))
+    engine.close()
+    return loss, ranks
+
+
+def test_ranks_with_different_backward_have_different_graphs(group):
+    # torch's cache on disk compares graphs. The traced backward pass takes the part of one rank.
+    expected = trained(gathering().double(), plain)
+    for rank, (loss, ranks) in enumerate(group(2, tensor=2)(gathers)):
+        assert loss == pytest.approx(expected, rel=1e-8)
+        assert set(ranks) == {rank}
 
 
 def refused_setting(world, make, settings, text):

@@ -49,10 +49,12 @@ def reduce_from_region(value: Tensor, number: int, allowed: int = -1) -> Tensor:
     return torch.ops.shardwise.all_reduce(value, number, allowed)  # type: ignore[no-any-return]
 
 
-def gather_from_region(part: Tensor, number: int, sharded: ShardedDim) -> Tensor:
+def gather_from_region(part: Tensor, number: int, rank: int, sharded: ShardedDim) -> Tensor:
     """Gather a split tensor that all ranks then use in the same way."""
     edges = [0, *(end for _, end in sharded.ranges)]
-    return torch.ops.shardwise.all_gather(part, sharded.dim, edges, number)  # type: ignore[no-any-return]
+    # The traced backward pass takes the part of one rank. With the rank among the arguments, ranks
+    # do not share graphs in torch's cache on disk.
+    return torch.ops.shardwise.all_gather(part, sharded.dim, edges, number, rank)  # type: ignore[no-any-return]
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -91,20 +93,21 @@ def _all_reduce(value: Tensor, number: int, allowed: int) -> Tensor:
     return all_reduced(value, _groups[number])
 
 
-def _all_gather(part: Tensor, dim: int, edges: Sequence[int], number: int) -> Tensor:
+def _all_gather(part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int) -> Tensor:
+    del rank
     return all_gathered(part, _groups[number], ShardedDim(dim, tuple(pairwise(edges))))
 
 
-def _gathered_shape(part: Tensor, dim: int, edges: Sequence[int], number: int) -> Tensor:
+def _gathered_shape(part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int) -> Tensor:
+    del number, rank
     return part.new_empty(ShardedDim(dim, tuple(pairwise(edges))).whole_shape(part.shape))
 
 
 def _keep_range(ctx: Any, inputs: Any, output: Tensor) -> None:
-    _, ctx.dim, edges, number = inputs
-    rank = _groups[number].rank
+    _, ctx.dim, edges, _, rank = inputs
     ctx.first, ctx.end = edges[rank], edges[rank + 1]
 
 
 def _take_part(ctx: Any, grad: Tensor) -> Any:
     part = grad.narrow(ctx.dim, ctx.first, ctx.end - ctx.first).contiguous()
-    return part, None, None, None
+    return part, None, None, None, None

@@ -1,9 +1,9 @@
 """Compiles units that contain split layers.
 
-Inside a compiled unit, regions have no state outside the graph (`Replica.in_compiled_unit`). The
-checks of an eager region run elsewhere:
+Regions in a graph have no state outside the graph (`Replica.in_graph`). The checks of an eager
+region run elsewhere:
 
-    operations between split layers    on each new graph (graph_paths.py checks eager regions)
+    operations between split layers    on each new graph (in eager code, at each row-wise layer)
     hooks of the user                  before each forward pass (user_hooks.py)
     random numbers                     before and after each forward pass
 """
@@ -27,12 +27,6 @@ from shardwise.parallel.tensor.replica import Replica
 BACKEND = "inductor"
 """The compiler's backend, as in torch.compile."""
 
-SPLIT_GRAPH = (
-    "torch.compile splits the graph between two split layers (--compile with --tensor), so that "
-    "their operations cannot be checked. Remove the cause, which TORCH_LOGS=graph_breaks shows, or "
-    "start without --compile."
-)
-
 
 class UnitCompiler:
     """Compiles the `forward` of units whose layers are split over `replica`."""
@@ -46,9 +40,6 @@ class UnitCompiler:
 
     def __call__(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled form of `forward`, the bound method of `unit`."""
-        # The import takes seconds, and torch.compile needs it too.
-        from torch._dynamo.exc import TorchDynamoException
-
         inside = _modules_inside(unit)
         compiled = torch.compile(forward, backend=self._backend)
 
@@ -60,17 +51,14 @@ class UnitCompiler:
             replica.hooks.check_global()
             for module in inside:
                 replica.hooks.check(module)
-            before, breaks = replica.randomness.state(), _count_breaks()
+            before = replica.randomness.state()
             replica.in_compiled_unit = True
             try:
                 output = compiled(*args, **kwargs)
-            except Exception as error:
+            except Exception:
                 # The compiler wraps errors of its backend in its own classes.
                 if self._error is not None:
                     raise self._error from None
-                # After a graph break between split layers, it cannot trace the rest of the unit.
-                if isinstance(error, TorchDynamoException) and _count_breaks() > breaks:
-                    raise UsageError(SPLIT_GRAPH) from error
                 raise
             finally:
                 replica.end_compiled_unit()
@@ -99,13 +87,6 @@ class UnitCompiler:
 
         run = lookup_backend(BACKEND)(graph, inputs)
         return lambda *values: run(*map(_without_class, values))
-
-
-def _count_breaks() -> int:
-    """Return the number of graph breaks in this process so far."""
-    from torch._dynamo.utils import counters
-
-    return sum(counters["graph_break"].values())
 
 
 def _without_class(value: Any) -> Any:
@@ -138,7 +119,7 @@ class _GraphCheck(fx.Interpreter):
         if n.target is torch.ops.shardwise.all_reduce and n.args[2] >= 0:  # type: ignore[operator]
             if not self._copies:
                 # Only eager regions can be followed through several graphs.
-                raise UsageError(SPLIT_GRAPH)
+                raise graph_paths.split_graph_error()
             product = n.args[0]
             assert isinstance(product, fx.Node)
             value = self.env[product.all_input_nodes[0]]

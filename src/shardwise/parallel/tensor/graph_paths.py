@@ -92,6 +92,15 @@ class AllowedOperations:
             )
 
 
+def split_graph_error() -> UsageError:
+    """Return the error for a region that starts in one graph and ends in another, or outside."""
+    return UsageError(
+        "torch.compile splits the graph between two split layers (--compile with --tensor), so "
+        "that their operations cannot be checked. Remove the cause, which "
+        "TORCH_LOGS=graph_breaks shows, or start without --compile."
+    )
+
+
 _known_sets: list[set[str]] = []
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import UsageError
 from shardwise.layout.bucket_layout import Span
+from shardwise.parallel.tensor import graph_paths
 from shardwise.parallel.tensor.graph_paths import AllowedOperations
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
@@ -121,7 +122,9 @@ class RowwiseParallel(TensorParallelModule):
         if replica.is_whole:
             return super().forward(value)  # type: ignore[no-any-return]
         allowed = self.allowed_operations
-        if allowed is not None and not replica.in_compiled_unit:
+        if allowed is not None and not replica.in_graph:
+            if replica.graph_left_region_open:
+                raise graph_paths.split_graph_error()
             allowed.check(value, replica.region_starts)
         number = -1 if allowed is None else allowed.number
         whole = replica.leave_region(lambda: self._multiply(value), allowed=number)
@@ -207,7 +210,7 @@ class LocalModule(TensorParallelModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # If no parameter is split, the context manager is not needed. The compiler cannot inspect
         # the classes.
-        own = self._replica.in_compiled_unit or any(
+        own = self._replica.in_graph or any(
             getattr(type(p), "is_split", False) for p in self._parameters.values()
         )
         with on_local_tensors() if own else nullcontext():

@@ -258,7 +258,11 @@ def _write_error(what: str, parameter: Tensor) -> UsageError:
 def _called_by_this_library(frame: FrameType | None) -> bool:
     """Return whether this library makes the call in `frame`, directly or through torch."""
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        name = frame.f_globals.get("__name__", "")
+        # The compiler inspects parameters. After a graph break, user code calls it.
+        if name == "torch._dynamo.convert_frame":
+            return True
+        package = name.partition(".")[0]
         # Modules with PASSES_ON only forward their callers' operations (parameters_at_rest.py).
         if package != "torch" and not frame.f_globals.get("PASSES_ON"):
             return bool(package == "shardwise")

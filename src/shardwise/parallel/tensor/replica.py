@@ -93,10 +93,23 @@ class Replica:
     number: int = -1
     """Stands for `group` in compiled collectives."""
     in_compiled_unit: bool = False
-    """True inside a compiled unit. Its regions have no state outside the graph: no random numbers,
-    and no hooks."""
+    """True inside a compiled unit, which checks hooks and random numbers itself."""
     _shared_input: tuple[Tensor, Tensor] | None = None
-    """In a compiled unit, the full input of the open region and its copy."""
+    """In a graph, the full input of the open region and its copy."""
+
+    @property
+    def in_graph(self) -> bool:
+        """True while torch.compile traces a compiled unit.
+
+        Regions in a graph have no state outside it. Parts of a unit may run eagerly, for example
+        under torch.compiler.disable or after too many recompilations, and open eager regions.
+        """
+        return self.in_compiled_unit and torch.compiler.is_compiling()
+
+    @property
+    def graph_left_region_open(self) -> bool:
+        """True if a graph has started the open region."""
+        return self._shared_input is not None
 
     def enter_region(self, value: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         """Start a region: run `layer`, which differs between ranks, on the full `value`.
@@ -105,7 +118,7 @@ class Replica:
         is gathered once and its gradient is summed once. Calls with and without gradient recording
         never share an input.
         """
-        if self.in_compiled_unit:
+        if self.in_graph:
             # Layers with the same input share the copy, as below. Compare objects, because the
             # compiler can trace neither `id` nor versions.
             if self._shared_input is None or self._shared_input[0] is not value:
@@ -114,9 +127,11 @@ class Replica:
             return layer(self._shared_input[1])
         if is_fake(value):
             return layer(value)
-        # From here until the end of the region, each rank draws its own random numbers.
-        self.randomness.enter_region()
-        self.hooks.open()
+        # A compiled unit allows no random numbers, and checks hooks before its forward pass.
+        if not self.in_compiled_unit:
+            # From here until the end of the region, each rank draws its own random numbers.
+            self.randomness.enter_region()
+            self.hooks.open()
         recorded = torch.is_grad_enabled() and value.requires_grad
         if not recorded and not isinstance(value, SequenceShard):
             # There is neither a gradient to sum nor anything to gather, so there is nothing to
@@ -151,12 +166,12 @@ class Replica:
     def leave_region(self, part: Callable[[], Tensor], *, allowed: int = -1) -> Tensor:
         """Return `part()` summed over the ranks, and end the region.
 
-        In a compiled unit, `allowed` is the number of the allowed operations (graph_paths.py).
+        In a graph, `allowed` is the number of the allowed operations (graph_paths.py).
 
         The region also ends if `part` raises, because torch uses an exception to stop a
         recomputation early.
         """
-        if self.in_compiled_unit:
+        if self.in_graph:
             self._shared_input = None
             return compiled_collectives.reduce_from_region(part(), self.number, allowed)
         sequence_parallel = self._outputs_tokens()
@@ -167,7 +182,7 @@ class Replica:
 
     def reduce_output(self, value: Tensor) -> Tensor:
         """Return `value` summed over the ranks. Used outside regions."""
-        if self.in_compiled_unit:
+        if self.in_graph:
             return compiled_collectives.reduce_from_region(value, self.number)
         return self._reduce(value, self._outputs_tokens())
 
@@ -175,9 +190,11 @@ class Replica:
         self, value: Tensor, layer: Callable[[Tensor], Tensor], sharded: ShardedDim
     ) -> Tensor:
         """Run `layer` on the full `value`, and gather its output. Used outside regions."""
-        if self.in_compiled_unit:
+        if self.in_graph:
             part = layer(compiled_collectives.copy_to_region(value, self.number))
-            return compiled_collectives.gather_from_region(part, self.number, sharded)
+            return compiled_collectives.gather_from_region(
+                part, self.number, self.group.rank, sharded
+            )
         return gather_from_region(self.region_input(value).run(layer), self.group, sharded)
 
     def _outputs_tokens(self) -> bool:
@@ -212,6 +229,7 @@ class Replica:
         self.region_starts.clear()
 
     def close_region(self) -> None:
+        self._shared_input = None
         self._inputs.clear()
         self._close_hooks()
         self.randomness.leave_region()
