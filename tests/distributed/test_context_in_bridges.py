@@ -469,6 +469,7 @@ def trained_by_fabric(world: Any, zero: int) -> Any:
                 fabric.clip_gradients(wrapped, optimizer, max_norm=NORM)
                 optimizer.step()
                 optimizer.zero_grad()
+        assert fabric.all_reduce(torch.tensor(world.rank + 1.0), reduce_op="mean") > 1
         state = fabric.strategy.get_module_state_dict(model)
         fabric.strategy.training.close()
     return state

@@ -114,6 +114,17 @@ class FabricStrategy(OverEngines):
         del module  # the graph of the loss determines the engines
         self.training.backward(tensor, *args, **kwargs)
 
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: Any = "mean") -> Tensor:
+        """Reduce `tensor` across all ranks, as Fabric does. Collective."""
+        if self.training.sequences is not None and str(reduce_op).lower() in ("mean", "avg"):
+            self.training.world.say_once(
+                'fabric.all_reduce(..., reduce_op="mean") averages over workers, whose parts of '
+                "the same sequences have different numbers of labels (--context). For a mean loss, "
+                "add up torch.where(n > 0, loss * n, 0) and the number of labels n with "
+                'reduce_op="sum", and divide.'
+            )
+        return super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc,no-any-return]
+
     def optimizer_step(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None
     ) -> Any:

@@ -422,8 +422,8 @@ def log_per_token(module: Any) -> Callable[..., None]:
     log = module.log
     signature = inspect.signature(log)
 
-    def weighted(value: Tensor, items: Any, *, at_once: bool) -> Tensor:
-        """Return `value`, or 0 without items. If `at_once`, return the mean over all workers."""
+    def weighted(value: Tensor, items: Any, group: Any, *, at_once: bool) -> Tensor:
+        """Return `value`, or 0 without items. If `at_once`, return the mean over the workers."""
         # A part without labels has a loss of NaN, which would make the mean over the epoch NaN.
         value = value.detach() if value.is_floating_point() else value.float()
         count = torch.as_tensor(items, dtype=torch.float64, device=value.device).expand_as(value)
@@ -431,7 +431,7 @@ def log_per_token(module: Any) -> Callable[..., None]:
         if not at_once:
             return part.to(value.dtype)
         # Lightning's mean over the workers of a step ignores batch_size.
-        sums = module.trainer.strategy.reduce(torch.stack([part * count, count]), reduce_op="sum")
+        sums = module.trainer.strategy.reduce(torch.stack([part * count, count]), group, "sum")
         mean: Tensor = sums[0] / sums[1].clamp(min=1)
         return mean.to(value.dtype)
 
@@ -445,10 +445,11 @@ def log_per_token(module: Any) -> Callable[..., None]:
             outside = hook == "on_train_start" or hook.startswith("on_train_epoch")
             on_step = module.trainer.training and not outside
         if given.get("sync_dist") and is_mean and items is not None:
+            at_once = bool(on_step) and not given.get("rank_zero_only")
             if not isinstance(value, Tensor) and isinstance(value, int | float):
                 value = torch.tensor(float(value), device=module.device)
             if isinstance(value, Tensor):
-                value = weighted(value, items, at_once=bool(on_step))
+                value = weighted(value, items, given.get("sync_dist_group"), at_once=at_once)
         if given.get("sync_dist") and is_mean and items is None:
             raise UsageError(
                 f"self.log({name!r}, ..., sync_dist=True) with --context would average over "
