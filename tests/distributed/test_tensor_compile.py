@@ -186,6 +186,11 @@ def drops_eagerly(model):
     runs_eagerly(model)
 
 
+def uses_parameter_eagerly(model):
+    model[0].between = lambda x: x * model[0].up.weight.sum()
+    runs_eagerly(model)
+
+
 def hooks_eagerly(model):
     runs_eagerly(model)
     return hooks(model)
@@ -212,6 +217,7 @@ def hooks_every_module(model):
         (drops, "has drawn random numbers"),
         (drops_eagerly, "has drawn random numbers"),
         (hooks, "a forward hook on 0.act"),
+        (uses_parameter_eagerly, "is used between two split layers"),
         (hooks_eagerly, "a forward hook on 0.act"),
         (hooks_every_module, "a forward hook on every module"),
     ],

@@ -170,7 +170,7 @@ class ParameterUses:
     def _form(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Return the part's metadata inside a tensor-parallel region, else the full parameter's."""
         split, first = self._split, args[0]
-        if func not in SIZES or split is None or split.replica.randomness.in_region:
+        if func not in SIZES or split is None or split.replica.in_region:
             return _call_plain(func, args, kwargs)
         shape = split.whole_shape(first)
         if shape is None:

@@ -96,6 +96,13 @@ class Replica:
     """True inside a compiled unit, which checks hooks and random numbers itself."""
     _shared_input: tuple[Tensor, Tensor] | None = None
     """In a graph, the full input of the open region and its copy."""
+    _in_region_of_unit: bool = False
+    """True inside an eager region of a compiled unit, which has no random numbers of its own."""
+
+    @property
+    def in_region(self) -> bool:
+        """True inside an eager region, where each rank computes something different."""
+        return self._in_region_of_unit or self.randomness.in_region
 
     @property
     def in_graph(self) -> bool:
@@ -128,6 +135,7 @@ class Replica:
         if is_fake(value):
             return layer(value)
         # A compiled unit allows no random numbers, and checks hooks before its forward pass.
+        self._in_region_of_unit = self.in_compiled_unit
         if not self.in_compiled_unit:
             # From here until the end of the region, each rank draws its own random numbers.
             self.randomness.enter_region()
@@ -229,14 +237,15 @@ class Replica:
         self.region_starts.clear()
 
     def close_region(self) -> None:
-        self._shared_input = None
+        self._shared_input, self._in_region_of_unit = None, False
         self._inputs.clear()
         self._close_hooks()
         self.randomness.leave_region()
 
     def end_compiled_unit(self) -> None:
         """Leave a compiled unit. Also called after a failed forward pass, inside a region."""
-        self.in_compiled_unit, self._shared_input = False, None
+        self.in_compiled_unit = self._in_region_of_unit = False
+        self._shared_input = None
 
     def reset(self) -> None:
         """Close any open region at the end of a step."""

@@ -164,7 +164,7 @@ class TensorParallelModels:
         shard = self.shards.get(parameter)
         if shard is None:
             return parameter
-        if self.replica.randomness.in_region:
+        if self.replica.in_region:
             raise UsageError(
                 f"A parameter of shape {shard.shape} that is split (--tensor {self.group.size}) is "
                 "used between two split layers, where each worker has different features. Leave "
