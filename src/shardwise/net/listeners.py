@@ -12,6 +12,7 @@ such a host in the same way.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import socket
 import struct
@@ -59,16 +60,31 @@ def shut() -> None:
                 listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
-def close_connections(addresses: Collection[str]) -> None:
+def close_connections(addresses: Collection[str], *, only_gloo: bool = False) -> None:
     """Close this process's TCP connections to the hosts at `addresses`.
 
     Threads that wait for data on them are woken, as if the other end had closed the connection.
+
+    Args:
+        addresses: The hosts' addresses.
+        only_gloo: True to keep the connections that Python has opened, such as those to status
+            servers. The others are those of Gloo, unless the script uses further libraries in C++.
     """
     plain = {_plain(address) for address in addresses}
+    kept = {os.fstat(fd).st_ino for fd in _python_sockets()} if only_gloo else set()
     for connection in _tcp_sockets():
         with connection, suppress(OSError):  # not connected
-            if _plain(connection.getpeername()[0]) in plain:
+            number = os.fstat(connection.fileno()).st_ino
+            if _plain(connection.getpeername()[0]) in plain and number not in kept:
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _python_sockets() -> list[int]:
+    """Return the descriptors of all open Python sockets."""
+    objects = gc.get_objects()
+    # Not isinstance, which would look into lazy modules and dead proxies.
+    found = [each.fileno() for each in objects if issubclass(type(each), socket.socket)]
+    return [fd for fd in found if fd >= 0]
 
 
 def _plain(address: str) -> str:
