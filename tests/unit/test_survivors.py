@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -388,6 +389,23 @@ def test_connections_to_a_lost_host_are_closed() -> None:
         assert ends["127.0.0.2"][0].recv(1) == b""
         ends["127.0.0.1"][1].sendall(b"x")
         assert ends["127.0.0.1"][0].recv(1) == b"x"
+
+
+def test_connections_of_python_are_kept_if_only_those_of_gloo_are_closed() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
+        kept = stack.enter_context(socket.create_connection(listener.getsockname()))
+        kept_end = stack.enter_context(listener.accept()[0])
+        # Without a Python object, a socket looks like one that a C++ library has opened.
+        client = socket.create_connection(listener.getsockname()).detach()
+        stack.callback(os.close, client)
+        other = stack.enter_context(listener.accept()[0])
+        listeners.close_connections(["127.0.0.2"], only_gloo=True)
+        assert os.read(client, 1) == b""
+        kept_end.sendall(b"x")
+        assert kept.recv(1) == b"x"
+        # This end is a Python socket, which sees that the other one is closed.
+        assert other.recv(1) == b""
 
 
 def test_the_scope_of_an_address_does_not_keep_a_connection_open() -> None:

@@ -340,9 +340,9 @@ class Hierarchical(MappedMemory):
 
     def forget(self) -> None:
         """Close the sockets to other hosts, because a rank is lost. See GlooExchange.forget."""
-        for group in (self._between, self._under):
-            assert isinstance(group, Gloo)
-            group.messages.forget()
+        assert isinstance(self._under, Gloo)
+        self._between.messages.forget()
+        self._under.messages.forget()
         # A thread that waits for a message of another host keeps Gloo's sockets open. That host may
         # wait for a message of this one, and would not notice that this one no longer takes part.
         server = self.status_server
