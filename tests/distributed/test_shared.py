@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardwise.comm import shared_buffers, shared_memory, shared_work
 from shardwise.errors import PeerLost
@@ -342,3 +343,25 @@ def test_ranks_go_on_after_a_fork(group):
 
 def test_flights_have_a_name_for_every_kind():
     assert len(shared_work.KINDS) == len(set(shared_work.KINDS)) < 256
+
+
+def settles(world):
+    """Launch a sum, and wait in torch's barrier on rank 0 while rank 1 waits for the sum."""
+    group = world.collectives
+    buffer = group.allocate(1 << 16, torch.float32, torch.device("cpu")).fill_(world.rank + 1.0)
+    dist.barrier()
+    if world.rank == 1:
+        time.sleep(0.5)  # so that rank 0 cannot do its part when it launches the sum
+    call = group.reduce_scatter(buffer, [0, 1 << 15, 1 << 16])
+    if world.rank == 0:
+        group.settle()
+        dist.barrier()
+    call.wait()
+    call.reusable()
+    if world.rank == 1:
+        dist.barrier()
+    return buffer[world.rank << 15].item()
+
+
+def test_rank_in_a_collective_of_torch_delays_no_other_one(group):
+    assert group(2)(settles, limit=60) == [3.0, 3.0]

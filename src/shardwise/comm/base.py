@@ -296,6 +296,13 @@ class Collectives(ABC):
         # Use `read`, because on an accelerator the collective does not block the host.
         self.read(self.gather_rows(torch.zeros(1, device=self.small_device)))
 
+    def settle(self) -> None:  # noqa: B027 (nothing to do where calls advance by themselves)
+        """Advance all launched calls until no other rank needs this one to complete them.
+
+        Call it before a collective of another library, such as torch.distributed. A rank that waits
+        there does not advance its calls, for which another rank may wait in a backward pass.
+        """
+
     def second_group(self) -> Collectives:
         """Return a group of the same ranks with separate channels. Collective.
 

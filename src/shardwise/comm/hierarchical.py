@@ -126,6 +126,9 @@ class Hierarchical(MappedMemory):
 
         self._inside.start(begin, steps()).wait()
 
+    def settle(self) -> None:
+        self._inside.settle()
+
     def _scatter(self, own: Tensor, buffer: Tensor, cuts: Cuts, target: Tensor, how: Sum) -> Handle:
         begin = self._inside.opening("reduce-scatter", buffer, hash(tuple(cuts)))
         steps = self._reduce_scatter(

@@ -284,6 +284,9 @@ class SharedMemory(MappedMemory):
         if self.rank != 0:
             made.append(self.buffers.read(0, messages[0], 0, like))
 
+    def settle(self) -> None:
+        self._process_work.settle()
+
     # -- used by calls of a larger group --------------------------------------------------
 
     @property

@@ -109,6 +109,11 @@ class ProcessWork:
         """Stop advancing the calls of `mesh`."""
         self._work.pop(mesh, None)
 
+    def settle(self) -> None:
+        """Advance every call until no other rank needs this one to complete it."""
+        for work in list(self._work.values()):
+            work.settle()
+
     def progress(self, patience: float = 0.0) -> None:
         """Wait up to `patience` seconds for a message, and advance every call."""
         for mesh, rank, message in self.poll.look(patience):
@@ -178,6 +183,11 @@ class GroupWork:
         # Iterate over a copy, because finished calls are removed from the dict.
         for call in list(self._alive.values()):
             self._move(call)
+
+    def settle(self) -> None:
+        """Advance every call until this rank has done its part of it."""
+        for call in list(self._alive.values()):
+            self.until(call, DONE)
 
     def until(self, call: SharedWork, stage: int) -> None:
         """Block until `call` has reached `stage`."""

@@ -80,6 +80,9 @@ class ReplaceableGroup(Collectives):
     def barrier(self) -> None:
         self.inner.barrier()
 
+    def settle(self) -> None:
+        self.inner.settle()
+
     @property
     def small_device(self) -> torch.device:
         return self.inner.small_device
