@@ -180,7 +180,7 @@ class TestRefusals:
             ({"worker": 3}, ConfigError, r"no setting 'worker'. Did you mean workers\?"),
             ({"num_processes": 3}, ConfigError, "Write workers=3."),
             ({"hosts": "a:1"}, ConfigError, "--hosts is only a flag of shardwise run"),
-            ({"zero": 7}, ConfigError, "takes 0, 1, 2 or 3"),
+            ({"zero": 7}, ConfigError, "takes an integer from 0 to 3"),
             ({"micro_batch_size": 0}, ConfigError, "sw.launch: micro_batch_size takes"),
             ({"workers": 0}, ConfigError, "sw.launch: workers takes an integer"),
             (
