@@ -555,6 +555,7 @@ class TestRefusing:
             (["run"], "No script given"),
             (["run", "--shard", "gradients", "train.py"], "sharded gradients need a sharded opt"),
             (["run", "--zero", "7", "train.py"], "--zero takes an integer from 0 to 3"),
+            (["run", "--batch-size", "2", "train.py"], "If it is the script's own, write it after"),
             (["run", "--zreo", "2", "train.py"], "no flag --zreo. Did you mean --zero?"),
             (["run", "--bucket-mb", "big", "train.py"], "--bucket-mb takes a number above 0"),
             (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),
