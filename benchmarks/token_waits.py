@@ -158,7 +158,8 @@ def plot(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]], pa
     for way, (ranks, _) in found.items():
         waits = waits_of(ranks)
         label = f"{WAYS[way].replace('`', '')}: {statistics.mean(waits):.0f} ms"
-        axes.plot(range(1, len(waits) + 1), waits, color=COLORS[way], linewidth=1.2, label=label)
+        # `measure` leaves out step 1.
+        axes.plot(range(2, len(waits) + 2), waits, color=COLORS[way], linewidth=1.2, label=label)
     axes.set_xlabel("step")
     axes.set_ylabel("ms waiting for the slowest rank")
     axes.set_ylim(bottom=0)

@@ -7,9 +7,10 @@ import sys
 import pytest
 import torch
 
+import shardwise as sw
 from shardwise.checkpoint import document, folder_lock
 from shardwise.errors import BrokenCheckpoint, CheckpointError, FolderInUse
-from tests.distributed.test_checkpoint import alike, engine_of, made, train, whole
+from tests.distributed.test_checkpoint import adamw, alike, engine_of, made, train, whole
 
 
 def fresh(world, **settings):
@@ -185,3 +186,36 @@ def test_two_jobs_in_one_folder(group, tmp_path):
             group(2)(shared_case, tmp_path)
         finally:
             other.kill()
+
+
+def scheduled_run(world, folder, tracks):
+    """Resume, train for a step and save. Return what was printed after the first step."""
+    torch.manual_seed(77)
+    model = made()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    engine = sw.Engine(model, optimizer, bucket_mb=0.0005)
+    engine.resume(folder)
+    if tracks:
+        engine.track(scheduler=scheduler)
+    said = []
+    world.say_once = said.append
+    try:
+        train(world, engine, model, [0, 1])
+        lines = list(said)
+        engine.save(folder)
+    finally:
+        del world.say_once
+    engine.close()
+    return lines
+
+
+def forgotten_case(world, folder):
+    assert not scheduled_run(world, folder, tracks=False)  # nothing was resumed
+    (line,) = scheduled_run(world, folder, tracks=False)
+    assert line.startswith("engine.resume did not restore all objects: a learning-rate scheduler")
+    assert not scheduled_run(world, folder, tracks=True)
+
+
+def test_a_scheduler_that_a_resume_did_not_restore_is_named(group, tmp_path):
+    group(2)(forgotten_case, tmp_path)

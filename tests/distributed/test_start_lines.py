@@ -275,10 +275,41 @@ class Masked(nn.Module):
         return x * torch.rand(len(x), 1).gt(self.p)
 
 
+class Functional(nn.Module):
+    """A module that calls a function of torch with the probability `drop`."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.drop = drop
+
+    def forward(self, x):
+        return nn.functional.dropout(x, self.drop, self.training)
+
+
+class Attention(Functional):
+    """Attention whose probability is a keyword argument."""
+
+    def forward(self, x):
+        p = self.drop if self.training else 0.0
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=p)
+
+
+class Scaled(Functional):
+    """A module with an attribute `drop` that is not a probability."""
+
+    def forward(self, x):
+        return x * self.drop
+
+
 @pytest.mark.parametrize(
     ("module", "draws"),
     [
         (Pooled(), False),
+        (Functional(0.1), True),
+        (Functional(0.0), False),
+        (Attention(0.1), True),
+        (Attention(0.1).eval(), False),
+        (Scaled(0.1), False),
         (nn.PairwiseDistance(p=0.5), False),
         (Masked(), True),
         (nn.Dropout1d(0.5), True),
@@ -290,7 +321,8 @@ class Masked(nn.Module):
 )
 def test_p_is_a_dropout_probability_only_if_forward_draws(module, draws):
     reason = start_lines._reason(module, False, 1)
-    assert reason == ("dropout in forward" if draws else None)
+    said = "dropout: each worker draws its own mask, unless --exact V is set"
+    assert reason == (said if draws else None)
 
 
 def normed_case(world, micro):

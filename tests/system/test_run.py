@@ -341,7 +341,7 @@ class TestFailing:
         assert "[0] PeerLost: " in live
         assert "[1] Traceback (most recent call last):" in live
         assert "\nTraceback (most recent call last):" in closing
-        assert "errors.PlacementError: There is no row ZERO_9" in closing
+        assert "errors.ConfigError: the script: zero takes an integer from 0 to 3" in closing
 
     @WARM
     def test_blames_rank_that_ends_early(self, shardwise: Launcher) -> None:
@@ -554,7 +554,8 @@ class TestRefusing:
             (["run", "nosuchprogram"], "There is no program nosuchprogram on PATH"),
             (["run"], "No script given"),
             (["run", "--shard", "gradients", "train.py"], "sharded gradients need a sharded opt"),
-            (["run", "--zero", "7", "train.py"], "There is no row ZERO_7"),
+            (["run", "--zero", "7", "train.py"], "--zero takes an integer from 0 to 3"),
+            (["run", "--batch-size", "2", "train.py"], "If it is the script's own, write it after"),
             (["run", "--zreo", "2", "train.py"], "no flag --zreo. Did you mean --zero?"),
             (["run", "--bucket-mb", "big", "train.py"], "--bucket-mb takes a number above 0"),
             (["run", "--config", "bad.toml", "train.py"], "no setting 'zreo'. Did you mean zero?"),

@@ -102,6 +102,7 @@ class TestTypos:
         ("environ", "keywords", "message"),
         [
             ({"SHARDWISE_ZREO": "2"}, {}, "SHARDWISE_ZREO: .* 'zreo'. Did you mean zero"),
+            ({"SHARDWISE_ZERO": "5"}, {}, "variable SHARDWISE_ZERO takes an integer from 0 to 3"),
             ({}, {"precison": "fp32"}, "the script: .* 'precison'. Did you mean precision"),
             ({}, {"qqqqqq": 1}, "Known settings: device, transport, rendezvous, "),
         ],

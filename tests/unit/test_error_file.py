@@ -54,7 +54,9 @@ def test_invalid_setting_is_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("the script: exact takes an integer of 1 or more, not 0. [")
     assert said.endswith(": call(*args, **options)]")
     monkeypatch.setenv("SHARDWISE_EXACT", "0")
-    assert refusal_sentence(raised(hvd.init)).startswith("environment: exact takes an integer")
+    assert refusal_sentence(raised(hvd.init)).startswith(
+        "variable SHARDWISE_EXACT takes an integer"
+    )
 
 
 def test_error_of_hvd_init_is_refusal(solo: World) -> None:
@@ -70,7 +72,7 @@ def test_error_of_hvd_init_is_refusal(solo: World) -> None:
 
 def test_illegal_row_is_refusal(solo: World) -> None:
     model = torch.nn.Linear(2, 1)
-    error = raised(engine, model, torch.optim.SGD(model.parameters()), zero=9)
+    error = raised(engine, model, torch.optim.SGD(model.parameters()), shard="gradients")
     assert isinstance(error, PlacementError)
     assert refusal_sentence(error).startswith(f"{error} [")
 

@@ -248,7 +248,7 @@ class TestVerdict:
             ([_end(0, 1, 5), _end(1, 1, 6)], {0: "no", 1: ""}, ""),
             ([_end(0, 1, 5), _end(1, -15, 6, stopped=True)], {0: "no"}, "no"),
             ([_end(0, 1, 5), _end(1, -11, 6)], {0: "no"}, ""),
-            ([_end(0, 1, 5), _end(1, 0, 6)], {0: "no"}, ""),
+            ([_end(0, 1, 5), _end(1, 0, 6)], {0: "no"}, "no"),
         ],
     )
     def test_common_refusal_of_all_ranks(

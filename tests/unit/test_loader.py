@@ -915,3 +915,10 @@ def test_tells_that_batches_depend_on_micro_batches_if_collate_draws(
 def test_says_nothing_of_collate_if_a_step_has_one_batch(solo, capsys):
     list(Loader(list(torch.ones(8, 4)), 4, collate_fn=mask))
     assert "collate_fn" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"tokens": 16, "length": len}])
+def test_samples_of_different_lengths_without_collate_fn_are_refused(solo, options):
+    data = [torch.ones(3), torch.ones(5)]
+    with pytest.raises(DataError, match=r"different sizes \(.*\)\. Pass a collate_fn that pads"):
+        list(Loader(data, **options))

@@ -135,5 +135,7 @@ def test_a_folder_of_other_users_is_refused() -> None:
 def test_a_run_that_has_ended_is_not_found() -> None:
     with launcher():
         pass
-    with pytest.raises(LaunchError, match=r"There is not exactly one run on this host.*none"):
+    with pytest.raises(LaunchError, match=r"There is no run on this host.*: none\. Start one"):
         scale_up(1, None)
+    with pytest.raises(LaunchError, match="There is no run with the process id 1 on this host"):
+        scale_up(1, 1)

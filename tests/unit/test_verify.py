@@ -735,3 +735,11 @@ def test_suspects_a_scheduler_stepped_per_micro_batch(
             run.engines[0][number + 1] = replace(step, lr=(rate(number),))
     (found,) = learning_rates.suspect_rates(one, two, size)
     assert said in found.words
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.0, "100 %"), (0.0667, "6.7 %"), (0.00051, "0.00051"), (12.3, "1200 %"), (math.inf, "inf")],
+)
+def test_large_relative_differences_are_in_percent(value: float, text: str) -> None:
+    assert verdicts._relative(value) == text

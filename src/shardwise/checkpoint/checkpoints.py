@@ -164,6 +164,7 @@ class Checkpoints:
     def _continue_in(self, folder: Path, options: _SaveOptions, *, is_saved: bool) -> None:
         """Use `folder` for the final save, and tell the launcher that a restart can resume."""
         self._resumes, self._saved = True, self._moment() if is_saved else None
+        self.saver.reports_untracked = is_saved
         self._use_folder(folder, options)
         self._world.progress.resumes()
         if self._returns is not None:

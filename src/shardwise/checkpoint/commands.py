@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
-from shardwise.checkpoint.console import print_line, report_errors
+from shardwise.checkpoint.console import print_line, report_errors, waiting
 from shardwise.checkpoint.format_commands import (
     diff,
     export,
@@ -100,7 +100,7 @@ def verify(path: Path) -> int:
     if path.exists() and not is_own(path):
         return verify_foreign(console, path)
     with OpenedCheckpoint(path) as opened:
-        with console.status("reading"):
+        with waiting(console, "reading"):
             for line, good in opened.verify_tensors():
                 count += 1
                 if not good:
@@ -169,7 +169,7 @@ def _inspect_save(console: Console, save: Save) -> int:
 def _verify_save(console: Console, save: Save) -> int:
     from shardwise.checkpoint.deepspeed import inert
 
-    with console.status("reading"):
+    with waiting(console, "reading"):
         faults = [fault for path in save.files.all if (fault := inert.damage(path)) is not None]
     for fault in faults:
         print_line(console, f"changed     {fault}")
@@ -234,7 +234,8 @@ def _convert(folder: Path, out: Path) -> int:
 
     place = place_of(out)
     save = opened(folder)
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("writing", total=numel(save))
         count = write_fp32(save, place, lambda more: progress.advance(task, more))
     click.echo(printable(f"{place}: {count} tensors in fp32, from {_describe(save)}"))

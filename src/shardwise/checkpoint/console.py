@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,11 @@ def report_errors(command: Callable[..., int]) -> Callable[..., int]:
             raise click.ClickException(printable(error)) from error
 
     return run
+
+
+def waiting(console: Console, what: str) -> AbstractContextManager[object]:
+    """Show that the command is reading. In a file, the line would be empty, so print nothing."""
+    return console.status(what) if console.is_terminal else nullcontext()
 
 
 def print_line(console: Console, line: str) -> None:

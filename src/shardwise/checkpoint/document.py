@@ -16,6 +16,7 @@ each field.
 from __future__ import annotations
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -129,9 +130,12 @@ def _read(folder: Path) -> bytes:
         if others:
             more = "..., " if len(others) > SHOWN else ""
             hint = f"{folder.parent} contains {more}{', '.join(others[-SHOWN:])}."
-        raise CheckpointError(
-            f"{folder} is not a checkpoint: {DOCUMENT} cannot be read ({error.strerror}). {hint}"
-        ) from error
+        problem = f"is not a checkpoint: {DOCUMENT} cannot be read ({error.strerror})"
+        if not os.path.lexists(folder):
+            problem = "does not exist"
+        elif folder.is_file():
+            problem, hint = "is a file", f"For files: `shardwise checkpoint show {folder}`."
+        raise CheckpointError(f"{folder} {problem}. {hint}") from error
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from shardwise.checkpoint.atomic_folders import DOCUMENT
-from shardwise.checkpoint.console import print_line, report_errors
+from shardwise.checkpoint.console import print_line, report_errors, waiting
 from shardwise.errors import CheckpointError
 from shardwise.messages.printable import printable
 
@@ -160,7 +160,7 @@ def diff(first: Path, second: Path, model_only: bool, rules: tuple[str, ...]) ->
         _apply(one, rules)
         # Some formats store a tied weight under all its names, others only under the first one.
         tensors = [tensors_of(each, model_only=model_only, all_names=True) for each in (one, other)]
-        with console.status("comparing"):
+        with waiting(console, "comparing"):
             for difference in compare(*tensors):
                 same += difference.is_same
                 odd += [] if difference.is_same else [difference]
@@ -330,7 +330,7 @@ def verify_foreign(console: Console, path: Path) -> int:
     from shardwise.checkpoint.formats.recognise import open_checkpoint
 
     with open_checkpoint(path) as checkpoint:
-        with console.status("reading"):
+        with waiting(console, "reading"):
             faults = list(checkpoint.damages(0, 1))
         for fault in faults:
             print_line(console, f"changed     {fault}")
@@ -423,6 +423,7 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda more: progress.advance(task, more)

@@ -61,6 +61,7 @@ class CheckpointSaver:
         self._job: BackgroundSave | None = None
         self._claims: dict[Path, FolderClaim] = {}
         self._is_awaited_at_exit = False
+        self.reports_untracked = False
         # Release the folders for other jobs even if the engine is dropped without `close`.
         finalize(self, _release, self._claims)
 
@@ -80,6 +81,15 @@ class CheckpointSaver:
         # If elastic groups change during the save, `steadily` repeats it with the new ranks.
         with span("save", Row.CHECKPOINT):
             return group.steadily(save)
+
+    def report_untracked(self) -> None:
+        """Warn, after the first step since a resume, of objects that began anew."""
+        if not self.reports_untracked:
+            return
+        self.reports_untracked = False
+        streams = self._world.current_batch.training_streams()
+        for line in self._tracked.describe_untracked(self._spec.optimizers, streams):
+            self._world.say_once(f"engine.resume did not restore all objects: {line}")
 
     def _save(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         if keep is not None and keep < 1:

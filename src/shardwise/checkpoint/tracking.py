@@ -109,7 +109,7 @@ class Tracking:
             if self.lacks_scheduler(optimizer):
                 yield (
                     f"a learning-rate scheduler of {type(optimizer).__name__} is not tracked, so "
-                    "a resume would restart it. Write engine.track(scheduler=scheduler)."
+                    "a resume restarts it. Write engine.track(scheduler=scheduler)."
                 )
         # A Loader may be tracked by a different engine in this process, which then saves it.
         all_tracked = [each for tracking in _all for each in tracking._tracked.values()]
@@ -117,7 +117,7 @@ class Tracking:
         for stream in streams:
             if not stream.passing and stream.name not in names:
                 yield (
-                    f"{stream.name} is not tracked, so a resume would restart its data. Write "
+                    f"{stream.name} is not tracked, so a resume restarts its data. Write "
                     "engine.track(loader=loader)."
                 )
 
@@ -140,9 +140,10 @@ class Tracking:
         missing = sorted(set(self._tracked) - set(saved))
         if missing:
             raise CheckpointMismatch(
-                f"{path} has no state of {', '.join(missing)}, which engine.track has; it has "
-                f"{', '.join(sorted(saved)) or 'nothing tracked'}. Track the same objects, or load "
-                "only the model: engine.load(path, model_only=True)."
+                f"{path} has no state of {', '.join(missing)}: the run that saved it tracked "
+                f"{', '.join(sorted(saved)) or 'nothing'}. Track the same objects. To begin these "
+                "anew and restore the rest, write engine.track after engine.resume or engine.load. "
+                "To load only the model: engine.load(path, model_only=True)."
             )
         return {
             name: _unpickle(path, value["$file"], sums)

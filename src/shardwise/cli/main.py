@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
     except click.NoSuchOption as error:
-        message = _no_such_flag(error)
+        message = _no_such_flag(error, sys.argv[1:] if arguments is None else arguments)
     except click.ClickException as error:
         message = error.format_message()
     except ShardwiseError as error:
@@ -128,11 +128,15 @@ def _refuse(message: str) -> int:
     return WRONG_USE
 
 
-def _no_such_flag(error: click.NoSuchOption) -> str:
+def _no_such_flag(error: click.NoSuchOption, arguments: Sequence[str]) -> str:
     near = difflib.get_close_matches(error.option_name, error.possibilities or (), n=1)
-    hint = hint_at_other_library(error.option_name) or (
-        f"Did you mean {near[0]}?" if near else "See shardwise run --help."
-    )
+    foreign = hint_at_other_library(error.option_name)
+    if foreign and any(word.endswith(".py") for word in arguments):
+        return (
+            f"There is no flag {error.option_name}. If it is the script's own, write it after the "
+            f"script's name. If it is another library's: {foreign}"
+        )
+    hint = foreign or (f"Did you mean {near[0]}?" if near else "See shardwise run --help.")
     return (
         f"There is no flag {error.option_name}. {hint} "
         "(The script's own arguments go after its name.)"

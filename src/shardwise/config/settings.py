@@ -88,7 +88,7 @@ class Settings:
     zero: int | None = _setting(
         "spread",
         "shard: 1 optimizer state, 2 also gradients, 3 all (default 0)",
-        values.whole(0),
+        values.whole(0, 3),
         "0|1|2|3",
     )
     shard: tuple[str, ...] | None = _setting(

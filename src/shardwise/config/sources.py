@@ -19,6 +19,9 @@ FLAGS_VARIABLE = "SHARDWISE_FLAGS"
 
 PREFIX = "SHARDWISE_"
 
+ENVIRONMENT = "environment"
+"""The name of the source that reads our own variables."""
+
 FLAG = "flag"
 """The name of the strongest source in messages."""
 
@@ -52,7 +55,8 @@ def parse(name: str, value: Any, source: str) -> Any:
     try:
         return kind(values.as_text(value, kind))
     except ValueError as wanted:
-        place = flag(name) if source == FLAG else f"{source}: {name}"
+        places = {FLAG: flag(name), ENVIRONMENT: f"variable {PREFIX}{name.upper()}"}
+        place = places.get(source, f"{source}: {name}")
         raise ConfigError(f"{place} takes {wanted}, not {value!r}.") from None
 
 
@@ -138,7 +142,7 @@ def sources(environ: Mapping[str, str], keywords: Mapping[str, Any]) -> list[Set
     config = flags.pop("config", None) or environ.get(PREFIX + "CONFIG")
     flags.pop("deepspeed", None)  # a source, not a setting
     of_deepspeed = json_of_deepspeed(environ)
-    found = [SettingsSource(FLAG, flags), SettingsSource("environment", _from_environment(environ))]
+    found = [SettingsSource(FLAG, flags), SettingsSource(ENVIRONMENT, _from_environment(environ))]
     # Sources are ordered by strength: our own variables take precedence over Horovod's.
     if environ.get(HOROVOD_TIMELINE, "") not in _NO_FILE:
         found.append(SettingsSource(HOROVOD_TIMELINE, {"timeline": environ[HOROVOD_TIMELINE]}))

@@ -313,7 +313,20 @@ def _collate_of(arguments: LoaderArguments) -> Callable[[list[Any]], Any]:
     packing = None if arguments.budget is None else arguments.budget.packing
     if packing is not None:
         return PackedCollate(packing.row, packing.attention)
-    return arguments.collate_fn or default_collate
+    return arguments.collate_fn or _stacked
+
+
+def _stacked(samples: list[Any]) -> Any:
+    """Collate like torch. Raises DataError if the samples have different lengths."""
+    try:
+        return default_collate(samples)
+    except RuntimeError as error:
+        if "equal size" not in str(error):
+            raise
+        raise DataError(
+            f"The samples of a batch have different sizes ({error}). Pass a collate_fn that pads "
+            "them, or pack texts: sw.Loader(..., tokens=N, pack=sw.Packing(model, row=R))."
+        ) from None
 
 
 def _schedule(arguments: LoaderArguments, world: World) -> BatchSchedule:
@@ -337,7 +350,7 @@ def _stream_source(
     first, end = order.share(arguments.batch_size, world.data_size, world.data_rank)
     return StreamSource(
         dataset,
-        arguments.collate_fn or default_collate,
+        arguments.collate_fn or _stacked,
         seed=world.seed,
         cut=arguments.cut,
         chunk=arguments.batch_size if sliced else end - first,

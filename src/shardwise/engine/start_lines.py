@@ -5,6 +5,7 @@ It shows the run's settings, and warns if results depend on the number of worker
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -52,8 +53,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(f"  expert parallel over {world.expert_size}: {spec.experts.describe()}")
         for name, reason in spec.experts.reasons_unsplit.items():
             world.print(f"  whole, not split: {name}: {reason}")
-    if spec.context is not None:
-        world.print(f"  context parallel over {world.context_size}: {spec.context.describe()}")
+    if spec.context is not None and (method := spec.context.describe()):
+        world.print(f"  context parallel over {world.context_size}: {method}")
     for loss in spec.chunked_losses:
         world.print(f"  loss in chunks of tokens: {type(loss.model).__name__} never has all scores")
     if spec.pipeline is not None:
@@ -360,7 +361,7 @@ def outside_promise(spec: EngineSpec, micro_batches: int = 1) -> list[str]:
 
 def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | None:
     if module.training and _has_dropout(module):
-        return "dropout in forward"
+        return "dropout: each worker draws its own mask, unless --exact V is set"
     is_normal = isinstance(module, nn.modules.batchnorm._BatchNorm)
     if is_normal and not synchronised:
         remedy = " without micro-batches" if micro_batches > 1 else ""
@@ -380,13 +381,21 @@ def _reason(module: nn.Module, synchronised: bool, micro_batches: int) -> str | 
 
 def _has_dropout(module: nn.Module) -> bool:
     """Return whether the forward pass of `module` drops values at random in training mode."""
-    # Treat an attribute `p` as a probability only if the module's name, or that of a function
-    # called in its forward, contains a word of _DRAWING. Otherwise it may be the exponent of a
-    # norm.
+    # Treat attributes `p` and `drop...` as probabilities only if the module's name, or that of a
+    # function called in its forward or of its argument, contains a word of _DRAWING. Otherwise `p`
+    # may be the exponent of a norm.
     code = getattr(type(module).forward, "__code__", None)
-    names = [type(module).__name__.lower(), *getattr(code, "co_names", ())]
-    draws = any(word in name for name in names for word in _DRAWING)
-    chances = [getattr(module, "dropout", None), getattr(module, "p", None) if draws else None]
+    named = getattr(code, "co_names", ())
+    # `self.drop` alone does not draw, so leave out the names of the probabilities themselves.
+    names = [each for each in named if not isinstance(vars(module).get(each), float)]
+    names.append(type(module).__name__.lower())
+    # The compiler stores the names of keyword arguments as tuples of constants.
+    keywords = [each for each in getattr(code, "co_consts", ()) if isinstance(each, tuple)]
+    names += [each for each in itertools.chain(*keywords) if isinstance(each, str)]
+    chances = [getattr(module, "dropout", None)]
+    if any(word in name for name in names for word in _DRAWING):
+        chances += [value for name, value in vars(module).items() if "drop" in name]
+        chances.append(getattr(module, "p", None))
     return any(isinstance(chance, float) and 0 < chance <= 1 for chance in chances)
 
 

@@ -421,6 +421,7 @@ class StepRunner:
         # the exchange, so all of them raise here.
         if totals.unsaved:
             self._saver.wait()
+        self._saver.report_untracked()
         if self._timing is not None:
             self._timing.stepped()
         if self._recording is not None:

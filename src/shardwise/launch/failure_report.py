@@ -144,11 +144,11 @@ def is_consequence(judged: Verdict, reports: Mapping[int, ErrorReport]) -> bool:
 def common_refusal(ends: Sequence[ExitStatus], reports: Mapping[int, ErrorReport]) -> str:
     """Return the error message for an invalid call (a refusal) if all ranks report the same one.
 
-    Returns "" if a rank exited for a different reason. Ranks that the launcher stopped before they
-    could report an error are ignored.
+    Returns "" if a rank failed for a different reason. Ranks that ended with code 0, and ranks that
+    the launcher stopped before they could report an error, are ignored.
     """
     # All ranks make the same wrong call, but not at the same time.
-    own = [end.rank for end in ends if not end.stopped or end.rank in reports]
+    own = [end.rank for end in ends if end.rank in reports or (end.code and not end.stopped)]
     found = {reports[rank].refusal if rank in reports else "" for rank in own}
     return found.pop() if len(found) == 1 else ""
 

@@ -123,7 +123,7 @@ def _near(path: Path) -> str:
     """Suggest a similar file name in the same folder (" Did you mean ...?"), else return ""."""
     folder = path.parent
     names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.7)
     return f" Did you mean {folder / near[0]}?" if near else ""
 
 

@@ -132,12 +132,16 @@ def scale_up(workers: int, run: int | None) -> list[int]:
             (run,) = found
         if run is None or run not in found:
             listed = ", ".join(map(str, sorted(found))) or "none"
-            which = "" if run is None else f" with the process id {run}"
+            if run is None and found:
+                raise LaunchError(
+                    f"Several runs of this user on this host can grow: {listed}. Name one by the "
+                    f"process id of its launcher: shardwise scale-up --run {min(found)}."
+                )
+            which = "no run" if run is None else f"no run with the process id {run}"
             raise LaunchError(
-                f"There is not exactly one run{which} on this host that can grow. Runs of this "
-                f"user with --survive: {listed}. Name one by the process id of its launcher: "
-                "shardwise scale-up --run PID. With another folder for temporary files, set TMPDIR "
-                "as the run does."
+                f"There is {which} on this host that can grow. Runs of this user with --survive: "
+                f"{listed}. Start one with shardwise run --survive K. If a run uses another folder "
+                "for temporary files, set TMPDIR as the run does."
             )
         try:
             found[run].sendall(json.dumps({"workers": workers}).encode() + b"\n")

@@ -247,6 +247,8 @@ def test_fingerprints_prove_the_bits(tmp_path, trained):
         (("export", "SOURCE", "out", "--average"), "no moving average"),
         (("import", "SOURCE", "full/file"), "file is in the way"),
         (("show", "nothing"), "does not exist"),
+        (("inspect", "nothing"), "nothing does not exist"),
+        (("inspect", "full/file"), "is a file. For files: `shardwise checkpoint show full/file`"),
         (("show", "full"), "contains no model.safetensors"),
         (("fingerprint", "SOURCE", "--compare", "full/wrong.json"), "not a file of fingerprints"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -149,7 +150,7 @@ def name_step(step: StepDifference) -> str:
 def describe_step(step: StepDifference, tolerance: float) -> str:
     """Describe the differences in a step: loss, weight, norm, samples and tensors."""
     figures = [
-        f"the {name} by {format_difference(value)}"
+        f"the {name} by {_relative(value)}"
         for name, value in (
             ("loss", step.loss),
             ("weight", step.weight),
@@ -170,7 +171,7 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
         # later effect.
         sentences.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
         if worst is not first:
-            sentences.append(f"The largest difference is in {describe_tensor(worst)}.")
+            sentences.append(f"The largest difference in this step is in {describe_tensor(worst)}.")
     return " ".join(sentences)
 
 
@@ -195,7 +196,7 @@ def describe_tensor(difference: TensorDifference) -> str:
     """Describe a tensor that differs: its name, the difference, and the ranks that deviate."""
     if difference.missing:
         return f"{difference.name}, which only one of the two runs has"
-    text = f"{difference.name}, by {format_difference(difference.relative)}"
+    text = f"{difference.name}, by {_relative(difference.relative)}"
     if difference.exact and difference.worst >= 0 and not difference.strays:
         text += f" (element {difference.worst}: {difference.ours:.9g}, not {difference.theirs:.9g})"
     if difference.strays:
@@ -203,6 +204,13 @@ def describe_tensor(difference: TensorDifference) -> str:
         several = "s" * (len(difference.strays) > 1)
         text += f", whose value on rank{several} {ranks} is not that on rank 0"
     return text
+
+
+def _relative(value: float) -> str:
+    """Format a relative difference for a sentence, in percent from 1 % on."""
+    if not 0.01 <= value < math.inf:
+        return format_difference(value)
+    return f"{100 * float(f'{value:.2g}'):g} %"
 
 
 def format_difference(value: float) -> str:

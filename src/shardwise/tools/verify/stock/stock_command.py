@@ -71,12 +71,14 @@ def verify(request: StockRequest, *, json_file: Path | None, junit: Path | None)
         if path is not None and not path.parent.is_dir() and not is_stdout(path):
             raise LaunchError(f"{path} cannot be written: there is no folder {path.parent}.")
     console = Console(highlight=False, markup=False, stderr=is_stdout(json_file))
+    bar_console = Console(highlight=False, markup=False, stderr=True)
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
         TimeElapsedColumn(),
-        console=Console(highlight=False, markup=False, stderr=True),
+        console=bar_console,
         transient=True,
+        disable=not bar_console.is_terminal,
     )
     logs = request.out / "verify-logs"
     logs.mkdir(parents=True, exist_ok=True)
