@@ -246,7 +246,7 @@ def test_prints_bytes_of_attention_once(group, axes, problem):
     size = 2 * axes.get("pipeline", 1)
     first, *others = group(size, context=2, **axes)(exchange_lines, problem)
     (line,) = first
-    assert "attention exchanges heads (Ulysses): 8 KiB per worker" in line
+    assert "attention exchanges heads (Ulysses): 8.2 kB per worker" in line
     assert not any(others)
 
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from shardwise.config import Settings
 from shardwise.engine.loss_terms import LossTerms, drops_last
 from shardwise.errors import ConfigError, ModelError, UsageError
+from shardwise.messages.printable import in_bytes
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
@@ -58,10 +59,13 @@ class ContextParallel:
         """Describe the `method` of an attention call, given the bytes that the methods send."""
         # Without the bytes that a rank keeps.
         kept = 1 / self.size
-        sent = {name: f"{cost * (1 - kept) / 1024:,.0f} KiB" for name, cost in costs.items()}
-        others = [f"{name} would send {kib}" for name, kib in sent.items() if name != method]
+        sent = {name: in_bytes(round(cost * (1 - kept))) for name, cost in costs.items()}
+        others = [f"{name} would send {cost}" for name, cost in sent.items() if name != method]
         why = (others or [f"{self.size} does not divide the heads of a worker"])[0]
-        return f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch ({why})"
+        return (
+            f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch, forward and "
+            f"backward ({why})"
+        )
 
     @property
     def size(self) -> int:
@@ -269,12 +273,11 @@ class ContextParallel:
             )
 
     def describe(self) -> str:
-        """Describe how attention exchanges data, for the startup summary."""
-        return _METHODS[self._method]
+        """Describe how attention exchanges data, or return "" if the first batch decides."""
+        return _METHODS.get(self._method, "")
 
 
 _METHODS = {
-    "auto": "attention exchanges heads (Ulysses) or gathers keys, by the bytes that they send",
     "ulysses": "attention exchanges heads (Ulysses)",
     "gathered": "attention gathers keys and values",
 }
