@@ -395,4 +395,4 @@ class TestSlurm:
         assert ["n1", "n2"] in rows
         assert ["network", "interface", "cable1", "cable2"] in rows
         assert "all-reduce of 2 ranks over gloo: " in out
-        assert rows[-1] == ["Nothing", "here", "would", "make", "a", "run", "fail."]
+        assert rows[-1] == ["Found", "nothing", "that", "would", "make", "a", "run", "fail."]
