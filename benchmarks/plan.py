@@ -155,7 +155,9 @@ def compare(name: str, folder: Path) -> tuple[MemoryPlan, int] | str:
     """Return the prediction for a model and the bytes that it takes, or why one of them failed."""
     record, log, measured_file = (folder / f"{name}.{end}" for end in ("json", "log", "measured"))
     _in_fork(
-        lambda: observer.main([str(record), "0", "1", "1", "", "", str(plan_measure.MODELS), name]),
+        lambda: observer.main(
+            [str(record), "0", "1", "1", "", "", "", str(plan_measure.MODELS), name]
+        ),
         log,
     )
     if not record.exists():

@@ -277,6 +277,16 @@ class WithoutMask(Causal):
         return super().forward(input_ids, position_ids)
 
 
+class RequiresAll(Causal):
+    def forward(self, input_ids, position_ids, attention_mask):
+        return super().forward(input_ids, position_ids, attention_mask)
+
+
+class RequiresAllWithoutMask(Causal):
+    def forward(self, input_ids, position_ids, attention_mask):
+        return super().forward(input_ids, position_ids)
+
+
 class OwnPositions(Causal):
     def forward(self, input_ids, position_ids=None, attention_mask=None):
         return super().forward(input_ids, None, attention_mask)
@@ -317,11 +327,12 @@ class Unaware(nn.Sequential):
     ("kind", "words"),
     [
         (WithoutMask, "Packing changes the result of WithoutMask"),
+        (RequiresAllWithoutMask, "Packing changes the result of RequiresAllWithoutMask"),
         (OwnPositions, "Packing changes the result of OwnPositions"),
         (Recurrent, r"rnn \(GRU\)"),
         (Normalised, "Packing changes the result of Normalised"),
         (Pooled, "no scores per token"),
-        (Unaware, "does not accept input_ids"),
+        (Unaware, "does not accept input_ids.* Add the arguments, or .* if they have other names"),
     ],
 )
 def test_trial_names_the_module_that_packing_changes(solo, kind, words):
@@ -330,6 +341,10 @@ def test_trial_names_the_module_that_packing_changes(solo, kind, words):
     with pytest.raises(DataError, match=words):
         sw.Packing(model, row=ROW)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_trial_passes_the_fields_that_forward_requires(solo):
+    sw.Packing(RequiresAll(), row=ROW)
 
 
 def test_trial_of_transformers_finds_windows_caches_and_eager_attention(solo):

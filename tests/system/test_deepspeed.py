@@ -48,7 +48,7 @@ def test_a_json_as_settings_is_shown_and_refused_before_any_rank_starts(
     assert ran.code == 0, ran.err
     for line in (
         "--zero 2  (zero_optimization.stage)",
-        "samples per step: 8 = 2 x 2 backward(s) x 2 worker(s)",
+        "samples per step: 8 = 2 x 2 backwards x 2 workers",
         "ignored, because they only tune DeepSpeed: zero_optimization.contiguous_gradients",
         "scheduler.type (a scheduler)",
     ):
@@ -56,7 +56,7 @@ def test_a_json_as_settings_is_shown_and_refused_before_any_rank_starts(
     write(shardwise, JSON | {"train_batch_size": 6})
     ran = run(shardwise, *words)
     assert ran.code == 2
-    assert "6 and gradient_accumulation_steps 2 do not multiply out on 2 worker(s)" in ran.err
+    assert "6 and gradient_accumulation_steps 2 do not multiply out on 2 workers" in ran.err
     write(shardwise, JSON | {"zero_optimisation": {}})
     ran = run(shardwise, *words)
     assert "no key 'zero_optimisation'. Did you mean zero_optimization?" in ran.err

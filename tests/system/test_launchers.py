@@ -272,7 +272,7 @@ def test_doctor_on_one_host(here: Launcher) -> None:
     words = ("-m", "shardwise", "doctor", "-n", "2", "--offload-optimizer", "nvme:/no/where")
     ran = run(here, sys.executable, *words)
     assert ran.code == 1
-    assert "[0] 2 ranks on 1 host(s), started by shardwise run" in ran.lines()
+    assert "[0] 2 ranks on 1 host, started by shardwise run" in ran.lines()
     assert "all-reduce of 2 ranks over shared memory: " in ran.out
     assert "/no/where: no such folder to offload to: /no/where. Create it." in ran.out
 
@@ -395,4 +395,4 @@ class TestSlurm:
         assert ["n1", "n2"] in rows
         assert ["network", "interface", "cable1", "cable2"] in rows
         assert "all-reduce of 2 ranks over gloo: " in out
-        assert rows[-1] == ["Nothing", "here", "would", "make", "a", "run", "fail."]
+        assert rows[-1] == ["Found", "nothing", "that", "would", "make", "a", "run", "fail."]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.tools.plan.observe import Script, observe
+
 pytestmark = pytest.mark.usefixtures("warm_programs")
 
 SCRIPT = """\
@@ -96,3 +98,64 @@ def test_names_the_line_that_cannot_be_observed(tmp_path, line, words):
     assert done.returncode == 2
     assert "could not be observed" in done.stderr
     assert words in done.stderr
+
+
+PLAIN = """\
+from pathlib import Path
+import torch
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+Path("trained").touch()
+"""
+
+
+def test_stops_a_script_of_plain_pytorch_at_its_first_step(tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    command = [sys.executable, "-m", "shardwise", "plan", "--on", "2xH100", "plain.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert "observed at plain.py:7: SGD.step() is called without an sw.Engine" in said
+    assert "docs/from_ddp.md shows the lines to change" in said
+    assert "add --adopt and that name" in said
+    assert not (tmp_path / "trained").exists()
+
+
+ATTENTION = """\
+import torch
+from torch import nn
+import shardwise as sw
+
+sw.init(seed=0)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x):
+        q = self.linear(x).unsqueeze(1)
+        return nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+
+
+model = Attention()
+engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for (x,) in sw.Loader(torch.utils.data.TensorDataset(torch.randn(8, 128, 32)), batch_size=4):
+    engine.backward(model(x).square().mean())
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_counts_scores_of_attention_with_dropout_only_without_fused_kernels(tmp_path, fuses):
+    (tmp_path / "train.py").write_text(ATTENTION)
+    step = observe(Script((str(tmp_path / "train.py"),), fuses=fuses))
+    scores = [each for each in step.tensors if each.shape[-2:] == (128, 128)]
+    assert bool(scores) != fuses
+    assert step.attends == fuses

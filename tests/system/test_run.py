@@ -20,6 +20,7 @@ import pytest
 from shardwise import config
 from shardwise.cli import main as cli
 from shardwise.launch.failure_report import unjoined_copies
+from shardwise.launch.resources import host_memory
 from tests.system.control_group import little_memory
 from tests.system.launcher import LIMIT, Launcher, Ran, script
 
@@ -372,8 +373,11 @@ class TestFailing:
     def test_killed_rank_gets_likely_cause(self, shardwise: Launcher) -> None:
         ran = shardwise.run("run", "-n", "2", script("killed"))
         assert ran.code == 137
-        assert "rank 1 of 2 was ended by SIGKILL, most likely by the out-of-memory" in ran.err
-        assert "Its memory had reached 0.0 GB; the host has " in ran.err
+        # The kernel's counter of out-of-memory kills is not readable everywhere.
+        knows = host_memory().kills is not None
+        cause = "kill -9 or another program" if knows else "the out-of-memory killer, or by kill -9"
+        who = "" if knows else "most likely "
+        assert f"rank 1 of 2 was ended by SIGKILL, {who}by {cause}" in ran.err
 
     # test_loader.py also kills a worker.
     @pytest.mark.parametrize("killed", ["rank", pytest.param("worker", marks=pytest.mark.full)])

@@ -71,7 +71,7 @@ def exact(solo, monkeypatch):
 def test_a_step_of_another_number_of_backwards_is_refused(exact):
     model, engine = model_and_engine()
     engine.backward(model(torch.ones(1, 3)).mean())
-    said = "--exact 4 on 1 worker.s. needs 4 backward.s. per worker and step, but this step had 1"
+    said = "--exact 4 on 1 worker needs 4 backwards per worker and step, but this step had 1"
     with pytest.raises(UsageError, match=said):
         engine.step()
     engine.close()

@@ -32,8 +32,8 @@ def test_stages_of_islands():
 @pytest.mark.parametrize(
     ("size", "tensor", "islands", "words"),
     [
-        (4, 1, 3, r"--islands 3 does not divide 4 worker\(s\).*one of 1, 2, 4"),
-        (4, 2, 4, r"--islands 4 does not divide 2 replica\(s\).*one of 1, 2"),
+        (4, 1, 3, r"--islands 3 does not divide 4 workers.*one of 1, 2, 4"),
+        (4, 2, 4, r"--islands 4 does not divide 2 replicas.*one of 1, 2"),
     ],
 )
 def test_rejects_invalid_islands(size, tensor, islands, words):

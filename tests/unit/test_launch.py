@@ -317,11 +317,15 @@ class TestCause:
             (
                 -9,
                 1,
-                "SIGKILL, most likely by the out-of-memory killer (if nobody typed kill -9). "
-                "Its memory had reached 2.5 GB; the host has 16.0 GB, and 12.0 GB are free",
+                "SIGKILL, by kill -9 or another program: the kernel reports no out-of-memory kill",
             ),
             (-9, 2, "SIGKILL, by the out-of-memory killer, according to the kernel."),
-            (-9, None, "SIGKILL, most likely by the out-of-memory killer"),
+            (
+                -9,
+                None,
+                "SIGKILL, most likely by the out-of-memory killer, or by kill -9. "
+                "Its memory had reached 2.5 GB; the host has 16.0 GB, and 12.0 GB are free",
+            ),
             (-11, 1, "SIGSEGV: a crash in native code"),
             (-7 if sys.platform == "linux" else -10, 1, "SIGBUS: shared memory may be full"),
             (-6, 1, "SIGABRT: native code aborted"),
@@ -333,6 +337,16 @@ class TestCause:
         now = HostMemory(total=16 * 10**9, available=12 * 10**9, kills=kills)
         said = failure_report.describe_exit(code, before=self.FREE, now=now, peak=25 * 10**8)
         assert said.startswith(words)
+        assert ("To use less memory" in said) == (code == -9 and kills != 1)
+
+    def test_kill_on_full_host_advises_to_use_less_memory(self) -> None:
+        """Programs such as systemd-oomd kill processes before the kernel does."""
+        full = HostMemory(total=16 * 10**9, available=4 * 10**9, kills=1)
+        said = failure_report.describe_exit(-9, before=self.FREE, now=full, peak=3 * 10**9)
+        assert "no out-of-memory kill. Its memory had reached 3.0 GB; the host has 16.0" in said
+        assert "To use less memory" in said
+        line = failure_report.killed_line(1, said)
+        assert "reports no out-of-memory kill). The others continue without it (--survive)." in line
 
     def test_unknown_signal(self) -> None:
         assert (

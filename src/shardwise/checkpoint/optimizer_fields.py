@@ -14,6 +14,7 @@ from shardwise.checkpoint import attribute_values, json_values
 from shardwise.checkpoint.tensor_names import listed
 from shardwise.checkpoint.tensors import EngineTensors
 from shardwise.errors import BrokenCheckpoint, CheckpointError, CheckpointMismatch
+from shardwise.messages.printable import many
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def check(
     if classes != saved:
 
         def describe(optimizers: list[tuple[str, int]]) -> str:
-            return " and ".join(f"{name} with {count} group(s)" for name, count in optimizers)
+            return " and ".join(f"{name} with {many(count, 'group')}" for name, count in optimizers)
 
         raise CheckpointMismatch(
             f"The checkpoint has the optimizers {describe(saved)}, but this engine has "

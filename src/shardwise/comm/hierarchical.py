@@ -349,6 +349,7 @@ class Hierarchical(MappedMemory):
         # A thread that waits for a message of another host keeps Gloo's sockets open. That host may
         # wait for a message of this one, and would not notice that this one no longer takes part.
         server = self.status_server
+        assert isinstance(self._under, Gloo)
         places = server.places_of(self._under.group_ranks.ranks)
         elsewhere = (place for place in places if not server.shares_host(place.rank))
         addresses = {address for each in elsewhere for address in (each.address, *each.others)}

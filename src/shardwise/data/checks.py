@@ -13,6 +13,7 @@ from shardwise.data.batch_schedule import samples_per_epoch
 from shardwise.data.token_budget import TokenBudget
 from shardwise.errors import DataError
 from shardwise.layout.sum_tree import MicroShards
+from shardwise.messages.printable import many
 
 SHARDINGS = ("auto", "slice", "dataset")
 
@@ -84,7 +85,7 @@ class LoaderArguments:
         if size < self.size:
             raise DataError(
                 f"batch_size={size} is the TOTAL batch and cannot be shared by {self.size} "
-                f"workers. Make it {self.size} or more, or start at most {size} worker(s)."
+                f"workers. Make it {self.size} or more, or start at most {many(size, 'worker')}."
             )
         if self.shards is not None and size < self.shards.count:
             raise DataError(

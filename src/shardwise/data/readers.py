@@ -39,6 +39,7 @@ from shardwise.data.source import (
 )
 from shardwise.data.token_budget import BudgetCut, ByTokens
 from shardwise.errors import DataError
+from shardwise.messages.printable import many
 from shardwise.world.world import World
 
 
@@ -173,7 +174,7 @@ class SliceReader(Reader):
         if part_order.parts:
             dataset = JoinedParts(dataset, part_order, world.seed)
             world.say_once(
-                f"this epoch began with {part_order.parts} worker(s), each reading a part of "
+                f"this epoch began with {many(part_order.parts, 'worker')}, each reading a part of "
                 f"{type(arguments.dataset).__name__}, in total batches of {part_order.batch}. "
                 "Until it ends, every worker reads all parts and keeps its share"
             )

@@ -60,11 +60,11 @@ class ContextParallel:
         # Without the bytes that a rank keeps.
         kept = 1 / self.size
         sent = {name: in_bytes(round(cost * (1 - kept))) for name, cost in costs.items()}
-        others = [f"{name} would send {size}" for name, size in sent.items() if name != method]
+        others = [f"{name} would send {cost}" for name, cost in sent.items() if name != method]
         why = (others or [f"{self.size} does not divide the heads of a worker"])[0]
         return (
-            f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch, in forward and "
-            f"backward together ({why})"
+            f"{_METHODS[method]}: {sent[method]} per worker, layer and micro-batch, forward and "
+            f"backward ({why})"
         )
 
     @property
@@ -273,10 +273,7 @@ class ContextParallel:
             )
 
     def describe(self) -> str:
-        """Describe how attention exchanges data, for the startup summary.
-
-        Returns "" if the first batch decides, which prints a line then.
-        """
+        """Describe how attention exchanges data, or return "" if the first batch decides."""
         return _METHODS.get(self._method, "")
 
 

@@ -12,6 +12,7 @@ from shardwise.config import Settings, flag
 from shardwise.engine.step_statistics import Aggregation, Number
 from shardwise.errors import ConfigError, UsageError
 from shardwise.layout.sum_tree import MicroShards
+from shardwise.messages.printable import many
 from shardwise.states.storage import squared_sums
 from shardwise.world.randomness import seed_from
 
@@ -77,10 +78,10 @@ class ExactAggregation(Aggregation):
         shards = self._shards
         if backwards != shards.turns:
             raise UsageError(
-                f"--exact {shards.count} on {shards.workers} worker(s) needs {shards.turns} "
-                f"backward(s) per worker and step, but this step had {backwards}. Write `for step "
-                "in loader.steps():`, in it `for x, y in step: engine.backward(...)`, then "
-                "engine.step() once."
+                f"--exact {shards.count} on {many(shards.workers, 'worker')} needs "
+                f"{many(shards.turns, 'backward')} per worker and step, but this step had "
+                f"{backwards}. Write `for step in loader.steps():`, in it `for x, y in step: "
+                "engine.backward(...)`, then engine.step() once."
             )
 
     def report(self, values: Sequence[Number]) -> list[Number]:

@@ -53,8 +53,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         world.print(f"  expert parallel over {world.expert_size}: {spec.experts.describe()}")
         for name, reason in spec.experts.reasons_unsplit.items():
             world.print(f"  whole, not split: {name}: {reason}")
-    if spec.context is not None and (method := spec.context.describe()):
-        world.print(f"  context parallel over {world.context_size}: {method}")
+    if spec.context is not None and (words := spec.context.describe()):
+        world.print(f"  context parallel over {world.context_size}: {words}")
     for loss in spec.chunked_losses:
         world.print(f"  loss in chunks of tokens: {type(loss.model).__name__} never has all scores")
     if spec.pipeline is not None:
@@ -73,7 +73,8 @@ def announce_engine(world: World, spec: EngineSpec, states: States) -> None:
         if states.copies is not None:
             copies = "; each worker keeps a second copy of another one's sharded states"
         most = spec.settings.survive
-        world.print(f"  continues if at most {many(most, 'worker')} at once are lost{copies}")
+        lost = f"{many(most, 'worker')} {'is' if most == 1 else 'are'} lost at once"
+        world.print(f"  continues if at most {lost}{copies}")
         if line := world.survival.group.divisions.describe(world.size):
             world.print(f"  {line}")
     if states.hooks is not None:

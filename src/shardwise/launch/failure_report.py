@@ -287,7 +287,12 @@ def saving_line(asked: signal.Signals) -> str:
 
 def killed_line(rank: int, how: str) -> str:
     """Return the line that the launcher prints if the other ranks continue after one was killed."""
-    return f"shardwise: rank {rank} ended ({how}). The others continue without it (--survive).\n"
+    cause, _, advice = how.partition(". ")
+    rest = f" {advice}." if advice else ""
+    return (
+        f"shardwise: rank {rank} ended ({cause}). The others continue without it (--survive).{rest}"
+        "\n"
+    )
 
 
 def lost_host_line(why: str) -> str:
@@ -351,6 +356,9 @@ def lost_hosts(losses: Sequence[str]) -> str:
 
 GIGABYTE = 10**9
 
+SHORT_MEMORY = 0.1
+"""A host is short of memory if a smaller fraction of it is available."""
+
 UNCAUGHT = "exit code 1"
 """How a Python process exits after an uncaught exception."""
 
@@ -399,14 +407,22 @@ def signal_name(number: int) -> str:
 
 
 def _killed(before: HostMemory, now: HostMemory, peak: int) -> str:
-    if before.kills is not None and now.kills is not None and now.kills > before.kills:
-        who = "by the out-of-memory killer, according to the kernel"
-    else:
-        who = "most likely by the out-of-memory killer (if nobody typed kill -9)"
+    is_short = False
     used = f"Its memory had reached {_gigabytes(peak)}"
     if now.total is not None and now.available is not None:
         total, free = _gigabytes(now.total), _gigabytes(now.available)
         used += f"; the host has {total}, and {free} are free now"
+        # The memory of the killed process is free again.
+        is_short = now.available - peak < SHORT_MEMORY * now.total
+    if before.kills is None or now.kills is None:
+        who = "most likely by the out-of-memory killer, or by kill -9"
+    elif now.kills > before.kills:
+        who = "by the out-of-memory killer, according to the kernel"
+    else:
+        who = "by kill -9 or another program: the kernel reports no out-of-memory kill"
+        # Programs such as systemd-oomd kill before the kernel does.
+        if not is_short:
+            return who
     return (
         f"{who}. {used}. To use less memory: a smaller --micro-batch-size, a higher --zero, fewer "
         "ranks on this host, or fewer DataLoader workers"

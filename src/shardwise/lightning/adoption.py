@@ -17,6 +17,7 @@ from shardwise.lightning.trees import (
     trainer_strategy,
     when_imported,
 )
+from shardwise.messages.printable import many
 
 _REPLACED = ("auto", "ddp", "fsdp", "deepspeed", "zero", "model_parallel", "single_device")
 """Prefixes of the strategy names that Shardwise's strategy replaces."""
@@ -93,6 +94,6 @@ def _say(name: str, given: Any, keywords: dict[str, Any]) -> None:
     how = f" For {more}: shardwise run -n {more} --adopt lightning script.py." if more > 1 else ""
     words = words if len(words) > 1 or shown != "auto" else [f"{name}(...)"]
     world.say_once(
-        f"{', '.join(words)}: {name} trains by shardwise on the {world.size} worker(s) of this run."
+        f"{', '.join(words)}: {name} trains by shardwise on {many(world.size, 'worker')}."
         + (how if world.size == 1 else "")
     )

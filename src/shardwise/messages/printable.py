@@ -80,6 +80,18 @@ def byte_unit(largest: int) -> tuple[str, float]:
     return next((unit for unit in BYTES if largest >= unit[1]), ("B", 1.0))
 
 
+def time_unit(longest: float) -> tuple[str, float]:
+    """Return the unit for times up to `longest` seconds, and the unit's size in seconds."""
+    units = (("s", 1.0), ("ms", 1e-3))
+    return next((unit for unit in units if longest >= unit[1]), ("µs", 1e-6))
+
+
+def in_flops(number: int) -> str:
+    """Format a number of floating-point operations with its unit, such as "1.6 TFLOP"."""
+    units = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6))
+    return _scaled(number, units, " ") or f"{number:,} FLOP"
+
+
 def in_short(number: int) -> str:
     """Format a count in short form, such as "100.9M"."""
     return _scaled(number, (("B", 1e9), ("M", 1e6), ("k", 1e3)), "") or str(number)

@@ -22,6 +22,7 @@ from math import prod
 from shardwise.config import Settings
 from shardwise.errors import ConfigError
 from shardwise.layout import sum_tree
+from shardwise.messages.printable import many
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Mesh:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
             raise ConfigError(
-                f"{flags} does not divide {self.size} worker(s): each replica needs "
+                f"{flags} does not divide {many(self.size, 'worker')}: each replica needs "
                 f"{self.replica}. {self._advice(axes)}"
             )
         in_stage = self.size // self.pipeline
@@ -54,8 +55,8 @@ class Mesh:
             fits = [n for n in range(1, in_stage + 1) if in_stage % n == 0]
             where = f" of each stage (--pipeline {self.pipeline})" if self.pipeline > 1 else ""
             raise ConfigError(
-                f"--expert {self.expert} does not divide {in_stage} worker(s){where}: each expert "
-                "is on the same number of them. Write --expert with one of "
+                f"--expert {self.expert} does not divide {many(in_stage, 'worker')}{where}: each "
+                "expert is on the same number of them. Write --expert with one of "
                 f"{', '.join(map(str, fits))}."
             )
         each = self.data // self.islands  # a context group is within an island
@@ -63,7 +64,7 @@ class Mesh:
             fits = [n for n in range(1, each + 1) if each % n == 0]
             where = " of each island" if self.islands > 1 else ""
             raise ConfigError(
-                f"--context {self.context} does not divide {each} {self._noun}(s){where}: each "
+                f"--context {self.context} does not divide {many(each, self._noun)}{where}: each "
                 "sequence is cut over the same number of them. Write --context with one of "
                 f"{', '.join(map(str, fits))}."
             )
@@ -89,7 +90,7 @@ class Mesh:
     def _uneven_islands(self) -> str:
         fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
         return (
-            f"--islands {self.islands} does not divide {self.data} {self._noun}(s): all islands "
+            f"--islands {self.islands} does not divide {many(self.data, self._noun)}: all islands "
             f"have the same size. Write --islands with one of {', '.join(map(str, fits))}."
         )
 

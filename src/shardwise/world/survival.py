@@ -23,6 +23,7 @@ from shardwise.comm import Divisions, Loss, SurvivorGroup
 from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.layout import sum_tree
+from shardwise.messages.printable import many
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 from shardwise.world.current_batch import LoaderStream
@@ -255,7 +256,7 @@ def check(
         raise ConfigError(
             f"--spares {settings.spares} needs `shardwise run -n N --survive K --spares "
             f"{settings.spares}` with two or more workers on one host. This run was started by "
-            f"{identity.launcher}, as {identity.size} worker(s). Leave the flag out."
+            f"{identity.launcher}, as {many(identity.size, 'worker')}. Leave the flag out."
         )
     if not settings.survive or identity.size == 1:
         return

@@ -45,7 +45,7 @@ def test_frontier_needs_prices() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "time", "cost"),
-    [(2.0, "seconds per step", "days"), (0.002, "milliseconds per step", "hours")],
+    [(2.0, "s per step", "days"), (0.002, "ms per step", "hours"), (2e-6, "µs per step", "hours")],
 )
 def test_axes_name_the_unit_of_their_values(seconds: float, time: str, cost: str) -> None:
     from matplotlib.figure import Figure
@@ -57,7 +57,7 @@ def test_axes_name_the_unit_of_their_values(seconds: float, time: str, cost: str
     times, costs = (figure.axes[0] for figure in figures)
     assert (times.get_xlabel(), costs.get_xlabel()) == (time, cost)
     lengths = [bar.get_width() for bar in times.patches[:2]]
-    assert lengths == pytest.approx([0.75 * (seconds if seconds > 1 else 1e3 * seconds)] * 2)
+    assert lengths == pytest.approx([0.75 * 2.0] * 2)
 
 
 def test_peak_is_drawn_among_many_operations() -> None:
@@ -68,3 +68,23 @@ def test_peak_is_drawn_among_many_operations() -> None:
     shown = plots.most_of_each(curve, 500)
     assert len(shown) == 500
     assert 4321 in shown
+
+
+def test_only_unbeaten_placements_have_error_bars_and_labels() -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    placements = [_placement(f"--zero {level}", 1.0 + level) for level in range(3)]
+    plots.draw_frontier(figure, plots.priced(placements))
+    (axis,) = figure.axes
+    assert [each.get_text() for each in axis.texts] == ["--zero 0"]
+    assert len(axis.containers) == 1
+
+
+def test_dollars_are_a_range() -> None:
+    cost = _placement("--zero 0", 1.0).cost
+    assert cost is not None
+    assert cost.dollar_range == f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
+    unpriced = _placement("--zero 0", 1.0, "TPU-v5e").cost
+    assert unpriced is not None
+    assert unpriced.dollar_range == "-"

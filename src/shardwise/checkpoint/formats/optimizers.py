@@ -23,6 +23,7 @@ from shardwise.checkpoint.formats.saved import (
 from shardwise.checkpoint.formats.training_dict import Unread
 from shardwise.checkpoint.reader import TensorReader
 from shardwise.errors import CheckpointError, CheckpointMismatch
+from shardwise.messages.printable import many
 
 OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum", "square_avg"}
 """Keys of torch's optimizer state that has the same shape as its parameter."""
@@ -58,8 +59,8 @@ def fields_for(
         return {"model": checkpoint.model}, {}
     if len(checkpoint.optimizers) != len(groups):
         raise CheckpointMismatch(
-            f"{checkpoint.path} has {len(checkpoint.optimizers)} optimizer(s), but this engine has "
-            f"{len(groups)}. Build the same ones, or load only the model: "
+            f"{checkpoint.path} has {many(len(checkpoint.optimizers), 'optimizer')}, but this "
+            f"engine has {len(groups)}. Build the same ones, or load only the model: "
             "engine.load(path, model_only=True)."
         )
     shapes = _shapes_here(checkpoint, names)
@@ -338,7 +339,7 @@ def _require_names(checkpoint: Checkpoint, optimizer: SavedOptimizer) -> SavedOp
         count = sum(len(group.keys) for group in optimizer.groups)
         raise CheckpointError(
             f"{checkpoint.path} stores the optimizer's parameters by position, and {count} "
-            f"positions in {len(optimizer.groups)} group(s) do not determine names among "
+            f"positions in {many(len(optimizer.groups), 'group')} do not determine names among "
             f"{len(_parameters(checkpoint))} tensors. Load it in a script that has the model, "
             f'engine.load("{checkpoint.path}"), and save. Or import only the weights: '
             "--model-only."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
+from shardwise.messages.printable import many
 
 TOTAL = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -61,7 +62,7 @@ def solve(
     verb = "do" if " and " in given else "does"
     if total != micro * steps * workers or not total:
         raise ConfigError(
-            f"{name}: {given} {verb} not multiply out on {workers} worker(s): {TOTAL} is "
+            f"{name}: {given} {verb} not multiply out on {many(workers, 'worker')}: {TOTAL} is "
             f"{MICRO} x {STEPS} x workers, and {micro} x {steps} x {workers} is "
             f"{micro * steps * workers}. Change one, or the number of workers."
         )

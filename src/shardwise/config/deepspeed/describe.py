@@ -9,6 +9,7 @@ from shardwise.config.deepspeed.job import DeepSpeedJob
 from shardwise.config.deepspeed.keys import KEYS, MAPPED, REFUSED, TUNING
 from shardwise.config.settings import flag
 from shardwise.errors import ConfigError
+from shardwise.messages.printable import many
 
 OF_THE_LOOP = (
     (TOTAL, "sw.Loader(batch_size=...)"),
@@ -70,8 +71,8 @@ def _batch_lines(job: DeepSpeedJob, workers: int | None) -> Iterator[str]:
         )
     sizes = job.batches(replicas)
     yield (
-        f"samples per step: {sizes.total} = {sizes.micro} x {sizes.steps} backward(s) x "
-        f"{replicas} worker(s)"
+        f"samples per step: {sizes.total} = {sizes.micro} x "
+        f"{many(sizes.steps, 'backward')} x {many(replicas, 'worker')}"
     )
 
 

@@ -2,9 +2,10 @@
 
 A copy of the model runs on the CPU, with fixed random parameters and without dropout, on a few
 short documents. It runs once with the documents packed, and once per document without masks and
-position ids. Its outputs and the gradients of all parameters must be equal. Models fail this test
-if, for example, they attend to other documents, do not restart positions, use sliding windows that
-the mask replaces, carry state along the sequence, or contain BatchNorm or pooling.
+position ids, unless its forward requires them. Its outputs and the gradients of all parameters must
+be equal. Models fail this test if, for example, they attend to other documents, do not restart
+positions, use sliding windows that the mask replaces, carry state along the sequence, or contain
+BatchNorm or pooling.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
         for text in ends:
             alone = PackedCollate(len(text), attention)([[(text, len(text))]])
             # By default the reference gets neither a mask nor positions, so that it is right even
-            # if the model misreads both.
-            batch = alone if call is not None else {"input_ids": alone["input_ids"]}
+            # if the model misreads both. If forward requires one, it gets that of one document.
+            batch = alone if call is not None else _required(clone, alone)
             singles.append(_run(clone, batch, call or _call, kind))
     _compare(kind, attention, clone, together, singles, documents)
 
@@ -100,16 +101,26 @@ class _Run:
     scores: Tensor
 
 
+def _required(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `input_ids`, and the fields of `batch` that `model.forward` requires."""
+    accepted = inspect.signature(model.forward).parameters
+    required = {name for name, each in accepted.items() if each.default is inspect.Parameter.empty}
+    return {key: value for key, value in batch.items() if key in {"input_ids", *required}}
+
+
 def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     given = {key: value for key, value in batch.items() if key != "labels"}
     accepted = inspect.signature(model.forward).parameters
     takes_any = any(each.kind is each.VAR_KEYWORD for each in accepted.values())
     missing = [key for key in given if key not in accepted and not takes_any]
     if missing:
+        add = ("the argument", "it has another name")
+        if len(missing) > 1:
+            add = ("the arguments", "they have other names")
         raise DataError(
             f"{type(model).__name__}.forward does not accept {' and '.join(missing)}, so it cannot "
-            "tell packed documents apart. Add the argument, or pass Packing "
-            "call=lambda model, batch: model(...) if it has another name."
+            f"tell packed documents apart. Add {add[0]}, or pass Packing "
+            f"call=lambda model, batch: model(...) if {add[1]}."
         )
     return model(**given)
 

@@ -8,7 +8,7 @@ import sys
 from rich.console import Console
 
 from shardwise.errors import ConfigError, LaunchError
-from shardwise.messages.printable import printable
+from shardwise.messages.printable import many, printable
 from shardwise.net.launchers import detection as launcher_detection
 from shardwise.tools.doctor import checks, findings, network
 from shardwise.tools.doctor.checks import Check
@@ -85,7 +85,9 @@ def _print(
     world: World, hosts: dict[str, list[Check]], measured: dict[str, Speed], faults: list[str]
 ) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(f"{world.size} ranks on {len(hosts)} host(s), started by {world.launcher}")
+    console.print(
+        f"{many(world.size, 'rank')} on {many(len(hosts), 'host')}, started by {world.launcher}"
+    )
     console.print(findings.table(hosts))
     for line in findings.speeds(measured):
         console.print(printable(line))

@@ -35,6 +35,13 @@ class Cost:
             return None
         return (self.dollars_low + self.dollars_high) / 2
 
+    @property
+    def dollar_range(self) -> str:
+        """The lower and upper bound in dollars, such as "5-29", or "-" if the price is unknown."""
+        if self.dollars_low is None or self.dollars_high is None:
+            return "-"
+        return f"{self.dollars_low:,.0f}-{self.dollars_high:,.0f}"
+
 
 def cost_of(
     seconds: float, error: float, steps: float, cluster: Cluster, devices: int | None = None

@@ -41,6 +41,8 @@ class Script:
     flags: tuple[str, ...] = ()
     adopt: str = ""
     """Libraries whose classes are replaced with Shardwise's (--adopt), separated by commas."""
+    fuses: bool = False
+    """Whether the devices have fused kernels for attention with dropout, as CUDA has."""
 
     @property
     def run_words(self) -> tuple[str, ...]:
@@ -169,7 +171,7 @@ def observe(
         # output.
         path = Path(folder) / "record.json"
         sizes = [str(samples or 0), str(way.tensor), str(way.context), way.method]
-        sizes.append(str(int(way.spread)))
+        sizes += [str(int(way.spread)), str(int(script.fuses))]
         arguments = [str(path), *sizes, *script.run_words]
         cold = ["-m", OBSERVER, *arguments]
         # Always observe on the CPU: the shapes of fake tensors do not depend on the device.
@@ -215,7 +217,7 @@ def _advice(why: str) -> str:
         return f"Observe a script of {missing[1]} with --adopt {missing[1]}."
     if missing:
         return "Install it in the environment of shardwise."
-    if "of an sw.Engine" in why:
+    if "an sw.Engine" in why:
         return f"For a script of {', '.join(ADOPTED)}, add --adopt and that name."
     return (
         "Parameters have no values during the observation. Skip code that needs values before the "

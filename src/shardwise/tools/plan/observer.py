@@ -1,12 +1,14 @@
 """Runs a script with an engine that observes its first step, for `shardwise plan`.
 
-    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SPREAD SCRIPT ...
+    python -m shardwise.tools.plan.observer FILE SAMPLES TENSOR CONTEXT METHOD SPREAD FUSED SCRIPT
+        ...
 
 SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR and
 CONTEXT are the numbers of tensor-parallel and context-parallel ranks, and METHOD is the
---context-method. SPREAD is 1 if experts are spread over tensor-parallel ranks, and otherwise 0. The
-script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters' storage. At
-the end of the first step, the record is written to FILE and the script exits.
+--context-method. SPREAD is 1 if experts are spread over tensor-parallel ranks, and otherwise 0.
+FUSED is 1 if the devices of the plan have fused kernels for attention with dropout, and otherwise
+0. The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters'
+storage. At the end of the first step, the record is written to FILE and the script exits.
 """
 
 from __future__ import annotations
@@ -21,21 +23,23 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn, optim
+from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.data.loader import Loader
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, UsageError
 from shardwise.launch import program
 from shardwise.tiers.host_memory import MAPPED
 from shardwise.tools.plan.observation import Observation, finish
 from shardwise.tools.plan.observed_engine import ObservedEngine
 from shardwise.tools.plan.step_recorder import user_place
-from shardwise.world.world import World
+from shardwise.world.world import World, has_joined
 
 
 def main(arguments: list[str]) -> None:
     """Observe a script. `arguments` is the command line described in the module docstring."""
-    path, samples, tensor, context, method, spread, *words = arguments
+    path, samples, tensor, context, method, spread, fused, *words = arguments
     observation = Observation.begin(
         Path(path), int(tensor), int(context), method, spread=spread == "1"
     )
@@ -45,8 +49,11 @@ def main(arguments: list[str]) -> None:
         import_module(name).Engine = ObservedEngine  # type: ignore[attr-defined]
     _replace_loader(observation, int(samples))
     skip_initial_values()
+    if fused == "1":
+        _leave_out_attention_dropout()
     if observation.context > 1:
         _split_sequences(observation.context)
+    register_optimizer_step_pre_hook(_refuse_plain_step)
     try:
         if program.set_up_python(words):  # a module, with -m
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -68,6 +75,40 @@ def main(arguments: list[str]) -> None:
         if any(engine.backwards for engine in observation.engines):
             finish(observation)
         _fail(observation, "The script made no step of an sw.Engine.", "")
+
+
+def _refuse_plain_step(optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Raise UsageError at the first optimizer step of a script that does not use Shardwise."""
+    del args, kwargs
+    # Otherwise the script would train to its end before it is refused.
+    if not has_joined():
+        raise UsageError(
+            f"{type(optimizer).__name__}.step() is called without an sw.Engine. docs/from_ddp.md "
+            "shows the lines to change in a script of plain PyTorch"
+        )
+
+
+def _leave_out_attention_dropout() -> None:
+    """Make `scaled_dot_product_attention` ignore its dropout.
+
+    The CPU computes attention with dropout from all scores, which CUDA's fused kernels never store.
+    Without dropout, the CPU has a fused kernel too, with the same inputs and outputs as CUDA's.
+    """
+    attention = functional.scaled_dot_product_attention
+
+    def fused(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **options: Any,
+    ) -> Tensor:
+        del dropout_p
+        return attention(query, key, value, attn_mask, 0.0, *args, **options)
+
+    functional.scaled_dot_product_attention = fused
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:

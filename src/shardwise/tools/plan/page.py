@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
 
-from shardwise.messages.printable import in_bytes, in_shell
+from shardwise.messages.printable import in_bytes, in_shell, time_unit
 from shardwise.tools.plan import plots, search
 from shardwise.tools.plan.plots import DrawnMemory, TimedPlacement
 from shardwise.tools.report.look import save_picture
@@ -42,6 +43,8 @@ def write(plan: Plan, folder: Path) -> Path:
         if line.fits and line.estimate is not None
         # Lines are sorted by time, so these are the fastest.
     ][:MOST_TIMED]
+    unit, size = time_unit(plots.longest_of(timed) if timed else 1.0)
+    costs = [plan.cost(line) for line in plan.lines]
     page = folder / "plan.html"
     write_page(
         page,
@@ -55,9 +58,13 @@ def write(plan: Plan, folder: Path) -> Path:
                 in_bytes(line.memory.peak),
                 line.memory.where,
                 "yes" if line.fits else f"no, by {in_bytes(line.over or line.over_host)}",
+                "-" if line.estimate is None else f"{line.estimate.seconds / size:.3g}",
+                "-" if cost is None else cost.dollar_range,
             )
-            for line in plan.lines
+            for line, cost in zip(plan.lines, costs, strict=True)
         ],
+        unit=unit,
+        is_priced=any(costs),
         shown=LISTED,
         kinds=plots.kinds_of(timed),
         times=[(each.label, *plots.cells(each, timed)) for each in timed],
@@ -75,20 +82,33 @@ def _pictures(
     ]
     # Height in inches: 0.9 for the legend and axis label, then 2.3 for each placement.
     size = WIDTH, 0.9 + 2.3 * len(drawn)
-    svg = save_picture(folder / "plan", size, partial(plots.draw_memory, placements=drawn))
-    yield (
+    yield _picture(
+        folder / "plan",
+        size,
+        partial(plots.draw_memory, placements=drawn),
         "Memory over a step",
-        "Dotted line: start of backward. Dashed line: memory of a device.",
-        svg,
+        "The scale is the same for all placements.",
     )
     if timed:
         size = WIDTH, 1.6 + 0.35 * len(plots.bars_of(timed))
-        svg = save_picture(folder / "time", size, partial(plots.draw_times, placements=timed))
-        yield "Time of a step", "The whisker is the error band of the estimate.", svg
+        draw = partial(plots.draw_times, placements=timed)
+        caption = "The whisker is the error band of the estimate."
+        yield _picture(folder / "time", size, draw, "Time of a step", caption)
     if points := plots.priced(timed):
         draw = partial(plots.draw_frontier, points=points)
-        svg = save_picture(folder / "cost", (WIDTH, 4.4), draw)
-        yield "Cost against days", "The line joins placements that no other beats in both.", svg
+        caption = (
+            "A labelled placement is not beaten by another one in both. Its grey lines: the error "
+            "band of the time, and the range of prices with this error."
+        )
+        yield _picture(folder / "cost", (WIDTH, 4.4), draw, "Cost against time", caption)
+
+
+def _picture(
+    file: Path, size: tuple[float, float], draw: Callable[[Any], None], title: str, caption: str
+) -> tuple[str, str, str]:
+    """Save a plot with its title and caption as a PNG file. Return the title, caption and SVG."""
+    heading = f"{title}\n{fill(caption, 110)}"
+    return title, caption, save_picture(file, size, draw, title={"t": heading, "fontsize": 9.5})
 
 
 def label_of(line: Line) -> str:

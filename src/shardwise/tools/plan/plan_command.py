@@ -11,7 +11,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.messages.printable import byte_unit, in_bytes, in_shell, plain_console, printable
+from shardwise.messages.printable import (
+    byte_unit,
+    in_bytes,
+    in_flops,
+    in_shell,
+    plain_console,
+    printable,
+    time_unit,
+)
 from shardwise.tools.plan import search
 from shardwise.tools.plan.calibrate import calibrate
 from shardwise.tools.plan.memory import KINDS
@@ -116,8 +124,8 @@ def _print(result: Plan, console: Console) -> None:
     console.print(
         f"{printable(result.request.script.name)} on {result.cluster}: {numel:,} parameters, "
         f"{record.total_batch or record.batch_size} samples per "
-        f"{'step' if record.total_batch else 'worker'}, {record.flops / 1e12:.3g} TFLOP per "
-        f"backward of {record.batch_size}",
+        f"{'step' if record.total_batch else 'worker'}, {in_flops(record.flops)} per forward and "
+        f"backward pass of {record.batch_size}",
         soft_wrap=True,
     )
     if fitting:
@@ -141,15 +149,21 @@ def _table(result: Plan, lines: Sequence[Line]) -> Table:
     table = Table(title="placements that fit", title_justify="left")
     table.add_column("flags", overflow="fold")
     unit, size = byte_unit(max(line.memory.peak for line in lines))
-    for heading in (f"{unit}/device", "held by", "s/step"):
+    longest = max((line.estimate.seconds for line in lines if line.estimate), default=1.0)
+    time, scale = time_unit(longest)
+    # Three digits of the longest time, and the same number of decimals in every row.
+    decimals = max(0, 3 - len(str(int(longest / scale))))
+    for heading in (f"{unit}/device", "held by", f"{time}/step"):
         table.add_column(heading, justify="right")
-    for heading in ("days", "$", "kWh") if result.request.tokens is not None else ():
+    for heading in ("days", "$ (low-high)", "kWh") if result.request.tokens is not None else ():
         table.add_column(heading, justify="right")
     for line in lines:
         largest = sorted(line.memory.at_peak().items(), key=lambda pair: -pair[1])[:2]
         held = ", ".join(f"{kind} {nbytes / size:.2f}" for kind, nbytes in largest if nbytes)
         estimate = line.estimate
-        seconds = "-" if estimate is None else f"{estimate.seconds:.3g} ±{estimate.error:.0%}"
+        seconds = "-"
+        if estimate is not None:
+            seconds = f"{estimate.seconds / scale:,.{decimals}f} ±{estimate.error:.0%}"
         cells = [
             " ".join(search.flags_of(line)) or "(one device)",
             f"{line.memory.peak / size:.2f}",
@@ -168,10 +182,11 @@ def _cost_cells(result: Plan, line: Line) -> list[str]:
     if cost is None:
         return ["-"] * 3
     mark = "" if result.is_within(line) else " (too much)"
-    dollars = "-"
-    if cost.dollars_low is not None and cost.dollars_high is not None:
-        dollars = f"{cost.dollars_low:,.0f}-{cost.dollars_high:,.0f}"
-    return [f"{cost.days:.2f}{mark}", dollars, "-" if cost.kwh is None else f"{cost.kwh:,.0f}"]
+    return [
+        f"{cost.days:.2f}{mark}",
+        cost.dollar_range,
+        "-" if cost.kwh is None else f"{cost.kwh:,.0f}",
+    ]
 
 
 def _explain(result: Plan, console: Console) -> None:

@@ -160,6 +160,12 @@ class Plan:
                 f"copy, of at most {in_bytes(saved_bytes(self.best, record))} per rank with the "
                 "first placement, in the host's memory"
             )
+        cost = None if self.best is None else self.cost(self.best)
+        if cost is not None and cost.dollars is not None:
+            yield (
+                "$ is a range: the lowest price per hour in the catalogue with the shortest "
+                "estimated time, to the highest price with the longest time (± of the time)"
+            )
         copies = (0, 0) if self.best is None else self.best.memory.second_copies
         if self.best is not None and any(copies) and self._can_survive(self.best.choice):
             held, sent = map(in_bytes, copies)
@@ -283,6 +289,8 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
     observed, and ConfigError if the cluster spec is invalid.
     """
     cluster = parse_cluster(request.on, read_catalogue(request.hardware))
+    fuses = search.hardware_of(cluster).apart
+    request = replace(request, script=replace(request.script, fuses=fuses))
     with warm_observers(request.script) as warm:
         observe = partial(observe_sizes, request.script, on_run=on_run, warm=warm)
         steps: dict[Way, ObservedStep] = {PLAIN: observe(PLAIN)}

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.messages.printable import byte_unit, in_bytes
+from shardwise.messages.printable import byte_unit, in_bytes, time_unit
 from shardwise.tools.plan.choice import Estimate
 from shardwise.tools.plan.cost import Cost, frontier
 from shardwise.tools.plan.memory import KINDS as MEMORY_KINDS
@@ -22,7 +22,6 @@ from shardwise.tools.report.look import (
     BLUE,
     BROWN,
     CRIMSON,
-    FAINT,
     GREEN,
     GREY,
     INK,
@@ -44,6 +43,9 @@ COLUMNS = 500
 """Maximum number of points in a memory curve. With more operations, each point shows the maximum
 of a range of operations."""
 
+VISIBLE = 0.005
+"""Smallest part of the plot's height at which a kind of memory is listed in the legend."""
+
 
 @dataclass(frozen=True)
 class DrawnMemory:
@@ -56,10 +58,10 @@ class DrawnMemory:
 
 def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
     """Draw one panel per placement on an empty matplotlib figure."""
-    axes = figure.subplots(len(placements), 1, squeeze=False)[:, 0]
-    unit = byte_unit(max(each.memory.peak for each in placements))
+    axes = figure.subplots(len(placements), 1, squeeze=False, sharey=True)[:, 0]
+    top = max(max(each.memory.peak, int(each.memory.curve.max())) for each in placements)
     for axis, each in zip(axes, placements, strict=True):
-        _panel(axis, each, *unit)
+        _panel(axis, each, top)
     axes[-1].set_xlabel("operations of a micro-batch: forward, backward, then the update")
     names: dict[str, Any] = {}
     for axis in axes:
@@ -71,16 +73,21 @@ def draw_memory(figure: Any, placements: Sequence[DrawnMemory]) -> None:
     )
 
 
-def _panel(axis: Any, drawn: DrawnMemory, unit: str, size: float) -> None:
+def _panel(axis: Any, drawn: DrawnMemory, top: int) -> None:
     memory = drawn.memory
+    unit, size = byte_unit(top)
     shown = most_of_each(memory.curve, COLUMNS)
     kinds = [kind for kind in MEMORY_KINDS if memory.parts[kind].any()]
     colors = [MEMORY_COLORS[MEMORY_KINDS.index(kind)] for kind in kinds]
     stacked = [memory.parts[kind][shown] / size for kind in kinds]
-    axis.stackplot(shown, stacked, labels=kinds, colors=colors, linewidth=0)
-    axis.axvline(memory.backward, color=GREY, linestyle=":", linewidth=1)
-    top = max(memory.peak, int(memory.curve.max())) / size
-    if drawn.capacity / size < 4 * top:  # a higher line would flatten the curves
+    # A label that starts with an underscore is left out of the legend.
+    is_visible = [memory.parts[kind].max() > VISIBLE * top for kind in kinds]
+    labels = [
+        f"{'' if is_seen else '_'}{kind}" for is_seen, kind in zip(is_visible, kinds, strict=True)
+    ]
+    axis.stackplot(shown, stacked, labels=labels, colors=colors, linewidth=0)
+    axis.axvline(memory.backward, color=GREY, linestyle=":", linewidth=1, label="start of backward")
+    if drawn.capacity < 4 * top:  # a higher line would flatten the curves
         axis.axhline(
             drawn.capacity / size, color=INK, linestyle="--", linewidth=1, label="available"
         )
@@ -122,8 +129,8 @@ Point = tuple[float, float, TimedPlacement]
 def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
     """Draw a stacked bar with an error bar for each placement, or for each pipeline stage."""
     bars, axis = bars_of(placements), figure.subplots()
-    longest = max(each.estimate.seconds for _, _, each in bars)
-    unit, scale = ("seconds", 1.0) if longest >= 0.1 else ("milliseconds", 1e3)
+    unit, size = time_unit(longest_of(placements))
+    scale = 1 / size
     left = [0.0] * len(bars)
     for kind, color in zip(TIME_KINDS, TIME_COLORS, strict=True):
         widths = [scale * parts.get(kind, 0.0) for _, parts, _ in bars]
@@ -136,7 +143,12 @@ def draw_times(figure: Any, placements: Sequence[TimedPlacement]) -> None:
     axis.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlabel(f"{unit} per step")
-    figure.legend(fontsize=8, ncols=5, loc="outside upper center", frameon=False)
+    figure.legend(fontsize=8, ncols=5, loc="outside lower center", frameon=False)
+
+
+def longest_of(placements: Sequence[TimedPlacement]) -> float:
+    """Return the longest step time in seconds."""
+    return max(each.estimate.seconds for each in placements)
 
 
 def bars_of(
@@ -167,20 +179,26 @@ def priced(placements: Sequence[TimedPlacement]) -> list[Point]:
 
 
 def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
-    """Draw dollars against days (or hours), and connect the placements on the Pareto frontier."""
+    """Draw dollars against days (or hours), and connect the placements on the Pareto frontier.
+
+    Only these placements have a label and error bars.
+    """
     axis = figure.subplots()
     unit, scale = ("days", 1.0) if max(days for days, *_ in points) >= 1 else ("hours", 24.0)
-    for days, dollars, each in points:
+    for days, dollars, _ in points:
+        axis.plot(scale * days, dollars, "o", color=BLUE)
+    best = frontier(points)
+    # Ranges of all placements would overlap.
+    for days, dollars, each in best:
         cost = each.cost
         assert cost is not None
         assert cost.dollars_low is not None
         assert cost.dollars_high is not None
         reach = [[dollars - cost.dollars_low], [cost.dollars_high - dollars]]
         across = [[scale * (days - cost.days_low)], [scale * (cost.days_high - days)]]
-        place = scale * days, dollars
-        axis.errorbar(*place, yerr=reach, xerr=across, color=FAINT, linewidth=0.8, zorder=1)
-        axis.plot(*place, "o", color=BLUE)
-    best = frontier(points)
+        axis.errorbar(
+            scale * days, dollars, yerr=reach, xerr=across, color=GREY, linewidth=0.8, zorder=1
+        )
     # Put labels below and to the left of a point. That area is free, because a point there would be
     # better in both dimensions.
     for days, dollars, each in best:
@@ -196,7 +214,7 @@ def draw_frontier(figure: Any, points: Sequence[Point]) -> None:
     line = [scale * days for days, *_ in best], [dollars for _, dollars, _ in best]
     axis.plot(*line, color=ORANGE)
     axis.set_xlabel(unit)
-    axis.set_ylabel("dollars, between the lowest and the highest price")
+    axis.set_ylabel("dollars, mean of the range")
     axis.set_xlim(left=0)
     axis.set_ylim(bottom=0)
 
@@ -207,11 +225,12 @@ def kinds_of(placements: Sequence[TimedPlacement]) -> list[str]:
 
 
 def cells(placement: TimedPlacement, among: Sequence[TimedPlacement]) -> list[str]:
-    """Return the table cells of a placement, in seconds per step.
+    """Return the table cells of a placement, in the unit of the longest step in `among`.
 
     The first cell is the total with its error band. It is followed by one cell for each kind that
     occurs in `among`.
     """
     estimate = placement.estimate
-    total = f"{estimate.seconds:.4g} ±{estimate.error:.0%}"
-    return [total, *(f"{estimate.parts.get(kind, 0.0):.4g}" for kind in kinds_of(among))]
+    _, size = time_unit(longest_of(among))
+    total = f"{estimate.seconds / size:.4g} ±{estimate.error:.0%}"
+    return [total, *(f"{estimate.parts.get(kind, 0.0) / size:.4g}" for kind in kinds_of(among))]

@@ -57,6 +57,16 @@ Clock = Callable[[StepRecord, Choice, Cluster], Estimate]
 """A function that predicts the time of a step, such as `clock.step_estimate`."""
 
 
+def hardware_of(cluster: Cluster) -> Hardware:
+    """Return whether devices have their own memory, and whether ranks share memory.
+
+    On this machine without an accelerator, all ranks share the host's memory.
+    """
+    here = cluster.device.name.split("-")[0] == HERE
+    on_host = here and not resources.gpu_count(os.environ)
+    return Hardware(apart=not on_host, shares=on_host)
+
+
 @dataclass(frozen=True)
 class Question:
     """The input of a search: an observed script and the cluster to run it on.
@@ -78,13 +88,8 @@ class Question:
 
     @property
     def hardware(self) -> Hardware:
-        """Whether devices have their own memory, and whether ranks share memory.
-
-        On this machine without an accelerator, all ranks share the host's memory.
-        """
-        here = self.cluster.device.name.split("-")[0] == HERE
-        on_host = here and not resources.gpu_count(os.environ)
-        return Hardware(apart=not on_host, shares=on_host)
+        """Whether devices have their own memory, and whether ranks share memory."""
+        return hardware_of(self.cluster)
 
     @property
     def capacity(self) -> int:

@@ -17,6 +17,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from shardwise.launch.resources import usable_cores
+from shardwise.messages.printable import many
 from shardwise.tools.report.output import finite, machine_facts
 from shardwise.tools.scale.records import Curve, Measured
 from shardwise.tools.scale.runs import WEAK, MeasuredRun, ScalingPlan
@@ -112,8 +113,8 @@ class ScalingReport:
             )
         if most > cores:
             lines.append(
-                f"This machine has {cores} core(s), so more than {cores} worker(s) share them, and "
-                "their efficiency on CPUs is bound to fall."
+                f"This machine has {many(cores, 'core')}, so more than {many(cores, 'worker')} "
+                "share them, and their efficiency on CPUs is bound to fall."
             )
         return lines
 
