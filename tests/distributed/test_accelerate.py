@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardwise.errors import BrokenCheckpoint, UsageError
+from shardwise.model.compilation import CompiledForward
 from tests.distributed.test_users_optimizer import ScheduleFree
 
 accelerate = pytest.importorskip("accelerate", reason="the accelerate package is not there")
@@ -569,7 +570,7 @@ def compiled_case(world):
         warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         assert accelerator.prepare(model, optimizer_of(model))[0] is model
     assert accelerator.engines[0].settings.compile
-    assert all(block._compiled_call_impl is not None for block in model[1:4])
+    assert all(isinstance(block.forward, CompiledForward) for block in model[1:4])
     accelerator.free_memory()
     with pytest.raises(UsageError, match="dynamo_backend='cudagraphs'"):
         ours(dynamo_backend="cudagraphs")

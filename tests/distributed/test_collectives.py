@@ -459,8 +459,10 @@ def test_pieces_in_several_messages(group, size):
 def connect_to_what_listens(world):
     """Return, for each port of this process, whether a stranger can still connect to it."""
     found = {}
-    for listener in listeners._listening():
+    for listener in listeners._tcp_sockets():
         with listener:
+            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
             host, port = listener.getsockname()
         try:
             socket.create_connection((host, port), timeout=0.3).close()

@@ -25,6 +25,7 @@ from shardwise.errors import (
     PlacementError,
     UsageError,
 )
+from shardwise.model.compilation import CompiledForward
 from tests.tables import each_value
 
 ROWS = [0, 1, 2, 3]
@@ -1025,7 +1026,7 @@ def compiled_units_case(world):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns about its own code
         train(world, model, squares, zero=2, compile=True)
-    assert all(block._compiled_call_impl is not None for block in model.blocks)
+    assert all(isinstance(block.forward, CompiledForward) for block in model.blocks)
     assert list(model.state_dict()) == list(plain.state_dict())
     train_plain(plain, squares, size=world.size)
     same_weights(model, plain)

@@ -113,11 +113,11 @@ def compiled(world: sw.World, problem: Problem) -> tuple[dict[str, Any], int]:
         graphs.append(graph)
         return graph
 
-    plain_compile = nn.Module.compile
+    plain_compile = torch.compile
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         # The compiler itself inspects it, for any input that is not a leaf.
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        patch.setattr(nn.Module, "compile", lambda unit: plain_compile(unit, backend=backend))
+        patch.setattr(torch, "compile", lambda forward: plain_compile(forward, backend=backend))
         found = trained(world, problem)
     torch.compiler.reset()
     return found, len(graphs)

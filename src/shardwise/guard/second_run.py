@@ -33,6 +33,7 @@ from shardwise.guard.memory import flat_view
 from shardwise.layout.fingerprints import can_be_taken, hash_of
 from shardwise.model import recomputation, unit_attributes
 from shardwise.model.buffers import version_of
+from shardwise.model.compilation import is_compiled
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.world.generator_states import GeneratorStates
 
@@ -150,7 +151,7 @@ class SecondRun:
             if not any(module.children())
         }
         for _, model in self._models:
-            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
+            if any(map(is_compiled, model.modules())):
                 self.reason = "torch.compile has compiled the model"
                 continue
             before, after = model.register_forward_pre_hook, model.register_forward_hook

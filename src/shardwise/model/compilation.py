@@ -29,6 +29,12 @@ class CompiledForward(ReplacedForward):
         return self.plain(*args, **kwargs)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile has compiled `module` itself."""
+    by_user = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    return by_user or isinstance(vars(module).get("forward"), CompiledForward)
+
+
 def compile_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `forward`, the bound method of `unit`."""
     del unit
