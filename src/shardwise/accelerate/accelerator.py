@@ -474,7 +474,6 @@ class Accelerator(Clipping, Stock):
 
     def gather(self, tensor: Any) -> Any:
         """Gather a tensor of all ranks, as Accelerate does. Collective."""
-        self._settle()
         found = super().gather(tensor)
         if not self._counts_once:
             self._say_unweighted("accelerator.gather returns the values of every worker")
@@ -486,17 +485,7 @@ class Accelerator(Clipping, Stock):
         """Reduce tensors across all ranks, as Accelerate does. Collective."""
         if reduction == "mean":
             self._say_unweighted('accelerator.reduce(..., "mean") averages over workers')
-        self._settle()
         return super().reduce(tensor, reduction, scale)
-
-    def wait_for_everyone(self) -> None:
-        """Block until every rank has called this."""
-        self._settle()
-        super().wait_for_everyone()
-
-    def _settle(self) -> None:
-        """Prepare for a collective of torch, in which this rank does not advance its own calls."""
-        self.world.collectives.settle()
 
     def _say_unweighted(self, what: str) -> None:
         """Say that a mean of the workers' losses is not the mean over labels (`--context`)."""
@@ -515,7 +504,6 @@ class Accelerator(Clipping, Stock):
         """
         if dim == 1 and self.sequences is not None and self._splits_on_read:
             tensor = self.sequences.whole(tensor, "pad_across_processes")
-        self._settle()
         return super().pad_across_processes(tensor, dim=dim, **options)
 
     # -- checkpoints and shutdown -----------------------------------------------------------

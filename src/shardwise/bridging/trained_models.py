@@ -156,6 +156,9 @@ class TrainedModels:
             )
             keep = retain_graph or number < len(reached)
             each.engine.backward(loss, last=last, retain_graph=keep, **how)
+        # Libraries call torch's collectives between micro-batches. While a rank waits there, it
+        # does not advance sums, for which a slower rank may wait in its backward pass.
+        sw.world().collectives.settle()
 
     def _reached(self, loss: Tensor) -> list[TrainedEngine]:
         if len(self._trained) < 2:  # avoids a walk through the graph

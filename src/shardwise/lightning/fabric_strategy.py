@@ -123,7 +123,7 @@ class FabricStrategy(OverEngines):
                 "add up torch.where(n > 0, loss * n, 0) and the number of labels n with "
                 'reduce_op="sum", and divide.'
             )
-        return super().all_reduce(tensor, group, reduce_op)  # type: ignore[no-any-return]
+        return super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc,no-any-return]
 
     def optimizer_step(
         self, optimizer: optim.Optimizer, closure: Callable[[], Any] | None = None

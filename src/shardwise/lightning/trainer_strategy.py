@@ -82,38 +82,6 @@ class OverEngines:
     states_on_rank_0 = False
     """True if the script's strategy, such as FSDPStrategy, returns full states on rank 0 only."""
 
-    # -- collectives of torch ---------------------------------------------------------------
-
-    def reduce(self, *arguments: Any, **options: Any) -> Any:
-        """Reduce a tensor across all ranks, as Lightning does. Collective."""
-        self._settle()
-        return super().reduce(*arguments, **options)  # type: ignore[misc]
-
-    def all_reduce(self, *arguments: Any, **options: Any) -> Any:
-        """Reduce a tensor across all ranks, as Fabric does. Collective."""
-        self._settle()
-        return super().all_reduce(*arguments, **options)  # type: ignore[misc]
-
-    def all_gather(self, *arguments: Any, **options: Any) -> Any:
-        """Gather a tensor of all ranks. Collective."""
-        self._settle()
-        return super().all_gather(*arguments, **options)  # type: ignore[misc]
-
-    def broadcast(self, *arguments: Any, **options: Any) -> Any:
-        """Send an object of one rank to all others. Collective."""
-        self._settle()
-        return super().broadcast(*arguments, **options)  # type: ignore[misc]
-
-    def barrier(self, *arguments: Any, **options: Any) -> None:
-        """Block until every rank has called this."""
-        self._settle()
-        super().barrier(*arguments, **options)  # type: ignore[misc]
-
-    def _settle(self) -> None:
-        """Prepare for a collective of torch, in which this rank does not advance its own calls."""
-        if (world := getattr(self.training, "world", None)) is not None:  # it has joined the run
-            world.collectives.settle()
-
     # -- rank and device --------------------------------------------------------------------
 
     @property
@@ -395,7 +363,7 @@ class TrainerStrategy(OverEngines):
         """Return `tensor` reduced across all ranks. Collective."""
         # Lightning divides by the mean number of samples per rank, which may be fractional. Over
         # Gloo, Lightning's mean of integers would be truncated, so take the mean of doubles.
-        stock = super().reduce
+        stock = super().reduce  # type: ignore[misc]
         means = str(reduce_op).lower() in ("mean", "avg")
         if not means or not isinstance(tensor, Tensor) or tensor.is_floating_point():
             return stock(tensor, group, reduce_op)
