@@ -141,8 +141,8 @@ class Tracking:
         if missing:
             raise CheckpointMismatch(
                 f"{path} has no state of {', '.join(missing)}: the run that saved it tracked "
-                f"{', '.join(sorted(saved)) or 'nothing'}. Track the same objects. To begin these "
-                "anew and restore the rest, write engine.track after engine.resume or engine.load. "
+                f"{', '.join(sorted(saved)) or 'nothing'}. Track the same objects. To start these "
+                "over and restore the rest, write engine.track after engine.resume or engine.load. "
                 "To load only the model: engine.load(path, model_only=True)."
             )
         return {
