@@ -29,10 +29,15 @@ class CompiledForward(ReplacedForward):
         return self.plain(*args, **kwargs)
 
 
+def is_compiled_by_script(module: nn.Module) -> bool:
+    """Return whether the script has compiled `module`, with its hooks, by torch.compile."""
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile has compiled `module` itself."""
-    by_user = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-    return by_user or isinstance(vars(module).get("forward"), CompiledForward)
+    """Return whether the script or the engine (`--compile`) has compiled `module`."""
+    by_engine = isinstance(vars(module).get("forward"), CompiledForward)
+    return by_engine or is_compiled_by_script(module)
 
 
 def compile_forward(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.model.compilation import is_compiled_by_script
 from shardwise.model.module_hooks import Hooked, attach
 from shardwise.model.units import find_units
 from shardwise.timeline import Row, recorder
@@ -38,7 +39,7 @@ class ForwardEvents:
         self.detach()
         for model in self._models:
             # Hooks would break the graph of a compiled module.
-            if any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in model.modules()):
+            if any(map(is_compiled_by_script, model.modules())):
                 continue
             units = find_units(model, self._patterns)
             named = [(FORWARD, model), *((f"{FORWARD} {name}", unit) for name, unit in units)]
