@@ -83,7 +83,7 @@ class CheckpointSaver:
             return group.steadily(save)
 
     def report_untracked(self) -> None:
-        """Warn, after the first step since a resume, of objects that began anew."""
+        """After the first step since a resume, warn of objects that the resume did not restore."""
         if not self.reports_untracked:
             return
         self.reports_untracked = False
@@ -114,8 +114,8 @@ class CheckpointSaver:
 
     def _save_model(self, folder: Path, *, keep: int | None, background: bool, split: int) -> Path:
         state, spec, group = self._state, self._spec, self._spec.world_group
-        # Internal copies of the user's optimizer apply the updates. Move the state that belongs to
-        # no parameter back to the user's optimizer, from which it is saved.
+        # Internal copies of the user's optimizer apply the updates. The state that belongs to no
+        # parameter is saved from the user's optimizer, so move it back there.
         self._objects.states.optimizer.return_common_state()
         attributes = [self._objects.attributes.changed(optimizer) for optimizer in spec.optimizers]
         if spec.peers.size > 1:
@@ -381,8 +381,8 @@ class CheckpointSaver:
     def at_boundary(self) -> AbstractContextManager[None]:
         """Return a context manager for a save that other ranks will load.
 
-        Within it, the common random stream is rewound to the last step boundary, because the other
-        ranks will repeat the draws that this process has made since then.
+        Within it, the common random stream is rewound to the last step boundary. This process may
+        have drawn numbers after the boundary, and the other ranks will repeat these draws.
         """
         in_loop = self._world.current_batch.in_loop()
         return nullcontext() if in_loop else self._world.draws.at_boundary()

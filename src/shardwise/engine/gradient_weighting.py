@@ -109,9 +109,9 @@ def share_of(batch: Batch | None, *, summed: bool, replicas: int, groups: int = 
 def divisor_of(reduction: str, *, weighted: bool, replicas: int) -> float:
     """Return the divisor of the sum of a step's losses.
 
-    It is 1 for "sum", the number of `replicas` for "ddp", and 0 for "mean", for which the real
-    divisor is the number of items. Raises UsageError if `reduction` is unknown, or if a weight is
-    combined with "sum" or "ddp".
+    It is 1 for "sum" and the number of `replicas` for "ddp". It is 0 for "mean", because the real
+    divisor, the number of items, is not known yet. Raises UsageError if `reduction` is unknown, or
+    if a weight is combined with "sum" or "ddp".
     """
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}.")
@@ -249,12 +249,12 @@ class GradientWeighting:
     def seed_of(self, total: float, share: float, *, is_sole: bool) -> float:
         """Return the seed for a term whose weight, summed over all ranks, is `total`.
 
-        `share` and `is_sole` are those of this rank's loss. Call this after `seed`.
+        `share` and `is_sole` describe this rank's loss. Call this after `seed`.
         """
         return share * self._scale.value if is_sole else total / self._divisor
 
     def divisor(self, total_weight: float) -> float:
-        """Return the number by which to divide summed gradients to get the mean gradient."""
+        """Return the divisor that turns summed gradients into the mean gradient."""
         if self._sole is not None:
             return self._sole[1] * self._scale.value
         return total_weight / self._divisor
@@ -273,7 +273,7 @@ class GradientWeighting:
         `count` is the step's number of backward passes.
         """
         self._varies = total_weight != count
-        # Round, because exact mode needs the same unit in whichever order ranks add the shares.
+        # Round, because exact mode needs the same unit for every order of adding the shares.
         shares = round(shares * _SHARE_GRAIN) / _SHARE_GRAIN
         self._unit = total_weight / shares if total_weight > 0 and shares > 0 else 1.0
 
@@ -285,7 +285,7 @@ class GradientWeighting:
 
     @property
     def unit(self) -> float | None:
-        """The weight for which the seed is 1, or None before the first backward pass."""
+        """The weight of a loss whose seed is 1, or None before the first backward pass."""
         return self._unit
 
     @unit.setter

@@ -15,7 +15,7 @@ from shardwise.guard.memory import Piece
 
 
 class SmallGroup(Protocol):
-    """The ranks that compare their states, and the collectives with which they do so."""
+    """The ranks that compare their states, and the collectives that they use for it."""
 
     @property
     def rank(self) -> int: ...
@@ -77,8 +77,8 @@ class Checks:
     ) -> list[Finding]:
         """Compare `pieces` across ranks, and return the findings of all ranks. Collective.
 
-        Also gathers step times: the argument `times` holds this rank's times, and afterwards the
-        attribute `times` holds those of all ranks.
+        Also gathers step times: the argument `times` holds this rank's times. Afterwards, the
+        attribute `times` holds the times of every rank.
         """
         group = self.group
         digests = [copies.digest(pieces, is_shard=False), copies.digest(pieces, is_shard=True)]
@@ -151,9 +151,9 @@ class Checks:
 
         Args:
             found: The findings, which are the same on all ranks.
-            repair: Overwrites the wrong states with those of the given rank. Returns False if that
+            repair: Copies the states of the given rank over the wrong ones. Returns False if that
                 is not possible.
-            advice: Returns the last part of the error message: what the user can do next.
+            advice: Returns the last part of the error message, which names the next steps.
 
         Raises:
             GuardError: The action is "stop", or it is "restore" and no rank has intact copies.
@@ -176,7 +176,7 @@ class Checks:
         raise GuardError(f"The guard found an error. {shown}. {advice()}").blaming(ranks)
 
     def _intact_rank(self, found: Sequence[Finding]) -> int | None:
-        """Return a rank whose states are correct, or None if there is none."""
+        """Return a rank whose states are correct, or None if it is not known."""
         bad = {each.rank for each in found}
         # A wrong computation has already entered the sum of all ranks' gradients.
         if None in bad or {each.kind for each in found} & {GRADIENT, OUTPUT}:

@@ -1,7 +1,7 @@
 """Measures the phases of each step on this rank, and finds a rank that the others wait for.
 
     data       from the end of a step or a backward pass to the start of the next forward pass
-    forward    from the start of the forward pass to that of the backward pass, including the loss
+    forward    from the start of the forward pass to the start of the backward pass (with the loss)
     backward   the backward pass
     update     engine.step
 
@@ -23,10 +23,10 @@ from shardwise.messages.printable import printable
 DATA, FORWARD, BACKWARD, UPDATE = PHASES = ("data", "forward", "backward", "update")
 
 STEPS = 20
-"""Number of recent steps over which medians are computed."""
+"""Number of recent steps in a median."""
 
 FACTOR = 1.3
-"""A rank is a straggler if its steps take this many times as long as those of other ranks."""
+"""A rank is a straggler if its steps take this many times as long as the steps of other ranks."""
 
 LEAST = 0.002
 """Difference in seconds below which no rank is a straggler."""
@@ -34,7 +34,7 @@ LEAST = 0.002
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank whose steps take longer than those of the other ranks.
+    """A rank whose steps take longer than the steps of the other ranks.
 
     Args:
         rank: The rank.

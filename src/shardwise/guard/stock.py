@@ -41,13 +41,13 @@ class Guard:
         optimizer: Its optimizer.
         every: Number of steps between two checks. Default: 100.
         action: What to do on an error. `"stop"` (default) raises, `"warn"` prints, and `"restore"`
-            copies the tensor from an intact rank, or raises if there is none.
+            copies the tensor from an intact rank, or raises if no rank is intact.
         memory: Also check the memory of all states at each backward pass. This finds flipped bits
             in tensors that no other rank holds, but reads all states twice per step.
             Default: False.
         spikes: What to do before the update if the step's loss or gradient norm is not finite, or
-            far above those of recent steps. `"warn"` (default) prints, `"skip"` prints and makes no
-            update, and `"stop"` raises. `"off"` saves one small collective per step.
+            far above the values of recent steps. `"warn"` (default) prints, `"skip"` prints and
+            makes no update, and `"stop"` raises. `"off"` saves one small collective per step.
         scaler: The loop's `torch.amp.GradScaler`, if it has one. Losses and norms are divided by
             its scale.
         group: The replicas' process group. Default: the default group.
@@ -346,7 +346,7 @@ def _piece(kind: str, name: str, value: Tensor) -> Iterator[Piece]:
 class _Timed:
     """Calls functions before and after each call of one of FSDP2's communications.
 
-    FSDP2 checks the class of a communication, so the object gets a subclass of its own class.
+    FSDP2 checks the class of a communication, so the object gets a new subclass of its class.
     """
 
     def __init__(self, comm: Any, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -368,7 +368,7 @@ class _Timed:
 
 
 def _communications(module: nn.Module) -> Iterator[Any]:
-    """Yield the objects with which FSDP2 gathers a module's parameters and reduces gradients."""
+    """Yield FSDP2's objects that gather a module's parameters and reduce its gradients."""
     from torch.distributed.fsdp import FSDPModule
 
     if not isinstance(module, FSDPModule):

@@ -1,7 +1,7 @@
 """Implements rank 0's coordinator, which matches all ranks' requests and orders the operations.
 
 Ranks request operations by name, in any order. An operation is ready when every member of its
-process set has requested it. All ranks execute operations in the order in which they became ready:
+process set has requested it. The operation that is ready first is executed first, on all ranks:
 
     rank 1   b, a ─┐
     rank 2   a, b ─┼─▶ coordinator ─▶ responses: b, a ─▶ all ranks
@@ -82,7 +82,7 @@ class OperationRequest:
 
 
 UNEVEN_ROWS = ("allgather", "alltoall", "sparse_allreduce")
-"""Kinds for which ranks may have different numbers of rows."""
+"""Kinds of operations that accept a different number of rows from each rank."""
 
 
 def difference(requests: Mapping[int, OperationRequest]) -> str:
@@ -124,7 +124,7 @@ ADD_PROCESS_SET = "process set to add"
 REMOVE_PROCESS_SET = "process set to remove"
 
 REDUCTIONS = ("allreduce", "sparse_allreduce")
-"""Kinds to which a joined rank contributes zeros."""
+"""Kinds of operations that continue without the ranks that have joined, as if they sent zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,11 +223,11 @@ class Coordinator:
 
     @property
     def waiting_since(self) -> float | None:
-        """Time at which the oldest pending operation began to wait, or None if there is none."""
+        """The time when the oldest pending operation began to wait, or None if nothing waits."""
         return min((since for _, since in self._waits()), default=None)
 
     def _waits(self) -> list[tuple[OperationKey, float]]:
-        """Return the pending operations, each with the time at which it began to wait.
+        """Return the pending operations, each with the time when it began to wait.
 
         `join` is omitted, because it may wait for as long as other ranks have data.
         """
@@ -235,8 +235,8 @@ class Coordinator:
 
     def _missing(self, key: OperationKey) -> list[int]:
         requests, number = self._pending[key].requests, key[0]
-        # A rank that has joined need not request operations of the set of all ranks, but it must
-        # still request those of other process sets.
+        # After a join, a rank need not request operations of the set of all ranks. It must still
+        # request the operations of other process sets.
         joined = self._joined if number == 0 else []
         return [r for r in self.members[number] if r not in requests and r not in joined]
 

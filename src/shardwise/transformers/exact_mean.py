@@ -32,7 +32,7 @@ from shardwise.engine.loss_terms import read
 from shardwise.errors import UsageError
 
 CHECKED = 16
-"""Number of losses of which the items are compared with `--context`, which waits for a GPU."""
+"""Number of losses whose items are compared with `--context`. Comparing waits for the GPU."""
 
 IGNORED = -100
 """The label that losses ignore."""
@@ -50,7 +50,7 @@ _UNSHIFTED = {
 class WeighingAccelerator(Accelerator):
     """The Accelerator of a Trainer with `exact_mean`.
 
-    `items` is the number of items over which the next backward pass's loss is averaged.
+    The loss of the next backward pass is a mean over `items` items.
     """
 
     items: LossItems | None = None
@@ -215,7 +215,7 @@ class StepItems:
 
     @contextmanager
     def micro_batch(self, batch: Any) -> Iterator[tuple[Any, Tensor, Callable[[Tensor], Tensor]]]:
-        """Context manager in which losses are means over `batch`, weighted by its number of items.
+        """Context manager for a loss that is a mean over `batch`. Weights it by the item count.
 
         Yields the batch for the model (with `--context`, this rank's part), its number of items,
         and a function. The function converts the loss to its part of the step's loss, which the
@@ -281,9 +281,9 @@ class StepItems:
         return self._trainer.accelerator.sequences.show(part, part.rows, training=False)
 
     def _joined(self, found: Any, items: Tensor) -> Any:
-        """Return the loss, logits and labels of full sequences from those of the parts.
+        """Combine the loss, logits and labels of all parts into those of the full sequences.
 
-        `items` is the number of items of this rank's part. Collective.
+        This rank's part has `items` items. Collective.
         """
         accelerator = self._trainer.accelerator
         loss, *others = found
@@ -296,7 +296,7 @@ class StepItems:
 
     @contextmanager
     def _item_count_set(self, items: Tensor) -> Iterator[None]:
-        """Context manager in which the model receives `items` as the number of items."""
+        """Context manager that passes `items` to the model as the number of items."""
         self.items_of_evaluated = items.clamp(min=1)
         try:
             with self._means_of_one_batch():
@@ -316,7 +316,7 @@ class StepItems:
 
     @contextmanager
     def _means_of_one_batch(self) -> Iterator[None]:
-        """Context manager in which the trainer uses each batch's own mean.
+        """Context manager that makes the trainer use each batch's own mean.
 
         The trainer then does not sum items over workers, and does not divide losses by the number
         of accumulation steps.

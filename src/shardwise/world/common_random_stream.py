@@ -95,7 +95,7 @@ class CommonRandomStream:
         `gather` returns every rank's value on all ranks. The call is collective until each rank has
         its own seed: before that, a draw on one rank advances only that rank's stream.
         """
-        # From then on only `draw` and `alike` advance the stream, and every rank calls both.
+        # Once all ranks share the stream, only `draw` and `alike` advance it, on every rank.
         if self.is_one:
             return False
         is_apart, mine = self._end is not None, self._now()

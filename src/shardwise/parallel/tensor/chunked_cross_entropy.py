@@ -59,7 +59,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Compute `F.cross_entropy(head(hidden), target)` without ever holding all scores.
 
-    The result and the gradients equal those of the two separate calls up to rounding. The
+    The result and the gradients equal the results of the two separate calls up to rounding. The
     call needs memory for the scores of `chunk` tokens, and for one gradient of the head's weight.
     16-bit scores are converted to fp32 before the softmax, and gradients of a 16-bit weight are
     summed over chunks in fp32. If `tensor_plan` splits the head "colwise", each rank computes the
@@ -320,7 +320,7 @@ def _losses_and_gradients(
         losses = losses + loss.z_loss * log_sum.square()
     if not needs_gradient:
         return losses, None
-    # The gradient of log_sum is the softmax p; those of the scores are constants:
+    # The gradient of log_sum is the softmax p. The gradients of the scores are constants:
     #   p * ((1 - smoothing) * w[target] + smoothing / classes * sum(w) + 2 * z_loss * log_sum)
     #   - (1 - smoothing) * w[target] at the target - smoothing / classes * w everywhere.
     factor = (1 - smoothing) * own_weight + 2 * loss.z_loss * log_sum
