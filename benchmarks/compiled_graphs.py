@@ -11,7 +11,6 @@ graph breaks are torch's own.
 
 import argparse
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -52,12 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows, found = [], {}
     for flags in RUNS if options.only is None else [options.only]:
         command = [sys.executable, "-m", "shardwise", "run", "-n", "2", "--compile", *flags.split()]
-        done = subprocess.run(
-            [*command, __file__, "--worker", f"--steps={options.steps}"],
-            check=True, capture_output=True, text=True,
-        )  # fmt: skip
-        line = next(text for text in done.stdout.splitlines() if "{" in text)
-        told = found[flags] = json.loads(line[line.index("{") :])
+        command += [__file__, "--worker", f"--steps={options.steps}"]
+        told = found[flags] = figure.result_of(command)
         reasons = "; ".join(told["reasons"]) or "none"
         rows.append([flags or "data parallel", *map(str, told["counts"]), reasons])
     head = ["flags", "compiled", "graphs", "graph breaks", "reasons"]

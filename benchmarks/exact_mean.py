@@ -7,9 +7,7 @@ labels. Each figure is the norm of a step's gradient, divided by the norm in pla
 whole batch at once: 1 is right. The learning rate is 0, so that all steps have the same weights.
 """
 
-import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -67,19 +65,12 @@ def _norms(
         "SIZE": str(ranks),
     }
     with tempfile.TemporaryDirectory(prefix="exact-mean-") as folder:
-        done = subprocess.run(
+        found: dict[str, dict[str, list[float]]] = figure.result_of(
             [sys.executable, *launcher, str(WORKER), who, *cases],
             env=os.environ | variables,
             cwd=folder,  # the Trainer and Lightning write folders where they run
-            capture_output=True,
-            text=True,
-            check=False,
         )
-    if done.returncode:
-        raise SystemExit(f"{who}: {done.stdout}{done.stderr}")
-    (line,) = [line for line in done.stdout.splitlines() if '{"norms"' in line]
-    norms: dict[str, list[float]] = json.loads(line[line.index("{") :])["norms"]
-    return norms
+    return found["norms"]
 
 
 def _shown(ratio: float) -> str:

@@ -1,8 +1,11 @@
 """Shared by all commands here: flags, the head of a run, and Markdown tables."""
 
 import argparse
+import json
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import machine
 from workloads import SIZES
@@ -81,6 +84,25 @@ def keep(options: argparse.Namespace, facts: Mapping[str, str], **figures: objec
     """Write the result file if --json names one."""
     if options.json:
         machine.write_json(options.json, {"machine": facts} | figures)
+
+
+def result_of(command: Sequence[str], **options: Any) -> Any:
+    """Run `command`, and return the JSON object in the last line of its output that has one.
+
+    If the command fails, exit with its output.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    lines = [line for line in done.stdout.splitlines() if "{" in line]
+    if done.returncode or not lines:
+        raise SystemExit(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+    # A launcher may write the rank in front of the line.
+    return json.loads(lines[-1][lines[-1].index("{") :])
+
+
+def memory_of_process(field: str) -> int:
+    """Return the bytes in a field of this process's status: VmRSS now, VmHWM at its largest."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,12 +10,10 @@ a GPU. Each row runs in a process of its own, on a CPU with one thread.
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 
 import figure
@@ -51,8 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: dict[str, Measured] = {}
     for weights in ("full", "nf4"):
         command = [sys.executable, __file__, f"--only={weights}", *words]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        found[weights] = Measured(**json.loads(done.stdout.splitlines()[-1]))
+        found[weights] = Measured(**figure.result_of(command))
     rows = [
         [
             weights,
@@ -81,7 +78,7 @@ def _measure(options: argparse.Namespace, weights: str) -> Measured:
     on_gpu = world.device.type == "cuda"
     if not on_gpu:
         torch.set_num_threads(1)  # CPU time would include the time that threads spin
-    before = torch.cuda.memory_allocated() if on_gpu else _resident()
+    before = torch.cuda.memory_allocated() if on_gpu else figure.memory_of_process("VmRSS")
     config = transformers.LlamaConfig(
         vocab_size=512,
         hidden_size=options.width,
@@ -118,14 +115,8 @@ def _measure(options: argparse.Namespace, weights: str) -> Measured:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
         cpu.append(time.process_time() - used)
-    after = torch.cuda.max_memory_allocated() if on_gpu else _resident()
+    after = torch.cuda.max_memory_allocated() if on_gpu else figure.memory_of_process("VmRSS")
     return Measured(held, after - before, *(median(t[WARM_UP:]) * 1e3 for t in (seconds, cpu)))
-
-
-def _resident() -> int:
-    """Return the bytes of this process that are in memory."""
-    text = Path("/proc/self/status").read_text()
-    return int(text.split("VmRSS:")[1].split()[0]) * 1024
 
 
 if __name__ == "__main__":

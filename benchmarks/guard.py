@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 
 import figure
 import workloads
+from machine import cpu_seconds
 
 WARM = 5
 """Steps that are not counted."""
@@ -66,20 +66,15 @@ def work(path: str, config: str, checks: int, every: int) -> None:
         order = list(steps)[:: 1 if number % 2 else -1]
         for name in order:
             world.barrier()
-            began, used = time.perf_counter(), _cpu()
+            began, used = time.perf_counter(), cpu_seconds()
             steps[name](*batch)
-            pair = time.perf_counter() - began, _cpu() - used
+            pair = time.perf_counter() - began, cpu_seconds() - used
             if number > WARM:
                 is_checked = name == "guarded" and number % every == 0
                 found["checked" if is_checked else name].append(pair)
     everywhere = world.gather(found)
     if world.is_main:
         Path(path).write_text(json.dumps(everywhere))
-
-
-def _cpu() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def measure(row: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:

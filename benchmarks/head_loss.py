@@ -9,12 +9,11 @@ runs in its own process, in turns; the table shows medians over rounds, and the 
 that of the inputs.
 """
 
-import multiprocessing
+import argparse
+import json
 import sys
 import time
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -58,15 +57,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = figure.parser(__doc__)
     figure.add_numbers(parser, {"tokens": 2048, "features": 768, "classes": 50257, "rounds": 5})
     parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--only", choices=CONTENDERS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.only is not None:
+        print(json.dumps(_measure(options)))
+        return 0
     facts = figure.begin()
-    sizes = options.tokens, options.features, options.classes, options.dtype
-    measured: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CONTENDERS}
+    sizes = figure.as_flags(options, ("tokens", "features", "classes", "dtype"))
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     for _ in range(options.rounds):
         for name in CONTENDERS:
-            measured[name].append(_in_new_process(name, sizes))
-    ms = {name: median(row[0] for row in rows) * 1e3 for name, rows in measured.items()}
-    mb = {name: median(row[1] for row in rows) / figure.MB for name, rows in measured.items()}
+            command = [sys.executable, __file__, f"--only={name}", *sizes]
+            measured[name].append(figure.result_of(command))
+    ms = {name: median(run["seconds"] for run in runs) * 1e3 for name, runs in measured.items()}
+    mb = {name: median(run["peak"] for run in runs) / figure.MB for name, runs in measured.items()}
     first = next(iter(CONTENDERS))
     rows = [
         [name, figure.milliseconds(ms[name]), f"{ms[name] / ms[first]:.2f}", f"{mb[name]:.0f}"]
@@ -74,50 +78,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     title = f"{options.tokens:,} tokens, {options.features} x {options.classes:,}, {options.dtype}"
     figure.show(*figure.table([title, "ms", f"x {first}", "peak MB"], rows))
-    losses = {name: rows[0][2] for name, rows in measured.items()}
+    losses = {name: runs[0]["loss"] for name, runs in measured.items()}
     figure.show("", f"losses: {', '.join(f'{loss:.6f}' for loss in losses.values())}")
     figure.keep(options, facts, ms=ms, mb=mb, losses=losses)
     return 0
 
 
-def _in_new_process(name: str, sizes: tuple[int, int, int, str]) -> tuple[float, float, float]:
-    """Return the seconds, the peak bytes and the loss of one contender."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(name, sizes, sender))
-    process.start()
-    sender.close()
-    found: tuple[float, float, float] = receiver.recv()
-    process.join()
-    return found
-
-
-def _measure(name: str, sizes: tuple[int, int, int, str], sender: Connection) -> None:
-    """Run a contender once to warm up, and then three times; send the median and the peak."""
+def _measure(options: argparse.Namespace) -> dict[str, float]:
+    """Run one contender once to warm up, and then three times, and return its figures."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens, features, classes, dtype = sizes
-    head = nn.Linear(features, classes, bias=False, dtype=DTYPES[dtype], device=device)
-    hidden = torch.randn(tokens, features, dtype=DTYPES[dtype], device=device, requires_grad=True)
+    tokens, features, classes = options.tokens, options.features, options.classes
+    dtype = DTYPES[options.dtype]
+    head = nn.Linear(features, classes, bias=False, dtype=dtype, device=device)
+    hidden = torch.randn(tokens, features, dtype=dtype, device=device, requires_grad=True)
     target = torch.randint(classes, (tokens,), device=device)
     before = _peak(device)
     seconds = []
     for _ in range(4):
         begun = time.perf_counter()
-        loss = CONTENDERS[name](hidden, target, head)
+        loss = CONTENDERS[options.only](hidden, target, head)
         loss.backward()
         value = loss.item()
         seconds.append(time.perf_counter() - begun)
         hidden.grad = head.weight.grad = None
-    sender.send((median(seconds[1:]), _peak(device) - before, value))
+    return {"seconds": median(seconds[1:]), "peak": _peak(device) - before, "loss": value}
 
 
 def _peak(device: torch.device) -> float:
     """Return the largest number of bytes that this process has had."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    return figure.memory_of_process("VmHWM")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ busy machine, the latter depends less on other programs. It includes workers, th
 
 import argparse
 import json
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,13 +27,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import machine
+import figure
 import shardwise as sw
+from machine import cpu_seconds
 
 CASES = {"small": ((32,), 64, 200), "large": ((3, 224, 224), 16, 20)}
 """Shape of a sample, batch per rank, and steps of an epoch."""
@@ -107,18 +107,13 @@ def read(loader: Iterable[Any]) -> tuple[float, float]:
     return first - began, time.perf_counter() - first
 
 
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its DataLoader workers that have ended."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
 def measured(world: Any, work: Callable[[], tuple[float, float]]) -> list[float]:
     """Return the times of the slowest rank, and the CPU time of all ranks."""
     world.barrier()
-    before = cpu_seconds()
+    who = RUSAGE_SELF, RUSAGE_CHILDREN  # DataLoader workers have ended when `work` returns
+    before = cpu_seconds(*who)
     times = work()
-    firsts, rests, cpus = zip(*world.gather((*times, cpu_seconds() - before)), strict=True)
+    firsts, rests, cpus = zip(*world.gather((*times, cpu_seconds(*who) - before)), strict=True)
     return [max(firsts), max(rests), sum(cpus)]
 
 
@@ -126,6 +121,7 @@ def work(rounds: int, folder: Path) -> None:
     """Measure all cases on this rank, and print the medians."""
     world = sw.init(seed=0, device="cpu", quiet=True)
     torch.set_num_threads(1)
+    rows = []
     for case, (shape, batch, steps) in CASES.items():
         dataset = Samples(shape, batch * steps * world.size)
         for workers in WORKERS:
@@ -146,45 +142,36 @@ def work(rounds: int, folder: Path) -> None:
                     for of in (1, 2)
                 ]
                 cpu *= 1e6 / len(dataset)
-                row = [world.size, case, workers, name, rate, ratios[0], cpu, ratios[1], first]
-                world.print(f"result {json.dumps(row)}")
+                cells = [str(world.size), case, str(workers), name, f"{rate:,.0f}"]
+                cells += [f"{ratios[0]:.2f}", f"{cpu:.1f}", f"{ratios[1]:.2f}"]
+                rows.append([*cells, f"{1e3 * first:.1f}"])
+    world.print(json.dumps({"rows": rows}))
 
 
 def main() -> None:
     """Start the ranks and print the table, or work as a rank."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks (default 2,4)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    parser = figure.parser(__doc__)
+    parser.add_argument("--ranks", type=figure.numbers, default=[2, 4], metavar="N,M")
+    figure.add_numbers(parser, {"rounds": 5})
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.folder:
         work(options.rounds, options.folder)
         return
-    facts = machine.describe()
-    print(f"`{facts['command']}`: {facts['machine']}, {facts['versions']}, {facts['date']}.")
-    absent = [
-        f"{name} is absent: {module} is not installed."
-        for module, name in PEERS.items()
-        if name not in INSTALLED
-    ]
-    print("\n".join([*absent, ""]))
+    facts = figure.begin()
+    for module, name in PEERS.items():
+        if name not in INSTALLED:
+            print(f"{name} is absent: {module} is not installed.\n")
     heads = ["ranks", "samples", "workers", "loader", "samples/s", "x DataLoader"]
     heads += ["us of CPU per sample", "x DataLoader", "ms to the first batch"]
-    print(f"| {' | '.join(heads)} |")
-    print("| --: | --- | --: | --- | --: | --: | --: | --: | --: |")
-    for size in options.ranks.split(","):
+    rows = []
+    for size in map(str, options.ranks):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "shardwise", "run", "-n", size, "--quiet", __file__]
             command += ["--folder", folder, "--rounds", str(options.rounds)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{done.stdout}{done.stderr}")
-        for line in done.stdout.splitlines():
-            if found := line.partition("result ")[2]:
-                *cells, rate, ratio, cpu, of_cpu, first = json.loads(found)
-                cells += [f"{rate:,.0f}", f"{ratio:.2f}", f"{cpu:.1f}", f"{of_cpu:.2f}"]
-                cells.append(f"{1e3 * first:.1f}")
-                print(f"| {' | '.join(map(str, cells))} |")
+            rows += figure.result_of(command)["rows"]
+    figure.show(*figure.table(heads, rows))
+    figure.keep(options, facts, rows=rows)
 
 
 if __name__ == "__main__":

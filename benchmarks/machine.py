@@ -4,6 +4,7 @@ and with `--device` the facts of the GPU."""
 import json
 import os
 import platform
+import resource
 import shlex
 import subprocess
 import sys
@@ -77,6 +78,12 @@ def cores() -> int:
     """Return the number of cores that this process may run on."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def cpu_seconds(*who: int) -> float:
+    """Return the CPU time of this process, or of `who`, such as resource.RUSAGE_CHILDREN."""
+    used = [resource.getrusage(each) for each in who or (resource.RUSAGE_SELF,)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _processor() -> str:

@@ -1,10 +1,10 @@
 """Measures who else used the machine. A figure from a busy machine should say so."""
 
-import resource
 import time
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, RUSAGE_SELF
 
-from machine import cores
+from machine import cores, cpu_seconds
 
 BUSY = 0.05
 """Share of the machine used by others above which figures are only indicative."""
@@ -49,5 +49,4 @@ def _all_seconds() -> float | None:
 
 
 def _our_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return cpu_seconds(RUSAGE_SELF, RUSAGE_CHILDREN)

@@ -9,16 +9,17 @@ all processes of a command.
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from resource import RUSAGE_CHILDREN
 from statistics import median
 
 import figure
+from machine import cpu_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,15 +60,11 @@ def _start(launcher: Sequence[str], worker: str) -> tuple[float, float, float]:
     with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
         note = Path(folder) / "first"
         command = [sys.executable, "-m", *launcher, __file__, "--worker", worker]
-        used, begun = _cpu_of_children(), time.time()
+        used, begun = cpu_seconds(RUSAGE_CHILDREN), time.time()
         env = os.environ | {"OMP_NUM_THREADS": "1"}
         subprocess.run([*command, f"--note={note}"], check=True, capture_output=True, env=env)
-        return float(note.read_text()) - begun, time.time() - begun, _cpu_of_children() - used
-
-
-def _cpu_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+        cpu = cpu_seconds(RUSAGE_CHILDREN) - used
+        return float(note.read_text()) - begun, time.time() - begun, cpu
 
 
 def _ours(note: Path) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -90,8 +89,7 @@ def work(path: str, options: argparse.Namespace) -> None:
             engine.backward(loss_of(model, *rows))
         engine.step()
         times.append(time.perf_counter() - began)
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        used.append(usage.ru_utime + usage.ru_stime)
+        used.append(machine.cpu_seconds())
     cpu = (used[-1] - used[WARM - 1]) / steps
     here = [cpu, sum(sends[WARM:]) / steps, sum(updates[WARM:]) / steps]
     everywhere = world.gather(here)

@@ -9,8 +9,8 @@ in a step. Prints a table in Markdown.
 """
 
 import argparse
+import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import machine
+import figure
 import shardwise as sw
 from shardwise.tools.timeline.reading import read
 from shardwise.tools.timeline.steps import StepTimes, steps_of
@@ -87,32 +87,24 @@ def work(way: str, count: int, micros: float) -> None:
         steps += 1
     seconds = time.perf_counter() - began
     totals = [sum(each) for each in zip(*world.gather((positions, tokens)), strict=True)]
-    world.print(f"result {steps} {seconds} {totals[0]} {totals[1]}")
+    padding, speed = 1 - totals[1] / totals[0], totals[1] / seconds
+    world.print(json.dumps({"steps": steps, "padding": padding, "speed": speed}))
     engine.close()
 
 
 def measure(
     way: str, options: argparse.Namespace
 ) -> tuple[list[list[StepTimes]], dict[str, float]]:
-    """Run a way, and return the steps of each rank and what rank 0 printed."""
+    """Run a way, and return the steps of each rank and the figures that rank 0 printed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.json"
         command = [sys.executable, "-m", "shardwise", "run", "-n", str(options.ranks)]
         command += ["--timeline", str(file), __file__, "--way", way]
         command += ["--samples", str(options.samples), "--micros", str(options.micros)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        lines = [line for line in done.stdout.splitlines() if "result " in line]
-        if done.returncode or not lines:
-            raise SystemExit(f"{done.stdout}{done.stderr}")
-        steps, seconds, positions, tokens = map(float, lines[0].partition("result ")[2].split())
+        figures = figure.result_of(command)
         # Leave out the first step, in which ranks also wait for each other's start.
         ranks = [times[1:] for times in steps_of(read([file])).values()]
-    return ranks, {
-        "steps": steps,
-        "seconds": seconds,
-        "padding": 1 - tokens / positions,
-        "speed": tokens / seconds,
-    }
+    return ranks, figures
 
 
 def waits_of(ranks: Sequence[Sequence[StepTimes]]) -> list[float]:
@@ -122,7 +114,7 @@ def waits_of(ranks: Sequence[Sequence[StepTimes]]) -> list[float]:
     ]
 
 
-def table(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]]) -> str:
+def table(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]]) -> list[str]:
     """Return the figures of all ways in Markdown."""
     heads = ["steps closed by", "steps", "padding", "tokens/s", "ms of waiting per step", "share"]
     rows = []
@@ -143,8 +135,7 @@ def table(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]]) -
                 f"{mean / statistics.mean(lasted):.0%}",
             ]
         )
-    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return figure.table(heads, rows)
 
 
 def plot(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]], path: Path) -> None:
@@ -177,9 +168,8 @@ def plot(found: Mapping[str, tuple[list[list[StepTimes]], dict[str, float]]], pa
 
 def main() -> None:
     """Measure all ways, or work as a rank of one."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4, help="number of ranks (default 4)")
-    parser.add_argument("--samples", type=int, default=2048, help="texts (default 2048)")
+    parser = figure.parser(__doc__)
+    figure.add_numbers(parser, {"ranks": 4, "samples": 2048})
     parser.add_argument(
         "--micros", type=float, default=20.0, help="microseconds per position (default 20)"
     )
@@ -189,10 +179,10 @@ def main() -> None:
     if options.way:
         work(options.way, options.samples, options.micros)
         return
+    facts = figure.begin()
     found = {way: measure(way, options) for way in WAYS}
-    facts = machine.describe()
-    print(f"`{facts['command']}`: {facts['machine']}, {facts['date']}.\n")
-    print(table(found))
+    figure.show(*table(found))
+    figure.keep(options, facts, runs={way: figures for way, (_, figures) in found.items()})
     if options.plot:
         plot(found, options.plot)
 

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from resource import RUSAGE_CHILDREN
 
 import figure
+from machine import cpu_seconds
 
 SCRIPT = "tests/system/scripts/stock_correct.py"
 ROOT = Path(__file__).parents[1]
@@ -30,13 +31,12 @@ def measure(words: list[str], ranks: int) -> tuple[float, float]:
     with tempfile.TemporaryDirectory(prefix="verify-time-") as folder:
         command = [sys.executable, "-m", "shardwise", "verify", "-n", str(ranks), "--stock"]
         command += ["--accept", "rounding", "--out", folder, *words]
-        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        used, began = cpu_seconds(RUSAGE_CHILDREN), time.perf_counter()
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        took, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+        took = time.perf_counter() - began
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
-    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return took, used
+    return took, cpu_seconds(RUSAGE_CHILDREN) - used
 
 
 def main() -> None:
