@@ -437,16 +437,27 @@ class _Restorer:
         if tag == "$enum" and isinstance(now, Enum):
             return type(now)[content]
         if tag == "$tuple":
-            old = now if isinstance(now, tuple) else ()
-            parts = [self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place)]
+            before = now if isinstance(now, tuple) else ()
+            parts = [self._restore_value(n, s, p) for n, s, p in _pairs(before, content, place)]
             # Keep the class of a named tuple.
             return type(now)._make(parts) if hasattr(now, "_make") else tuple(parts)
         if tag in ("$small", "$stored"):
-            value = self._restore_tensor(now, tag, *content)
+            encoded, on_device = content
+            value = json_values.decode(encoded) if tag == "$small" else self._read(encoded)
+            if isinstance(now, Tensor) and now.shape == value.shape:
+                now.detach().copy_(value)
+                value = now
+            elif on_device:
+                value = value.to(self._device)
         elif tag == "$map":
             value = self._restore_map(now, content, place)
         elif tag in ("$list", "$deque"):
-            value = self._restore_list(now, list if tag == "$list" else deque, content, place)
+            kind: Any = list if tag == "$list" else deque
+            value = now if isinstance(now, kind) else kind()
+            self._places[place] = value  # first, because the contents may refer to the list itself
+            old = list(value)
+            value.clear()
+            value.extend(self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place))
         elif tag in ("$optimizer", "$object", "$given", "$kept", "$enum", "$same"):
             value = now
             if not self._fill(now, tag, content, place):
@@ -455,13 +466,6 @@ class _Restorer:
             return json_values.decode(saved)
         self._places[place] = value
         return value
-
-    def _restore_tensor(self, now: Any, tag: str, content: Any, on_device: bool) -> Tensor:
-        value: Tensor = json_values.decode(content) if tag == "$small" else self._read(content)
-        if isinstance(now, Tensor) and now.shape == value.shape:
-            now.detach().copy_(value)
-            return now
-        return value.to(self._device) if on_device else value
 
     def _restore_map(self, now: Any, content: Any, place: str) -> Any:
         into: MutableMapping[Any, Any] = now if isinstance(now, dict) else {}
@@ -481,14 +485,6 @@ class _Restorer:
             value = self._restore_value(old.get(known, _MISSING), saved, _path_of(place, key))
             if value is not _MISSING:
                 into[known] = value
-        return into
-
-    def _restore_list(self, now: Any, kind: type[Any], content: Any, place: str) -> Any:
-        into: Any = now if isinstance(now, kind) else kind()
-        self._places[place] = into
-        old = list(into)
-        into.clear()
-        into.extend(self._restore_value(n, s, p) for n, s, p in _pairs(old, content, place))
         return into
 
     def _fill(self, now: Any, tag: str, content: Any, place: str) -> bool:

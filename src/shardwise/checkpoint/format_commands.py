@@ -82,16 +82,16 @@ def show(path: Path) -> int:
         found = tensors_of(checkpoint)
         console.print(_tensor_table(found, checkpoint.aliases))
         for kind, belongs in (("model", False), ("optimizer", True)):
-            own = [leaf.spec for name, leaf in found.items() if _is_of_optimizer(name) == belongs]
+            own = [
+                leaf.spec
+                for name, leaf in found.items()
+                if name.startswith("optimizer: ") == belongs
+            ]
             size = sum(spec.nbytes for spec in own)
             print_line(console, f"{kind:>{width}}  {len(own)} tensors, {size:,} bytes")
         for note in checkpoint.notes:
             print_line(console, f"{'note':>{width}}  {note}")
     return 0
-
-
-def _is_of_optimizer(name: str) -> bool:
-    return name.startswith("optimizer: ")
 
 
 def _optimizer_line(checkpoint: Checkpoint) -> str:
@@ -106,11 +106,11 @@ def _optimizer_line(checkpoint: Checkpoint) -> str:
     return "; ".join(lines) or "none"
 
 
-def _new_table(*columns: str, title: str | None = None) -> Table:
+def _new_table(*columns: str) -> Table:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    table = Table(box=SIMPLE, title=title, title_justify="left")
+    table = Table(box=SIMPLE)
     for column in columns:
         right = column in ("bytes", "changed", "relative")
         table.add_column(column, overflow="fold", justify="right" if right else "left")

@@ -188,7 +188,11 @@ def _read_flat(
             known = {n: here[n] for n in partitions.shapes[number] if n in here}
             # Skip parameters that the model does not have. `optimizer_fields.check` reports them.
             members += known.values()
-            _read_masters(save, optimizer, partitions, number, known)
+            # At stage 3, the model's tensors are the fp32 masters. At other stages, the masters of
+            # parameters in a different dtype are in the flat tensors.
+            masters = {n: f"{own}.{MASTER}" for n, own in known.items() if save.is_narrow(n)}
+            if masters and save.stage != STAGE_3:
+                partitions.add(optimizer.tensors, number, partitions.flats(number), masters)
             for key, value in bases[0]["state"].get(number, {}).items():
                 # A flat tensor holds one value per element of the partition. A 0-dim tensor is a
                 # step count.
@@ -203,22 +207,6 @@ def _read_flat(
                         )
         optimizer.groups.append(members)
         optimizer.options.append(_options(group))
-
-
-def _read_masters(
-    save: Save,
-    optimizer: SavedOptimizer,
-    partitions: Partitions,
-    number: int,
-    known: Mapping[str, str],
-) -> None:
-    """Read the fp32 master weights of the parameters that were trained in a different dtype."""
-    if save.stage != STAGE_3:  # at stage 3 the model's tensors are the masters
-        narrow = {
-            n: f"{model_name}.{MASTER}" for n, model_name in known.items() if save.is_narrow(n)
-        }
-        if narrow:
-            partitions.add(optimizer.tensors, number, partitions.flats(number), narrow)
 
 
 def _read_by_place(

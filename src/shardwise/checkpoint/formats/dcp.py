@@ -41,7 +41,7 @@ METADATA = ".metadata"
 WHAT = "torch's distributed checkpoint (DCP)"
 
 _REST = "meta.pt"
-"""File in which Lightning stores everything that is not sharded."""
+"""File that Lightning writes for everything that is not sharded."""
 
 _LARGEST_VALUE = 64 * 2**20
 """Maximum size in bytes of a value that is not a tensor, such as the state of a data loader."""
@@ -167,7 +167,7 @@ class DcpReader(TensorReader):
         """Locate a chunk's elements.
 
         Returns (byte position in the file, None) if they were saved in element order. Otherwise,
-        returns (0, tensor), where the tensor contains the elements in order.
+        returns (0, tensor) with a tensor that contains the elements in order.
         """
         place = chunk.place
         if place not in self._found:
@@ -331,7 +331,7 @@ def _parse_chunk(
 
 
 def find(path: Path) -> Path | None:
-    """Return the DCP folder to which `path` refers, or None."""
+    """Return `path` if it is a DCP folder, otherwise None."""
     return path if path.is_dir() and os.path.lexists(path / METADATA) else None
 
 
@@ -359,7 +359,12 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
                     "read. Save it without extensions."
                 )
             offset = getattr(index, "offset", None)
-            place = _Place(_file_name(info.relative_path), info.offset, info.length)
+            file = info.relative_path
+            if not is_plain_name(file):
+                raise ValueError(
+                    f"it names the file {file!r:.60}, which is not a file in the same folder"
+                )
+            place = _Place(file, info.offset, info.length)
             if min(place.offset, place.length) < 0:
                 raise ValueError("a chunk has a negative position")
             places.setdefault(index.fqn, {})[None if offset is None else tuple(offset)] = place
@@ -373,10 +378,12 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
                 values[name] = places[name][None]
                 continue
             specs[name] = TensorSpec(name, dtype_name(entry.properties.dtype), tuple(entry.size))
-            chunks[name] = [
-                _Chunk(tuple(c.offsets), tuple(c.sizes), _place_of(places[name], tuple(c.offsets)))
-                for c in entry.chunks
-            ]
+            chunks[name] = []
+            for chunk in entry.chunks:
+                offsets = tuple(chunk.offsets)
+                # A tensor that is not sharded may be stored without an offset.
+                key = offsets if offsets in places[name] else None
+                chunks[name].append(_Chunk(offsets, tuple(chunk.sizes), places[name][key]))
             _check_cover(specs[name], chunks[name])
         paths = _nested_paths(meta.planner_data, [*specs, *values])
         reader = DcpReader(folder, specs, chunks)
@@ -387,17 +394,6 @@ def open_reader(folder: Path) -> tuple[DcpReader, dict[str, tuple[Any, ...]], di
                 "a file was not copied. Restore the file, or use another checkpoint."
             )
     return reader, paths, values
-
-
-def _file_name(name: Any) -> str:
-    if not is_plain_name(name):
-        raise ValueError(f"it names the file {name!r:.60}, which is not a file in the same folder")
-    return str(name)
-
-
-def _place_of(places: Mapping[Any, _Place], offsets: tuple[int, ...]) -> _Place:
-    # A tensor that is not sharded may be stored without an offset.
-    return places[offsets] if offsets in places else places[None]
 
 
 def _check_cover(spec: TensorSpec, chunks: Sequence[_Chunk]) -> None:
@@ -477,7 +473,7 @@ def read_tree(folder: Path, stack: ExitStack) -> tuple[dict[Any, Any], DcpReader
 
 
 def open_checkpoint(path: Path) -> Checkpoint | None:
-    """Open the DCP folder at `path`. Returns None if there is none."""
+    """Open the DCP folder at `path`. Returns None if `path` is no such folder."""
     folder = find(path)
     if folder is None:
         return None

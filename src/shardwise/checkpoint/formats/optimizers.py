@@ -63,7 +63,9 @@ def fields_for(
             f"engine has {len(groups)}. Build the same ones, or load only the model: "
             "engine.load(path, model_only=True)."
         )
-    shapes = _shapes_here(checkpoint, names)
+    specs = checkpoint.model.specs
+    present = tensor_names.match(names, specs).found
+    shapes = {first: specs[name].shape for first, name in present.items()}
     named = [
         _by_position(checkpoint, optimizer, own, shapes)
         if optimizer.is_by_position
@@ -170,13 +172,6 @@ def _encode(checkpoint: Checkpoint, value: Any) -> Any:
 
 
 # -- names of parameters -----------------------------------------------------------------------
-
-
-def _shapes_here(
-    checkpoint: Checkpoint, names: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[int, ...]]:
-    found = tensor_names.match(names, checkpoint.model.specs).found
-    return {first: checkpoint.model.specs[name].shape for first, name in found.items()}
 
 
 def _by_position(

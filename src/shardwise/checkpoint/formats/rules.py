@@ -691,10 +691,14 @@ def apply(checkpoint: Checkpoint, rules: Sequence[Rule]) -> list[Change]:
         )
     checkpoint.model = _apply(checkpoint.model, changes)
     renamed = {c.old[0]: c.new[0] for c in changes if len(c.old) == len(c.new) == 1}
-    checkpoint.aliases = {
-        _rename(alias, rules, renamed): renamed.get(first, first)
-        for alias, first in checkpoint.aliases.items()
-    }
+    aliases = {}
+    for alias, first in checkpoint.aliases.items():
+        new = renamed.get(alias)
+        if new is None:
+            (change,) = plan([alias], rules, optional=True)
+            new = change.new[0]
+        aliases[new] = renamed.get(first, first)
+    checkpoint.aliases = aliases
     for name, average in checkpoint.averages.items():
         own = plan(list(average.specs), rules, optional=True)
         checkpoint.averages[name] = _apply(average, own)
@@ -703,13 +707,6 @@ def apply(checkpoint: Checkpoint, rules: Sequence[Rule]) -> list[Change]:
         for optimizer in optimizers
     ]
     return changes
-
-
-def _rename(alias: str, rules: Sequence[Rule], renamed: Mapping[str, str]) -> str:
-    if alias in renamed:
-        return renamed[alias]
-    (change,) = plan([alias], rules, optional=True)
-    return change.new[0]
 
 
 def _apply(tensors: TensorReader, changes: Sequence[Change]) -> MappedReader:

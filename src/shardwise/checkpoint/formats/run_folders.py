@@ -47,7 +47,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
             if (path / name).is_file():
                 tree["optimizer"] = _load(path / name)
         if (path / "optimizer_0").is_dir():
-            tree["optimizer"] = _load_sharded(path / "optimizer_0", "optimizer", stack)
+            tree["optimizer"] = _load_sharded_optimizer(path / "optimizer_0", stack)
         for name in _SCHEDULERS:
             if (path / name).is_file():
                 tree["lr_scheduler"] = _load(path / name)
@@ -80,11 +80,7 @@ def _open_model(path: Path, stack: ExitStack) -> Checkpoint | None:
     folder = path / f"{_FSDP}_0"
     if not folder.is_dir():
         return safetensors_files.open_folder(path)
-    if dcp.find(folder) is None:
-        raise BrokenCheckpoint(
-            f"{folder} lacks {dcp.METADATA}: the save did not finish, or the file was not copied. "
-            "Restore the file, or use another checkpoint."
-        )
+    _check_sharded(folder)
     checkpoint = dcp.open_checkpoint(folder)
     assert checkpoint is not None
     stack.push(checkpoint.stack.pop_all())
@@ -98,14 +94,19 @@ def _load(path: Path) -> Any:
         return torch_files.as_tree(content, path)[0]
 
 
-def _load_sharded(folder: Path, key: str, stack: ExitStack) -> Any:
+def _load_sharded_optimizer(folder: Path, stack: ExitStack) -> Any:
+    _check_sharded(folder)
+    tree, _ = dcp.read_tree(folder, stack)
+    return tree.get("optimizer", tree)
+
+
+def _check_sharded(folder: Path) -> None:
+    """Raise BrokenCheckpoint if `folder`, which a sharded save has created, is incomplete."""
     if dcp.find(folder) is None:
         raise BrokenCheckpoint(
             f"{folder} lacks {dcp.METADATA}: the save did not finish, or the file was not copied. "
             "Restore the file, or use another checkpoint."
         )
-    tree, _ = dcp.read_tree(folder, stack)
-    return tree.get(key, tree)
 
 
 def _step(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -84,12 +83,3 @@ def read_configs(path: Path) -> dict[str, bytes]:
         for name in CONFIGS
         if (path / name).is_file() and (path / name).stat().st_size <= _LARGEST_CONFIG
     }
-
-
-def architecture(config: bytes) -> str:
-    """Return the class of the model that `config`, a config.json, describes, or ""."""
-    try:
-        fields = json.loads(config)
-        return ", ".join(map(str, fields.get("architectures") or [fields.get("peft_type", "")]))
-    except (ValueError, AttributeError, RecursionError, TypeError):
-        return ""
