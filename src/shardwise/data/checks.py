@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +101,7 @@ class LoaderArguments:
             "batch_sampler": self.batch_sampler is not None,
             "drop_last": self.drop_last,
         }
-        if clash := [name for name, is_given in others.items() if is_given]:
-            raise DataError(
-                f"tokens decides the batches, so {' and '.join(clash)} cannot be combined with it: "
-                "leave one of them out."
-            )
+        _refuse_together("tokens", others)
         for name, value in (
             ("tokens", budget.tokens),
             ("micro_batch_tokens", budget.micro_batch_tokens),
@@ -167,11 +163,7 @@ class LoaderArguments:
             "sampler": self.sampler is not None,
             "drop_last": self.drop_last,
         }
-        if clash := [name for name, is_given in others.items() if is_given]:
-            raise DataError(
-                f"batch_sampler decides the batches, so {' and '.join(clash)} cannot be combined "
-                "with it: leave one of them out."
-            )
+        _refuse_together("batch_sampler", others)
 
     def _check_stream(self) -> None:
         kind = type(self.dataset).__name__
@@ -236,3 +228,12 @@ class LoaderArguments:
                 f"drop_last with batch_size={self.batch_size} drops all {length} samples of "
                 f"{kind}: make batch_size {length} or smaller, or leave drop_last out."
             )
+
+
+def _refuse_together(argument: str, others: Mapping[str, bool]) -> None:
+    """Raise DataError if one of `others` is passed next to `argument`."""
+    if clash := [name for name, is_given in others.items() if is_given]:
+        raise DataError(
+            f"{argument} decides the batches, so {' and '.join(clash)} cannot be combined with it: "
+            "leave one of them out."
+        )

@@ -281,7 +281,12 @@ def until_all_finish(
         device = world.data.small_device
         row = torch.tensor([float(mine)], dtype=torch.float64, device=device)
         rows = [int(value) for value in world.data.gather_rows(row).flatten().tolist()]
-        _check_parts(rows)
+        empty = [str(rank) for rank, count in enumerate(rows) if count < 0]
+        if empty:
+            raise DataError(
+                f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} has no "
+                'samples. Give each rank some, write sharding="slice", or start fewer workers.'
+            )
         total = sum(rows)
         if total < needed:
             return
@@ -299,15 +304,6 @@ def until_all_finish(
         for part in range(1, parts):
             micro, data = next(items)
             yield replace(micro, total=total, all_have=all_have[part]), data
-
-
-def _check_parts(rows: list[int]) -> None:
-    empty = [str(rank) for rank, count in enumerate(rows) if count < 0]
-    if empty:
-        raise DataError(
-            f"The part of the stream on rank(s) {', '.join(empty)} of {len(rows)} has no samples. "
-            'Give each rank some, write sharding="slice", or start fewer workers.'
-        )
 
 
 def _collate_of(arguments: LoaderArguments) -> Callable[[list[Any]], Any]:

@@ -64,12 +64,16 @@ def check_model(model: nn.Module, attention: str, call: Call | None) -> None:
         batch = packed([[(text, len(text)) for text in row] for row in documents])
         together = _run(clone, batch, call or _call, kind)
         ends = [text for row in documents for text in row]
+        # By default the reference gets neither a mask nor positions, so that it is right even if
+        # the model misreads both. If forward requires one, it gets that of one document.
+        accepted = inspect.signature(clone.forward).parameters.values()
+        required = {p.name for p in accepted if p.default is inspect.Parameter.empty}
         singles = []
         for text in ends:
             alone = PackedCollate(len(text), attention)([[(text, len(text))]])
-            # By default the reference gets neither a mask nor positions, so that it is right even
-            # if the model misreads both. If forward requires one, it gets that of one document.
-            batch = alone if call is not None else _required(clone, alone)
+            batch = alone
+            if call is None:
+                batch = {k: v for k, v in alone.items() if k in {"input_ids", *required}}
             singles.append(_run(clone, batch, call or _call, kind))
     _compare(kind, attention, clone, together, singles, documents)
 
@@ -99,13 +103,6 @@ class _Run:
     inputs: dict[str, list[Tensor]]
     outputs: dict[str, list[Tensor]]
     scores: Tensor
-
-
-def _required(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `input_ids`, and the fields of `batch` that `model.forward` requires."""
-    accepted = inspect.signature(model.forward).parameters
-    required = {name for name, each in accepted.items() if each.default is inspect.Parameter.empty}
-    return {key: value for key, value in batch.items() if key in {"input_ids", *required}}
 
 
 def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:

@@ -22,7 +22,13 @@ NAME = "shardwise_packing_reference"
 
 def uses_flash(model: nn.Module) -> bool:
     """Return whether `model` is a Transformers model that was loaded with flash attention."""
-    return any("flash" in name for name in _implementations(model))
+    for config in _configs(model):
+        chosen = config._attn_implementation
+        # Models of several modalities choose an implementation for each.
+        names = chosen.values() if isinstance(chosen, Mapping) else [chosen]
+        if any("flash" in str(name) for name in names):
+            return True
+    return False
 
 
 def flash_arguments(sizes: list[int]) -> dict[str, Any]:
@@ -93,9 +99,3 @@ def _configs(model: nn.Module) -> Iterator[Any]:
         config = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):
             yield config
-
-
-def _implementations(model: nn.Module) -> Iterator[str]:
-    for config in _configs(model):
-        name = config._attn_implementation
-        yield from map(str, name.values() if isinstance(name, Mapping) else [name])
