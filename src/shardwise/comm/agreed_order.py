@@ -55,7 +55,7 @@ class _KnownOrder:
 
 @dataclass(eq=False)
 class _Member:
-    """An engine's units, or those of its modules that exchange statistics.
+    """An engine's units, or its modules that exchange statistics.
 
     Entries are numbered consecutively, starting at `first`.
     """
@@ -193,7 +193,7 @@ class AgreedOrder:
     def _remember(self, agreed: int, expected: Sequence[int]) -> None:
         """Update the list for this kind of pass.
 
-        `agreed` is the result of the pass's last `agree` call, or -1 if there was none.
+        `agreed` is the result of the pass's last `agree` call, or -1 without such a call.
         """
         if self._order is None:
             # The smallest wish is returned, so this holds if the pass succeeded on any rank.

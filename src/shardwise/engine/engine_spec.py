@@ -68,7 +68,7 @@ class EngineSpec:
     peers: Collectives = field(default_factory=Solo)
     """Ranks with the same index in each island; only this rank if there is a single island."""
     routing: RoutingRun | None = None
-    """Connects the models' mixture-of-experts layers; None if there are none."""
+    """Connects the models' mixture-of-experts layers, or None if they have no such layers."""
     experts: ExpertParallelModels | None = None
     """Expert parallelism: this rank's experts, or None if every rank has all of them."""
     unsplit_experts: ExpertParallelModels | None = None
@@ -352,7 +352,7 @@ class EngineSpec:
         return Census(self.models)
 
     def shape(self) -> Shape:
-        """Return the properties of the parameter groups on which the states' layout depends."""
+        """Return the properties of the parameter groups that determine the states' layout."""
         with unguarded():
             # Use the parameters cached in `_census`, because this runs before every backward pass.
             trained = [p.requires_grad for p in self._census.parameters()]
