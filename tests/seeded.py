@@ -32,12 +32,11 @@ console = Console(soft_wrap=True, highlight=False)
 class Result:
     """The result of a trial.
 
-    `kind` is the kind of result, and `fine` is True if this kind is promised. `of` is the kind of
-    thing that was tried, `words` a short description, and `story` all details.
+    `kind` is the kind of result, one of the command's. `of` is the kind of thing that was tried,
+    `words` a short description, and `story` all details.
     """
 
     kind: str
-    fine: bool
     of: str
     words: str = ""
     story: str = ""
@@ -109,7 +108,7 @@ class Command:
             result = trial(seed)
             if counts is not None:
                 counts.add(result)
-            if not result.fine:
+            if result.kind not in self.fine:
                 told.append(f"{self._said(seed, result)}\n{result.story}")
         return "\n".join(told)
 
@@ -126,7 +125,7 @@ class Command:
                 for seed in range(first, first + count):
                     result = trial(seed)
                     counts.add(result)
-                    if not result.fine:
+                    if result.kind not in self.fine:
                         fine = False
                         progress.console.print(self._said(seed, result), markup=False)
                     progress.update(task, advance=1)
@@ -165,7 +164,7 @@ class Command:
                     fine = self.many(trial, seed, count, seconds)
                 else:
                     result = trial(one)
-                    fine = result.fine
+                    fine = result.kind in self.fine
                     console.print(f"{result.kind}: {result.words}\n{result.story}", markup=False)
             sys.exit(not fine)
 

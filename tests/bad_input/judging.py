@@ -48,7 +48,6 @@ class Runner:
         kind, words = judge(given, seen)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of=given.kind,
             words=f"{given}: {words}",
             story=f"exit code {seen.code}\n{seen.out[-3000:]}{seen.err[-6000:]}",

@@ -27,7 +27,7 @@ def main(flips: int, seed: int, flip: int | None, steps: int | None) -> None:
             fine = count_clean(groups, steps, seed)
         elif flip is not None:
             result = Runner(groups)(flip)
-            fine = result.fine
+            fine = result.kind in COMMAND.fine
             console.print(f"{result.kind}: {result.words}\n{result.story}", markup=False)
         else:
             fine = COMMAND.many(Runner(groups), seed, flips)

@@ -67,7 +67,6 @@ class Runner:
             shutil.rmtree(copy, ignore_errors=True)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of=done.kind,
             words=f"{words}: {said}",
             story=story,

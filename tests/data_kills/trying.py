@@ -284,7 +284,6 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of=training.kind,
             words=words.strip().splitlines()[-1],
             story=f"{training}\n{words}",

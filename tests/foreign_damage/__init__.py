@@ -127,7 +127,6 @@ class Runner:
             shutil.rmtree(copy)
         return Result(
             kind=outcome,
-            fine=outcome in COMMAND.fine,
             of=f"{name}, {kind}",
             words=f"{name}: {words}: {said}",
             story=story,

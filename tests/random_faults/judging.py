@@ -54,7 +54,6 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of=fault.kind,
             words=f"{fault}: {words}",
             story=story,

@@ -71,7 +71,6 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of=run.losses[0].moment,
             words=f"{run}: {words}",
             story=story,

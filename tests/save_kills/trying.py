@@ -107,7 +107,6 @@ class Runner:
             shutil.rmtree(folder, ignore_errors=True)
         return Result(
             kind=kind,
-            fine=kind in COMMAND.fine,
             of="all ranks" if len(kill.victims) == SIZE else "one rank",
             words=f"{kill}: {words}",
             story=story,
