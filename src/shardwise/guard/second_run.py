@@ -131,8 +131,6 @@ class SecondRun:
         self._swapped: list[tuple[Tensor, Any]] = []
         self._first: dict[str, list[Tensor]] = {}
         self._second: dict[str, list[Tensor]] = {}
-        self.compared = 0
-        """Number of forward outputs and gradients that have been compared since `arm`."""
         self.is_possible = impossible is None
         self.reason = impossible
         """Why a pass could not be compared, or None."""
@@ -186,7 +184,6 @@ class SecondRun:
 
     def _compare(self, kind: str, name: str, one: Tensor | None, two: Tensor | None) -> None:
         if one is not None and two is not None:
-            self.compared += 1
             self._pairs.append((kind, name, one, two))
 
     # -- forward ------------------------------------------------------------------------------

@@ -95,12 +95,12 @@ def addresses(identity: Identity) -> tuple[str, ...]:
     if identity.on_one_host:
         return ("127.0.0.1",)
     name = socket.gethostname()
-    found = [identity.address, name, _own_number(name)]
+    found = [identity.address, name, _own_number()]
     return tuple(dict.fromkeys(one for one in found if one))
 
 
-def _own_number(name: str) -> str | None:
-    """Return this host's address on the default route, for hosts that cannot resolve `name`."""
+def _own_number() -> str | None:
+    """Return this host's address on the default route, for hosts that cannot resolve its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing, only looks up the route
@@ -167,16 +167,13 @@ def _remove_stale(folder: Path) -> None:
     for old in [*folder.glob(ours), *folder.glob(DRAFT + ours)]:
         with suppress(FileNotFoundError):
             # Check the age too, because a process in another container is not visible here.
-            if time.time() - old.stat().st_mtime > OLD and not _is_needed(old):
+            if time.time() - old.stat().st_mtime <= OLD:
+                continue
+            # A file of another host is kept, because its writer may still be running there.
+            file = read(old)
+            ended = file and file.host == socket.gethostname() and not _is_alive(file.pid)
+            if old.name.startswith(DRAFT) or ended:
                 old.unlink()
-
-
-def _is_needed(old: Path) -> bool:
-    """Return whether the process that wrote the file `old` may still be running on any host."""
-    if old.name.startswith(DRAFT):
-        return False
-    file = read(old)
-    return file is None or file.host != socket.gethostname() or _is_alive(file.pid)
 
 
 def _is_alive(pid: int) -> bool:
@@ -228,10 +225,7 @@ def _name_by_hydra(identity: Identity) -> str | None:
         return None
 
 
-def launcher_process(pid: int | None = None) -> int | None:
-    """Return the id of the nearest ancestor that is a launcher, or None.
-
-    `pid` is the process whose ancestors are searched (default: this process).
-    """
-    above = processes.ancestors(pid)
+def launcher_process() -> int | None:
+    """Return the id of this process's nearest ancestor that is a launcher, or None."""
+    above = processes.ancestors()
     return next((each for each, name in above if name in launcher_detection.PROCESSES), None)

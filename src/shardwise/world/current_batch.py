@@ -248,7 +248,12 @@ class CurrentBatch:
         loops = [stream for stream in training if not stream.passing]
         if not weighted:
             self._check_weight(training, loops)
-        _check_stand_ins(training)
+        if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
+            raise UsageError(
+                f"The weight of this loss is ambiguous: of the training loaders {_names(training)},"
+                " one has no sample left for this rank, and another one has. Give them batches and "
+                "datasets of the same length, or iterate over one of them at a time."
+            )
         if anew and training and not loops:
             self._check_shared_stand_in(training[-1])
         given = [stream.batch for stream in loops or training if stream.batch is not None]
@@ -295,15 +300,6 @@ _WEIGHT = (
     "worker, divide it by the number on all workers, and write engine.backward(loss_a * n_a / "
     'total_a + loss_b * n_b / total_b, reduction="sum").'
 )
-
-
-def _check_stand_ins(training: Sequence[LoaderStream]) -> None:
-    if len({stream.batch.samples == 0 for stream in training if stream.batch is not None}) > 1:
-        raise UsageError(
-            f"The weight of this loss is ambiguous: of the training loaders {_names(training)}, "
-            "one has no sample left for this rank, and another one has. Give them batches and "
-            "datasets of the same length, or iterate over one of them at a time."
-        )
 
 
 def _names(streams: Sequence[LoaderStream]) -> str:

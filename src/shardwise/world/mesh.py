@@ -42,7 +42,12 @@ class Mesh:
     def __post_init__(self) -> None:
         # If the replicas do not divide either, report only that (below).
         if self.size % self.replica == 0 and self.size // self.replica % self.islands:
-            raise ConfigError(self._uneven_islands())
+            fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
+            raise ConfigError(
+                f"--islands {self.islands} does not divide {many(self.data, self._noun)}: all "
+                f"islands have the same size. Write --islands with one of "
+                f"{', '.join(map(str, fits))}."
+            )
         if self.size % self.replica:
             axes = {"pipeline": self.pipeline, "tensor": self.tensor}
             flags = " ".join(f"--{name} {n}" for name, n in axes.items() if n > 1)
@@ -86,13 +91,6 @@ class Mesh:
     def _noun(self) -> str:
         """The word for the ranks that together hold the full model."""
         return "worker" if self.replica == 1 else "replica"
-
-    def _uneven_islands(self) -> str:
-        fits = [n for n in range(1, self.data + 1) if self.data % n == 0]
-        return (
-            f"--islands {self.islands} does not divide {many(self.data, self._noun)}: all islands "
-            f"have the same size. Write --islands with one of {', '.join(map(str, fits))}."
-        )
 
     @property
     def replica(self) -> int:
@@ -252,21 +250,15 @@ def mesh_of(settings: Settings, size: int, islands: int) -> Mesh:
         )
     if settings.expert > 1:
         _check_expert(settings, islands)
-    if settings.context > 1:
-        _check_context(settings)
-    return Mesh(
-        size, settings.tensor, settings.pipeline, islands, settings.expert, settings.context
-    )
-
-
-def _check_context(settings: Settings) -> None:
-    """Raise ConfigError if other settings cannot be combined with `--context`."""
-    if settings.exact is not None:
+    if settings.exact is not None and settings.context > 1:
         raise ConfigError(
             f"--exact {settings.exact} cannot be combined with --context {settings.context}: the "
             "gradient of a weight is a sum over tokens, whose rounding depends on the number of "
             "workers that share a sequence. Remove one of the two."
         )
+    return Mesh(
+        size, settings.tensor, settings.pipeline, islands, settings.expert, settings.context
+    )
 
 
 def _check_expert(settings: Settings, islands: int) -> None:

@@ -103,7 +103,7 @@ _OF_ELEMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "s
 
 
 @dataclass
-class SavedOptimizer:
+class DeepSpeedOptimizer:
     """The optimizer in a DeepSpeed save.
 
     Args:
@@ -135,14 +135,14 @@ class SavedOptimizer:
 
 def _read_optimizer(
     save: Save, names: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]]
-) -> SavedOptimizer | None:
+) -> DeepSpeedOptimizer | None:
     """Return the optimizer in `save`, or None if no optimizer was saved.
 
     At stage 0, the state is stored without parameter names, so parameters are identified by their
     positions in the groups, as in torch's `load_state_dict`. Raises CheckpointMismatch if the saved
     groups differ from `groups`. See `fields_of` for the arguments.
     """
-    optimizer = SavedOptimizer()
+    optimizer = DeepSpeedOptimizer()
     if save.partitions is not None:
         # Match only parameters with optimizer state, so not buffers and frozen parameters.
         saved_names = {name for shapes in save.partitions.shapes for name in shapes}
@@ -169,7 +169,7 @@ def _read_optimizer(
 
 
 def _read_flat(
-    save: Save, optimizer: SavedOptimizer, partitions: Partitions, here: Mapping[str, str]
+    save: Save, optimizer: DeepSpeedOptimizer, partitions: Partitions, here: Mapping[str, str]
 ) -> None:
     """Read optimizer state that is stored for flat groups of parameters.
 
@@ -211,7 +211,7 @@ def _read_flat(
 
 def _read_by_place(
     save: Save,
-    optimizer: SavedOptimizer,
+    optimizer: DeepSpeedOptimizer,
     saved: Mapping[str, Any],
     names: Mapping[str, Sequence[str]],
     groups: Sequence[Sequence[str]],
@@ -242,7 +242,7 @@ def _read_by_place(
 
 def _add_state(
     save: Save,
-    optimizer: SavedOptimizer,
+    optimizer: DeepSpeedOptimizer,
     name: str,
     key: str,
     value: Any,

@@ -483,7 +483,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         if rest.is_file():
             with reading(rest, torch_files.WHAT):
                 tree = dict(torch_files.as_tree(torch_files.load(rest)[0], rest)[0]) | tree
-        found = training_dict.interpret(tree, folder, WHAT)
+        found = training_dict.interpret(tree, folder)
         format = "Lightning sharded checkpoint" if rest.is_file() else "torch DCP"
         checkpoint = Checkpoint(format, folder, **found)
         checkpoint.facts["files"] = str(len(reader.files))

@@ -58,7 +58,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
         with reading(path, checkpoint.format):
             # Any state_dict will do: only what stands next to it is used.
             some = training_dict.leaves_of(checkpoint.model)
-            found = training_dict.interpret({"model": some, **tree}, path, checkpoint.format)
+            found = training_dict.interpret({"model": some, **tree}, path)
         for name in ("optimizers", "step", "schedulers", "scale", "notes"):
             setattr(checkpoint, name, found.get(name, getattr(checkpoint, name)))
         damages = checkpoint.damages

@@ -68,7 +68,7 @@ def _open_pickles(path: Path, files: list[Path]) -> Checkpoint:
         content, _ = torch_files.load(file)
         with reading(file, torch_files.WHAT):
             tree, _ = torch_files.as_tree(content, file)
-            part = training_dict.interpret(tree, file, torch_files.WHAT)["model"]
+            part = training_dict.interpret(tree, file)["model"]
         leaves |= part.leaves
     checkpoint = Checkpoint("Transformers folder", path, MappedReader(leaves))
     checkpoint.config = read_configs(path)

@@ -37,7 +37,7 @@ def open_checkpoint(path: Path) -> Checkpoint | None:
     content, format = load(path)
     with reading(path, WHAT):
         tree, memory = as_tree(content, path)
-        checkpoint = Checkpoint(format, path, **training_dict.interpret(tree, path, WHAT))
+        checkpoint = Checkpoint(format, path, **training_dict.interpret(tree, path))
         checkpoint.aliases = find_aliases(checkpoint, memory)
         if objects := objects_in(tree):
             checkpoint.facts["not read"] = ", ".join(objects)[:200]

@@ -81,13 +81,12 @@ def nest(entries: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     return tree
 
 
-def interpret(tree: Any, path: Path, what: str) -> dict[str, Any]:
+def interpret(tree: Any, path: Path) -> dict[str, Any]:
     """Return the parts of a nested dict, as arguments of `Checkpoint`.
 
     Args:
         tree: Nested dicts and lists, with a Leaf in place of each tensor.
         path: The file or folder, for messages.
-        what: Name of the format, for messages.
 
     Raises:
         CheckpointError: `tree` contains no state_dict of a model.

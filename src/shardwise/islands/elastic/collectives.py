@@ -59,11 +59,11 @@ class _LinkCollectives(Collectives):
     def small_device(self) -> torch.device:
         return self.island.small_device
 
-    def _swap(self, label: str, tensor: Tensor, *, alone: bool = False) -> list[Tensor]:
+    def _swap(self, label: str, tensor: Tensor) -> list[Tensor]:
         """All-gather `tensor` from all islands. All ranks must pass the same shape and dtype."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         mine = _bytes(flat)
-        _, rows = self.link.exchange(label, mine, alone=alone)
+        _, rows = self.link.exchange(label, mine)
         # Unlike transports, the launcher forwards any bytes, so check the sizes here.
         if any(len(row) != len(mine) for row in rows):
             raise UsageError(

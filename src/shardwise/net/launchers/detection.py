@@ -249,7 +249,14 @@ def detect(environ: Environ, parents: Sequence[str] = ()) -> Identity:
             break
     identity = _agreed(found)
     if identity.launcher == "the user":
-        _check_by_hand(identity, environ)
+        # A user who exports SHARDWISE_RANK once and then calls mpirun gives the same rank to all
+        # processes. But a launcher with fewer ranks may be an outer one, whose ranks each start
+        # several processes.
+        for row in LAUNCHERS:
+            if row.level in (_LEVEL_OF_MPI, _LEVEL_OF_MPI + 1):
+                other = row.read(environ)
+                if other is not None and other.size >= identity.size:
+                    _agreed([identity, other])
     # A launcher that started one process may enclose one that started several, but that we cannot
     # read.
     elif identity.size == 1 and level >= _LEVEL_OF_MPI:
@@ -274,19 +281,6 @@ def _is_alone(environ: Environ) -> bool:
     if text not in ("", "0", "1"):
         raise LaunchError(f"{ALONE} takes 0 or 1, not {text[:40]!r}: write 1, or unset it.")
     return text == "1"
-
-
-def _check_by_hand(identity: Identity, environ: Environ) -> None:
-    """Raise LaunchError if a launcher contradicts the variables that the user has set."""
-    # A user who exports SHARDWISE_RANK once and then calls mpirun gives the same rank to all
-    # processes. But a launcher with fewer ranks may be an outer one, whose ranks each start several
-    # processes.
-    for row in LAUNCHERS:
-        if row.level not in (_LEVEL_OF_MPI, _LEVEL_OF_MPI + 1):
-            continue
-        other = row.read(environ)
-        if other is not None and other.size >= identity.size:
-            _agreed([identity, other])
 
 
 def _agreed(found: list[Identity]) -> Identity:

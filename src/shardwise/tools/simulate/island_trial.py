@@ -299,20 +299,16 @@ class IslandTrial(Simulation):
             if failure.repair:
                 self._take_away(each, hit[island], back)
         if working and not self._share:
-            self._go_back()
+            # No island is left, so return to the newest complete checkpoint.
+            self._lose_unsaved_work()
+            self._saves_in = self._rounds_between_saves
+            for each in self._away.values():
+                each.awaited = False
 
     def _send_away(self, islands: list[int], cause: str, seconds: float) -> None:
         until = self._time.now + seconds
         for island in islands:
             self._away[island] = _Absence(cause, until, awaited=cause == "detection")
-
-    def _go_back(self) -> None:
-        """Return to the newest complete checkpoint, because no island is left."""
-        self._lose_unsaved_work()
-        self._saves_in = self._rounds_between_saves
-        for each in self._away.values():
-            # No island is left that could wait for this one.
-            each.awaited = False
 
     def _take_away(self, each: _Absence, units: int, back: float) -> None:
         """Send units of an island to repair until time `back`, and replace them with spares."""

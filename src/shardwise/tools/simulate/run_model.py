@@ -158,14 +158,6 @@ def largest_of(count: int) -> tuple[float, float]:
     return mean, math.sqrt(squares / mass - mean * mean)
 
 
-def slowest_of(count: int, jitter: float) -> float:
-    """Return the mean time of the slowest of `count` devices, relative to one device's mean.
-
-    Each device's time is normal with a standard deviation of `jitter`.
-    """
-    return 1.0 + jitter * largest_of(count)[0]
-
-
 def young(rate: float, save: float) -> float:
     """Return Young's (1974) checkpoint interval sqrt(2 save / rate) in seconds.
 

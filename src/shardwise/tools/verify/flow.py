@@ -56,7 +56,6 @@ class Verification:
 
     def __post_init__(self) -> None:
         self._references: dict[str, RecordedTraining] = {}
-        self._why = ""
 
     def check(self) -> RecordedTraining:
         """Run the reference, and check that it trains.

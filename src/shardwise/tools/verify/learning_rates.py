@@ -12,9 +12,6 @@ from shardwise.tools.verify.records import RecordedTraining
 MOST_MICRO_BATCHES = 17
 """End (exclusive) of the range of micro-batches per step to try."""
 
-Rates = tuple[float, ...]
-"""The learning rates of a step, one per parameter group."""
-
 
 def suspect_rates(
     reference: RecordedTraining, other: RecordedTraining, size: int
