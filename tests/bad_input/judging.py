@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from random import Random
 
-from tests.bad_input.drawing import Input, draw
+from tests.bad_input.drawing import draw
 from tests.bad_input.trying import Seen, try_input
 from tests.distributed.group import FORKED
 from tests.seeded import Command, Result
@@ -45,7 +45,7 @@ class Runner:
         given = draw(seed)
         real = given.around == "no files" or Random(-seed).random() < REAL
         seen = try_input(given, self._folder / f"input-{seed}", real=real)
-        kind, words = judge(given, seen)
+        kind, words = judge(seen)
         return Result(
             kind=kind,
             of=given.kind,
@@ -55,7 +55,7 @@ class Runner:
         )
 
 
-def judge(given: Input, seen: Seen) -> tuple[str, str]:
+def judge(seen: Seen) -> tuple[str, str]:
     """Return the kind of result, and a few words about it."""
     lines = [line for line in seen.err.splitlines() if line.strip()]
     last = lines[-1][:300] if lines else ""
