@@ -27,6 +27,7 @@ from shardwise.bridging.trained_engine import (
     remember,
     trained_engines,
 )
+from shardwise.engine.loss_terms import graph_nodes
 from shardwise.errors import UsageError
 
 Make = Callable[[list[nn.Module], list[optim.Optimizer]], sw.Engine]
@@ -250,20 +251,6 @@ def engine_of_model(model: nn.Module) -> TrainedEngine | None:
     """Return the engine that trains `model` or a model that contains it, or None."""
     found = (each for each in trained_engines() if any(model in m.modules() for m in each.models))
     return next(found, None)
-
-
-def graph_nodes(loss: Tensor) -> Iterator[Any]:
-    """Yield each node of the loss's autograd graph once, starting at the loss.
-
-    A node with an attribute `variable` accumulates the gradient of that tensor.
-    """
-    nodes, seen = [loss.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            nodes.extend(child for child, _ in node.next_functions)
 
 
 def _parameters_of(loss: Tensor) -> set[int]:

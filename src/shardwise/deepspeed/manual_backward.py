@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.bridging.trained_models import graph_nodes
+from shardwise.engine.loss_terms import graph_nodes
 
 Backward = Callable[[Tensor], Tensor]
 BackwardOf = Callable[..., Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,10 +143,15 @@ class EngineState:
         if hooks is None or not hooks.have_own_weights:
             yield
             return
+        with self.other_weights(hooks.common_weights()):
+            yield
+
+    @contextmanager
+    def other_weights(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Context manager that marks the weights as swapped inside `context`, which swaps them."""
         with torch.no_grad():
             # Enter the context by hand, so that autograd is off only during the swap, not inside
             # the block.
-            context = hooks.common_weights()
             context.__enter__()
         self.in_ema = True
         self.parameters_changed()

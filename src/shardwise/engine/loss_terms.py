@@ -135,6 +135,20 @@ def _words(term: Term) -> str:
     return f"a mean over {count} items ({term.source})"
 
 
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield each node of the loss's autograd graph once, starting at the loss.
+
+    A node with an attribute `variable` accumulates the gradient of that tensor.
+    """
+    nodes, seen = [loss.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            nodes.extend(child for child, _ in node.next_functions)
+
+
 def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     """Read the terms of `loss` from its autograd graph.
 

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import nn, optim
 
 from shardwise.engine import plain_state_dict, whole_tensors
@@ -114,19 +113,8 @@ class StateAccess:
             )
         self._check_enters("ema")
         state.objects.look_for_changes()
-        with torch.no_grad():
-            # Enter the context by hand, so that autograd is off only during the swap, not inside
-            # the block.
-            context = state.states.averages.swapped_in()
-            context.__enter__()
-        state.in_ema = True
-        state.parameters_changed()
-        try:
+        with state.other_weights(state.states.averages.swapped_in()):
             yield
-        finally:
-            state.in_ema = False
-            context.__exit__(None, None, None)
-            state.parameters_changed()
 
     @contextmanager
     def anchor(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from weakref import WeakMethod
 from torch import Tensor, nn, optim
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.engine.loss_terms import FURTHER
+from shardwise.engine.loss_terms import FURTHER, graph_nodes
 from shardwise.errors import ModelError, UsageError
 from shardwise.layout.placement import Placement
 from shardwise.model.optimizer_access import StateOfEngine, own_methods
@@ -256,19 +256,13 @@ def check_reachable(loss: Tensor, *, several: bool) -> None:
     reentrant checkpoints.
     """
     # Walk the graph only after a backward pass without gradients: a large graph takes milliseconds.
-    nodes, seen = [loss.grad_fn] if several else [], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in graph_nodes(loss) if several else ():
         if node.name() == "CheckpointFunctionBackward":
             raise UsageError(
                 "No gradient reached this engine: with several engines, reentrant activation "
                 "checkpointing hides the parameters inside it. Write "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
             )
-        nodes.extend(child for child, _ in node.next_functions)
 
 
 _DISTRIBUTED = {
