@@ -171,9 +171,9 @@ def test_script_of_trl(
         (
             (BY_HAND, "counted"),
             4,
-            "all ranks were received 16 rows, and the models of one process 8",
+            "all ranks received 16 rows, and the models of one process 8",
         ),
-        ((BY_HAND, "drawn"), 4, "all ranks were received 16 rows, and the models of one process 8"),
+        ((BY_HAND, "drawn"), 4, "all ranks received 16 rows, and the models of one process 8"),
         ((BY_HAND, "unseeded"), 4, "normal_ in stock_by_hand.py:26 draws random numbers (torch)"),
     ],
     ids=["sliced", "total batch", "counted", "drawn", "unseeded"],
