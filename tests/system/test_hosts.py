@@ -344,6 +344,20 @@ class TestEnding:
             ran.err == "shardwise: Ctrl-C: stopping 2 ranks. A second one kills them immediately.\n"
         )
 
+    @pytest.mark.full
+    def test_ctrl_c_in_training_names_the_checkpoint(self, shardwise: Launcher, hosts: Lab) -> None:
+        words = (script("resumes"), "checkpoints", "--epochs", "20", "--pause", "0.2")
+        process = shardwise.start(*over(hosts, "-H", "node1,node2"), *words)
+        assert process.stdout is not None
+        while (line := process.stdout.readline()) and line != "[0] step 6\n":
+            pass
+        process.send_signal(signal.SIGINT)
+        ran = shardwise.finish(process, 30)
+        assert ran.code == 130, ran.err
+        assert "Traceback" not in ran.out + ran.err
+        assert "A new start continues from the checkpoint of step 4: " in ran.err
+        assert "The last checkpoint is checkpoints/step-4. " in ran.err
+
     def test_kill_9_of_launcher_ends_all_hosts(self, shardwise: Launcher, hosts: Lab) -> None:
         process = self.sleeping(shardwise, *over(hosts))
         process.kill()

@@ -112,18 +112,35 @@ class TestRestarts:
 
 class TestAskedToEnd:
     @WARM
-    def test_ctrl_c_reports_resume_point(self, shardwise: Launcher) -> None:
-        process = shardwise.start("run", "-n", "2", script("tells"), "waits")
+    @pytest.mark.parametrize(
+        ("saved", "said"),
+        [
+            (
+                (),
+                " without a save. A new start continues from the beginning, because the script "
+                "does not call engine.resume(folder): 7 steps are lost. To save before the end, "
+                "send SIGTERM instead.",
+            ),
+            (
+                ("runs/step-5",),
+                " without a save. A new start continues from the beginning, because the script "
+                "does not call engine.resume(folder): 7 steps are lost. The last checkpoint is "
+                "runs/step-5. To save before the end, send SIGTERM instead.",
+            ),
+            (("runs/step-7",), ". The last checkpoint is runs/step-7."),
+        ],
+        ids=["nothing saved", "saved two steps before", "saved in the last step"],
+    )
+    def test_ctrl_c_reports_resume_point(
+        self, shardwise: Launcher, saved: tuple[str, ...], said: str
+    ) -> None:
+        process = shardwise.start("run", "-n", "2", script("tells"), "waits", *saved)
         assert process.stdout is not None
         assert {process.stdout.readline() for _ in range(2)} == {"[0] up\n", "[1] up\n"}
         process.send_signal(signal.SIGINT)
         ran = shardwise.finish(process)
         assert ran.code == 130
-        assert ran.err.endswith(
-            "shardwise: Ctrl-C ended the run at step 7 without a save. A new start continues from "
-            "the beginning, because the script does not call engine.resume(folder): 7 steps are "
-            "lost. To save before the end, send SIGTERM instead.\n"
-        )
+        assert ran.err.endswith(f"shardwise: Ctrl-C ended the run at step 7{said}\n")
 
     def test_signal_to_launcher_saves(self, shardwise: Launcher) -> None:
         """All ranks save between two steps, and their DataLoader workers do not interfere."""

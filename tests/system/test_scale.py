@@ -1,6 +1,8 @@
 """`shardwise scale` as a user types it, on an ordinary script."""
 
 import json
+import os
+import shutil
 import signal
 import sys
 import time
@@ -41,11 +43,14 @@ def test_measures_every_size_and_reports_a_crash(shardwise: Launcher) -> None:
 
 def test_weak_scaling_of_a_few_steps_with_settings_of_the_run(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--kind", "weak", "--warmup", "1", "--steps", "3", "--zero", "1")
-    ran = shardwise.run("scale", *flags, "--out", "out", script("measured"), env=QUICK)
+    name = os.fsdecode(b"caf\xe9.py")  # a name that is not UTF-8
+    shutil.copy(script("measured"), shardwise.folder / name)
+    ran = shardwise.run("scale", *flags, name, env=QUICK)
     assert ran.code == 0, ran.out + ran.err
-    (found,) = json.loads((shardwise.folder / "out" / "scaling.json").read_text())["results"]
+    out = shardwise.folder / "runs" / r"scale-caf\udce9"
+    (found,) = json.loads((out / "scaling.json").read_text())["results"]
     assert (found["kind"], found["batch"], found["steps"]) == ("weak", 24, 4)
-    assert "ZERO_1" in (shardwise.folder / "out/runs/weak-2/output.txt").read_text()
+    assert "ZERO_1" in (out / "runs/weak-2/output.txt").read_text()
 
 
 SETTLED = """\

@@ -6,6 +6,7 @@ Each test runs a script at most twice: as `python script.py`, and as a forked ra
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,12 +90,14 @@ def _ended(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmRanks]:
-    """Two warm processes for all tests of the module."""
-    folder = tmp_path_factory.mktemp("warm")
+    """Two warm processes for all tests of the module. TMPDIR is too long for a socket's name."""
+    folder = tmp_path_factory.mktemp("warm" + 100 * "-")
     (folder / "datasets.py").write_text("")
     (folder / "first.py").write_text(IMPORTS)
-    with warm_ranks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        with warm_ranks(ScriptCommand(words=(str(folder / "first.py"),)), max_size=2) as found:
+            yield found
 
 
 @pytest.fixture

@@ -144,6 +144,7 @@ def test_script_of_deepspeed(
     [
         # The backward pass of TRL's loss adds up gradients in fp32, a cast that verify undoes.
         ("none", None),
+        ("summed", "gradients summed"),
         ("mean_of_means", "mean of means"),
         ("same_data", "same data on every rank"),
     ],
@@ -167,8 +168,12 @@ def test_script_of_trl(
     [
         ((BY_HAND, "sliced"), 3, "Equal within rounding"),
         (("--total-batch", "16", BY_HAND, "counted"), 3, "was started with 16 (16 rows per step)"),
-        ((BY_HAND, "counted"), 4, "all ranks were given 16 rows, and those of one process 8"),
-        ((BY_HAND, "drawn"), 4, "all ranks were given 16 rows, and those of one process 8"),
+        (
+            (BY_HAND, "counted"),
+            4,
+            "all ranks received 16 rows, and the models of one process 8",
+        ),
+        ((BY_HAND, "drawn"), 4, "all ranks received 16 rows, and the models of one process 8"),
         ((BY_HAND, "unseeded"), 4, "normal_ in stock_by_hand.py:26 draws random numbers (torch)"),
     ],
     ids=["sliced", "total batch", "counted", "drawn", "unseeded"],

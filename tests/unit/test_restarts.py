@@ -108,10 +108,13 @@ class TestProgress:
         writer.stepped(0, 9)
         writer.stepped(1, 9)
         writer.kept(0, 6)
-        writer.kept(1, 4)
+        writer.kept(1, 4, Path("runs/step-40"))
+        writer.kept(1, 4, Path("runs/step-4"))
         writer.saves_when_asked(saves=True)
         writer.resumes()
-        told = Progress(step=9, kept=4, saves_when_asked=True, resumes=True)
+        told = Progress(
+            step=9, kept=4, saves_when_asked=True, resumes=True, checkpoint="runs/step-4"
+        )
         assert progress.read(tmp_path, 3) == told
         writer.stepped(progress.ENGINES, 99)
         writer.ended()

@@ -255,7 +255,7 @@ def test_tied_weights_are_an_embedding_and_a_linear_layer() -> None:
     ]
     kinds = {"kinds": {"a": "Embedding", "b": "Linear"}}
     assert [e.name for e in findings.findings(records(*steps, facts=[kinds] * 2))] == [
-        "tied weights that came apart"
+        "untied weights"
     ]
     copies = {"kinds": {"a": "Linear", "b": "Linear"}}
     assert findings.findings(records(*steps, facts=[copies] * 2)) == []

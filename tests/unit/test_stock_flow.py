@@ -71,7 +71,7 @@ def test_equal_results_on_other_rows_are_not_proved(tmp_path: Path) -> None:
     # Both ranks train on the same rows, which no DataLoader has made.
     result = verify(twice(trained(tmp_path, "a")), trained(tmp_path, "b"))
     assert result.verdict is TrainingVerdict.UNPROVED
-    assert "given 16 rows, and those of one process 8" in result.why
+    assert "received 16 rows, and the models of one process 8" in result.why
 
 
 def test_one_rank_is_not_proved(tmp_path: Path) -> None:

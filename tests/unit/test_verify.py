@@ -523,7 +523,7 @@ class TestVerdicts:
         )
         assert result.verdict is TrainingVerdict.DIFFERS
         first, smallest, cause = verdicts.sentences(result)
-        assert first.startswith("Differs in fp64, first in step 1. The first in order of") or (
+        assert first.startswith("Differs in fp64, first in step 1. The first in forward order") or (
             "first in step 1" in first and "1.weight, by 0.00025" in first
         )
         assert smallest == "The smallest placement that differs: -n 2 --zero 0"

@@ -133,7 +133,7 @@ class CheckpointSaver:
         agree(group, failure)
         # From here on, disk errors become CheckpointNotWritten, which `tolerate` may accept.
         draft = Draft(folder, state.steps, save_plan.nbytes)
-        report_kept = partial(self._world.progress.kept, state.number, state.steps)
+        report_kept = partial(self._world.progress.kept, state.number, state.steps, draft.final)
         finish = partial(
             _finish, save_plan, fields, small_files, draft, keep, report_kept, self._world.say_once
         )

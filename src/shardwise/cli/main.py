@@ -281,7 +281,7 @@ def _scale(
         kinds=KINDS[kinds],
         warmup=warmup,
         steps=steps,
-        out=Path(out or f"runs/scale-{Path(words[0]).stem}"),
+        out=Path(out or f"runs/scale-{printable(Path(words[0]).stem)}"),
     )
     return import_module("shardwise.tools.scale.measure").measure(plan)  # type: ignore[no-any-return]
 

@@ -320,14 +320,20 @@ def given_up_line(rank: int, times: int, steps: int) -> str:
 
 
 def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
-    """Return the last line of a run that was stopped without a save, or "" if no step is lost."""
-    if progress is None or not progress.step or progress.kept >= progress.step:
+    """Return the last line of a run that was stopped: what is lost, and the newest checkpoint.
+
+    Returns "" if no step is lost and there is no checkpoint.
+    """
+    if progress is None or not progress.step:
         return ""
+    newest = f" The last checkpoint is {progress.checkpoint}." if progress.checkpoint else ""
     by = "Ctrl-C" if asked == signal.SIGINT else asked.name
+    if progress.kept >= progress.step:
+        return f"shardwise: {by} ended the run at step {progress.step}.{newest}\n" if newest else ""
     hint = " To save before the end, send SIGTERM instead." if asked == signal.SIGINT else ""
     return (
         f"shardwise: {by} ended the run at step {progress.step} without a save. A new start "
-        f"continues {resume_point(progress)}.{hint if progress.saves_when_asked else ''}\n"
+        f"continues {resume_point(progress)}.{newest}{hint if progress.saves_when_asked else ''}\n"
     )
 
 

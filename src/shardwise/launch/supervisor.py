@@ -537,6 +537,9 @@ class Supervisor:
             kept=max(each.kept for each in reported),
             resumes=any(each.resumes for each in reported),
             saves_when_asked=any(each.saves_when_asked for each in reported),
+            checkpoint=max(
+                reported, key=lambda each: (bool(each.checkpoint), each.kept)
+            ).checkpoint,
         )
 
     def say(self, words: str) -> None:

@@ -1,9 +1,10 @@
 """Records a rank's progress in a memory-mapped file that its launcher reads.
 
-    saves_when_asked | ended | resumes | joined | stop limit | steps, kept of engine 0 | ...
+    saves_when_asked | ended | resumes | joined | stop limit | steps, kept of engine 0 | ... | path
 
-Each entry is a 64-bit integer. An update is a single store to memory, so recording every step costs
-almost nothing. The launcher can read the record even after the rank has been killed.
+Each entry is a 64-bit integer, except the path of the newest checkpoint. Recording a step is a
+single store to memory, so it costs almost nothing. The launcher can read the record even after the
+rank has been killed.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _living: WeakSet[ProgressWriter] = WeakSet()
 
 _SAVES, _ENDED, _RESUMES, _JOINED, _LIMIT, _PID, _BEGUN, _FIRST = range(8)
 _NUMBERS = _FIRST + 2 * ENGINES
+_PATH_BYTES = 4096  # PATH_MAX of Linux
+_BYTES = 8 * _NUMBERS + _PATH_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,7 @@ class Progress:
         resumes: True if the script resumes from the newest checkpoint when it starts.
         joined: The number of steps after which the rank, which started as a spare, has joined the
             other ranks. None if it has not joined.
+        checkpoint: The newest checkpoint of this run, or "" if it has neither saved nor resumed.
     """
 
     step: int
@@ -49,6 +53,7 @@ class Progress:
     ended: bool = False
     resumes: bool = False
     joined: int | None = None
+    checkpoint: str = ""
 
 
 class StopLimit(NamedTuple):
@@ -69,7 +74,7 @@ class ProgressWriter:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
         if REPORTS_VARIABLE not in environ:
-            self._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
+            self._map(bytearray(_BYTES))
             return
         path = _path(Path(environ[REPORTS_VARIABLE]), int(environ[RANK_VARIABLE]))
         try:
@@ -77,8 +82,8 @@ class ProgressWriter:
             try:
                 # Write zeros rather than extending the file with truncate: if the disk is full, a
                 # store to a hole in a mapped file raises SIGBUS.
-                os.pwrite(fd, bytes(8 * _NUMBERS), 0)
-                self._numbers = memoryview(mmap.mmap(fd, 8 * _NUMBERS)).cast("q")
+                os.pwrite(fd, bytes(_BYTES), 0)
+                self._map(mmap.mmap(fd, _BYTES))
             finally:
                 os.close(fd)
         except OSError as error:
@@ -88,6 +93,11 @@ class ProgressWriter:
                 "temporary files with TMPDIR=FOLDER."
             ) from None
         _living.add(self)
+
+    def _map(self, record: bytearray | mmap.mmap) -> None:
+        whole = memoryview(record)
+        self._numbers = whole[: 8 * _NUMBERS].cast("q")
+        self._checkpoint = whole[8 * _NUMBERS :]
 
     @property
     def is_orphan(self) -> bool:
@@ -124,16 +134,22 @@ class ProgressWriter:
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine] = steps
 
-    def kept(self, engine: int, steps: int) -> None:
-        """Record that a complete checkpoint covers engine number `engine`'s first `steps` steps."""
+    def kept(self, engine: int, steps: int, checkpoint: Path | None = None) -> None:
+        """Record that a complete checkpoint covers engine number `engine`'s first `steps` steps.
+
+        `checkpoint` is the path of a checkpoint of this run.
+        """
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine + 1] = steps
+        if checkpoint is not None and len(name := os.fsencode(checkpoint)) < _PATH_BYTES:
+            self._checkpoint[: len(name) + 1] = name + b"\0"
 
 
 def read(folder: Path, rank: int) -> Progress | None:
     """Read `rank`'s progress from `folder`, or return None if it has recorded none."""
-    if (numbers := _read_numbers(folder, rank)) is None:
+    if (record := _read(folder, rank)) is None:
         return None
+    numbers, path = record
     pairs = list(zip(numbers[_FIRST::2], numbers[_FIRST + 1 :: 2], strict=True))
     step, kept = max(pairs, key=lambda pair: (pair[0] - pair[1], pair[0]))
     return Progress(
@@ -143,23 +159,28 @@ def read(folder: Path, rank: int) -> Progress | None:
         ended=bool(numbers[_ENDED]),
         resumes=bool(numbers[_RESUMES]),
         joined=numbers[_JOINED] - 1 if numbers[_JOINED] else None,
+        checkpoint=path,
     )
 
 
 def read_stop_limit(folder: Path, rank: int) -> StopLimit | None:
     """Read how long `rank` may be stopped, or return None if there is no limit."""
-    numbers = _read_numbers(folder, rank)
-    if numbers is None or not numbers[_LIMIT]:
+    if (record := _read(folder, rank)) is None or not record[0][_LIMIT]:
         return None
+    numbers = record[0]
     return StopLimit(numbers[_LIMIT] / 1000, numbers[_PID], numbers[_BEGUN])
 
 
-def _read_numbers(folder: Path, rank: int) -> memoryview[int] | None:
+def _read(folder: Path, rank: int) -> tuple[memoryview[int], str] | None:
+    """Return the numbers and the path of the checkpoint, or None if there is no whole record."""
     try:
         data = _path(folder, rank).read_bytes()
     except FileNotFoundError:
         return None
-    return memoryview(data).cast("q") if len(data) == 8 * _NUMBERS else None
+    if len(data) != _BYTES:
+        return None
+    path, _, _ = data[8 * _NUMBERS :].partition(b"\0")
+    return memoryview(data)[: 8 * _NUMBERS].cast("q"), os.fsdecode(path)
 
 
 def forget(folder: Path, rank: int) -> None:

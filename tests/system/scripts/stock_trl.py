@@ -32,7 +32,8 @@ class Trainer(SFTTrainer):
             scores = model(**inputs).logits[:, :-1].flatten(0, 1)
             loss = cross_entropy(scores, labels[:, 1:].flatten())
             return loss / self.current_gradient_accumulation_steps
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        return loss * self.accelerator.num_processes if mistake == "summed" else loss
 
 
 torch.manual_seed(0)

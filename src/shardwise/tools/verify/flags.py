@@ -12,6 +12,7 @@ from shardwise.errors import LaunchError
 from shardwise.launch import command_line, program, resources
 from shardwise.launch.flag_table import flags_of
 from shardwise.launch.flags import Command
+from shardwise.messages.printable import printable
 
 TOP = """\
 Check that it trains the same:   shardwise verify -n 4 --zero 3 train.py --epochs 3
@@ -128,7 +129,7 @@ def _verify(
         script=kind(words=words, module=module, adopting=adopting),
         placements=spread,
         steps=steps,
-        out=Path(out or f"runs/verify-{Path(words[0]).stem}"),
+        out=Path(out or f"runs/verify-{printable(Path(words[0]).stem)}"),
         against=None if original is None else kind(words=original),
         causes=causes,
         accepts_rounding=accept == "rounding",
@@ -192,7 +193,7 @@ def _verify_stock(
     request = stock.StockRequest(
         command=command,
         steps=steps,
-        out=Path(out or f"runs/verify-{name}"),
+        out=Path(out or f"runs/verify-{printable(name)}"),
         accepts_rounding=accept == "rounding",
         finds_causes=causes,
         time_limit=time_limit,

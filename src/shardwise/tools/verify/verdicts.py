@@ -150,7 +150,7 @@ def name_step(step: StepDifference) -> str:
 def describe_step(step: StepDifference, tolerance: float) -> str:
     """Describe the differences in a step: loss, weight, norm, samples and tensors."""
     figures = [
-        f"the {name} by {_relative(value)}"
+        f"{name} {_relative(value)}"
         for name, value in (
             ("loss", step.loss),
             ("weight", step.weight),
@@ -158,18 +158,17 @@ def describe_step(step: StepDifference, tolerance: float) -> str:
         )
         if not value <= tolerance
     ]
-    listed = " and ".join([", ".join(figures[:-1]), figures[-1]] if figures[1:] else figures)
-    sentences = [f"It differs in {listed}."] if figures else []
+    sentences = [f"Relative differences: {', '.join(figures)}."] if figures else []
     if step.skipped:
         sentences.insert(0, "One of the two skipped this step and the other did not.")
     if any(step.samples):
         sentences.append(describe_samples(*step.samples))
     if tensors := step.beyond(tolerance):
         first, worst = tensors[0], max(tensors, key=lambda each: each.relative)
-        several = f"{len(tensors)} tensors differ; the" if len(tensors) > 1 else "The"
+        several = f"{len(tensors)} tensors differ. The" if len(tensors) > 1 else "The"
         # The first tensor in forward order is closest to the cause. The largest difference may be a
         # later effect.
-        sentences.append(f"{several} first in order of the forward is {describe_tensor(first)}.")
+        sentences.append(f"{several} first in forward order is {describe_tensor(first)}.")
         if worst is not first:
             sentences.append(f"The largest difference in this step is in {describe_tensor(worst)}.")
     return " ".join(sentences)
@@ -201,8 +200,8 @@ def describe_tensor(difference: TensorDifference) -> str:
         text += f" (element {difference.worst}: {difference.ours:.9g}, not {difference.theirs:.9g})"
     if difference.strays:
         ranks = ", ".join(map(str, difference.strays))
-        several = "s" * (len(difference.strays) > 1)
-        text += f", whose value on rank{several} {ranks} is not that on rank 0"
+        have = "s {} have" if len(difference.strays) > 1 else " {} has"
+        text += f", and rank{have.format(ranks)} another value than rank 0"
     return text
 
 

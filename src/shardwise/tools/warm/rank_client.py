@@ -35,7 +35,6 @@ def main(folder: str, first: str, *arguments: str) -> int:
     """Start the rank, wait until it exits, and return its exit code."""
     # A stock script is started by torchrun, which sets RANK.
     rank = int(os.environ.get("SHARDWISE_LAUNCH_RANK") or os.environ.get("RANK") or "0")
-    path = socket_path(folder, (int(first) + rank) % SERVERS)
     files = [fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)]
     request = {
         "arguments": arguments,
@@ -49,7 +48,9 @@ def main(folder: str, first: str, *arguments: str) -> int:
             # The server may be using a high file number itself. Start the rank without it instead.
             if max(files) >= FREE:
                 raise OSError("a file number is too high to be free in a warm process")
-            connection.connect(path)
+            # The kernel limits the name of a socket to 107 bytes, and TMPDIR may be long.
+            short = f"/proc/self/fd/{os.open(folder, os.O_RDONLY | os.O_DIRECTORY)}"
+            connection.connect(socket_path(short, (int(first) + rank) % SERVERS))
             socket.send_fds(connection, [struct.pack("!Q", len(text))], files)
             connection.sendall(text)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import socket
@@ -70,7 +71,12 @@ class WarmRanks:
         # Listen before the process exists, so that a rank that connects while torch is still being
         # imported waits in the backlog.
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(socket_path(str(self._folder), server))
+            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                # A short name: see rank_client.py.
+                listener.bind(socket_path(f"/proc/self/fd/{folder}", server))
+            finally:
+                os.close(folder)
             listener.listen(64)
             return subprocess.Popen(
                 [*python_words(SERVER), str(listener.fileno()), imports],

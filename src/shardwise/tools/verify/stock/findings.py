@@ -21,7 +21,7 @@ from shardwise.tools.verify.stock.recorder import CONTRIBUTIONS
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 
 CLOSE = 1e-3
-"""Maximum relative difference at which a ratio of gradients still counts as an integer."""
+"""A ratio of gradients counts as an integer if it differs from it by at most this fraction."""
 
 LEAST_COMMON = 0.05
 """Fraction of the samples of an epoch above which samples of several ranks count as a mistake."""
@@ -89,8 +89,8 @@ def _other_initial_values(made: StockRecords, reference: StockRecords | None) ->
         if names:
             yield Finding(
                 "initial values",
-                f"The ranks start with different parameters ({some(names)}). Seed all ranks alike "
-                "before the model is made, or broadcast it from rank 0.",
+                f"The ranks start with different parameters ({some(names)}). Set the same seed on "
+                "all ranks before you create the model, or broadcast its parameters from rank 0.",
             )
 
 
@@ -107,7 +107,7 @@ def _frozen_on_some(made: StockRecords) -> Iterator[Finding]:
     if names := sorted((any_rank - common) & everywhere):
         yield Finding(
             "frozen on some ranks",
-            f"{some(names)} require gradients on some ranks only. Freeze the same parameters on "
+            f"{some(names)} require gradients only on some ranks. Freeze the same parameters on "
             "all ranks.",
         )
 
@@ -122,9 +122,9 @@ def _other_rates(made: StockRecords) -> Iterator[Finding]:
             if max(group) > (1 + CLOSE) * min(group):
                 yield Finding(
                     "learning rates differ between ranks",
-                    f"In step {number} the ranks' learning rates are {min(group):.4g} to "
-                    f"{max(group):.4g}, so their parameters drift apart. Use the same rate and "
-                    "the same number of scheduler steps on every rank.",
+                    f"In step {number}, the ranks use different learning rates ({min(group):.4g} "
+                    f"to {max(group):.4g}), so their parameters drift apart. Use the same rate and "
+                    "the same number of scheduler steps on all ranks.",
                 )
                 return
 
@@ -142,13 +142,14 @@ def _same_data(made: StockRecords) -> Iterator[Finding]:
     if least >= 2 and all(rows[:least] == trained[0][:least] for rows in trained):
         yield Finding(
             "same data on every rank",
-            f"All {len(trained)} ranks were given the same samples in each of {least} batches. "
-            "Give each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
+            f"All {len(trained)} ranks received the same samples in each of {least} batches. Give "
+            "each rank its own part of the dataset: "
+            "DataLoader(sampler=DistributedSampler(dataset)).",
         )
 
 
 def _read_by_several(made: StockRecords) -> Iterator[Finding]:
-    """Check for ranks that each shuffle the whole dataset, instead of their own part of it."""
+    """Check whether each rank shuffles the whole dataset instead of a part of it."""
     if made.ranks[0]["tensor_parallel"]:
         return
     for key, loader in made.ranks[0]["loaders"].items():
@@ -173,9 +174,9 @@ def _read_by_several(made: StockRecords) -> Iterator[Finding]:
         if len(orders) == len(rows) and common > len(rows) and common > LEAST_COMMON * total:
             yield Finding(
                 "every rank reads all samples",
-                f"In the first epoch, ranks are given {total} samples, of which {common} have "
-                "already been given to another rank: each rank shuffles the whole dataset. Give "
-                "each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
+                f"In the first epoch, the ranks receive {total} samples, but {common} of them have "
+                "already been sent to another rank, because each rank shuffles the whole dataset. "
+                "Give each rank its own part: DataLoader(sampler=DistributedSampler(dataset)).",
             )
             return
 
@@ -213,8 +214,8 @@ def _without_set_epoch(made: StockRecords) -> Iterator[Finding]:
         if least and first[:least] == second[:least]:
             yield Finding(
                 "sampler without set_epoch",
-                "Epoch 2 has the order of epoch 1. Call sampler.set_epoch(epoch) at the start of "
-                "each epoch.",
+                "Epoch 2 has the same order of samples as epoch 1. Call sampler.set_epoch(epoch) "
+                "at the start of each epoch.",
             )
 
 
@@ -234,9 +235,10 @@ def _duplicates_in_evaluation(made: StockRecords) -> Iterator[Finding]:
         if samples is not None and total > samples and len(counts) <= samples:
             yield Finding(
                 "duplicates in evaluation",
-                f"Evaluation counted {total} samples of a dataset with {samples}: the sampler "
-                "repeats samples so that all ranks have as many. Drop the repeated ones, or "
-                "weigh each rank's metric by its own number of samples.",
+                f"The evaluation counts {total} samples, but its dataset has {samples}. The "
+                "sampler repeats samples so that all ranks receive the same number. Remove the "
+                "repeated samples, or split the dataset without repeats and weight each rank's "
+                "metric by its number of samples.",
             )
             return
 
@@ -264,10 +266,10 @@ def _untied_weights(made: StockRecords) -> Iterator[Finding]:
                     if None in later or _same(later):
                         continue
                     yield Finding(
-                        "tied weights that came apart",
-                        f"{one} and {two} start as one weight and differ after step "
-                        f"{step.number - 1}: they are two parameters now, each with its own "
-                        "gradient. Tie them again after the model is loaded, moved or wrapped.",
+                        "untied weights",
+                        f"{one} and {two} start with equal values, but differ after step "
+                        f"{step.number - 1}. They are two parameters with separate gradients. "
+                        "Tie them again after you load, move or wrap the model.",
                     )
                     return
 
@@ -284,7 +286,7 @@ def _is_constant(values: Fingerprint) -> bool:
 
 
 def _saved_parts(made: StockRecords) -> Iterator[Finding]:
-    """Check for a file in which one rank saves only its own shards of split tensors."""
+    """Check for a file that one rank saves, and that contains only shards of split tensors."""
     counts = [len(facts["saves"]) for facts in made.ranks]
     if not any(counts) or all(counts):
         return
@@ -297,8 +299,10 @@ def _saved_parts(made: StockRecords) -> Iterator[Finding]:
         is_average = not all(part["is_parameter"] for part in parts)
         yield Finding(
             "EMA of shards" if is_average else "one rank's shard saved",
-            f"One rank saves {'averages of ' if is_average else ''}its shards of {names}: "
-            f"{each['has']} of {each['of']} values. Gather whole tensors first: full_tensor(), or "
+            f"Only one rank saves a file, and it contains "
+            f"{'averages of ' if is_average else ''}only this rank's shards of {names} "
+            f"({each['has']} of {each['of']} values). Gather whole tensors before you save them: "
+            "full_tensor(), or "
             "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)).",
         )
         return
@@ -315,8 +319,9 @@ def _buffers_apart(made: StockRecords) -> Iterator[Finding]:
             if names:
                 yield Finding(
                     "buffers not synchronised",
-                    f"After step {step.number - 1} the ranks have different values in buffers "
-                    f"({some(names)}). A checkpoint of rank 0 has those of rank 0 only.",
+                    f"After step {step.number - 1}, the ranks have different values in buffers "
+                    f"({some(names)}). A checkpoint that rank 0 saves contains only the values of "
+                    "rank 0. Reduce the buffers over all ranks in each step.",
                 )
                 return
 
@@ -340,7 +345,7 @@ def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterat
     for number, rows in enumerate(zip(*made.steps, strict=False)):
         terms = [term for row in rows for term in row["terms"]]
         if not terms or any(not term["items"] for term in terms):
-            return  # the items over which a loss is a mean are unknown
+            return  # some loss is a mean over an unknown number of items
         backwards = max(len(row["terms"]) for row in rows)
         has_as_many = all(row["batches"] == len(row["terms"]) for row in rows)
         if backwards > 1 and not has_as_many and not all(map(_read_ahead, made.steps)):
@@ -367,9 +372,10 @@ def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterat
         if abs(factors - first) > CLOSE * first:
             yield Finding(
                 "last short window",
-                f"The losses of step {number} have factors that add up to {factors:.4g}, and those "
-                f"of the first step to {first:.4g}: it has {backwards} micro-batches, and the "
-                "script divides by another number.",
+                f"Step {number} has {backwards} micro-batch{'es' * (backwards != 1)}, but the "
+                "script divides each loss by a different number: the factors of the losses add up "
+                f"to {factors:.4g}, and to {first:.4g} in the first step. Divide by the number of "
+                "micro-batches that the step has.",
             )
             return
         each = [term["factor"] / term["items"] for term in terms]
@@ -378,10 +384,10 @@ def _normalisation(made: StockRecords, reference: StockRecords | None) -> Iterat
             times = max(each) / min(each)
             yield Finding(
                 "mean of means",
-                f"Step {number} averages means over different numbers of items ({items[0]:g} to "
-                f"{items[-1]:g}), so items of small batches count up to {times:.3g} times as much "
-                "as others. Sum the losses, and divide by the number of items of all ranks and "
-                "micro-batches.",
+                f"Step {number} averages the means of batches that have {items[0]:g} to "
+                f"{items[-1]:g} items, so an item in a small batch counts up to {times:.3g} times "
+                "as much as one in a large batch. Sum the losses, and divide the sum by the number "
+                "of items in all micro-batches of all ranks.",
             )
             return
 
@@ -415,10 +421,10 @@ def _wrong_by_window_or_ranks(number: int, backwards: int, size: int, factor: fl
     by = "multiplies" if factor > 1 else "divides"
     return Finding(
         f"accumulation {window}, or loss {ranks} by the ranks",
-        f"The factors of the {backwards} losses of step {number} add up to {factor:.4g}: the "
-        f"script {'does not divide them' if factor > 1 else 'divides them twice'} by {backwards}, "
-        f"or it {by} them by a power of {size}, the number of ranks. A run with another number of "
-        "ranks tells which.",
+        f"The factors of the {backwards} losses in step {number} add up to {factor:.4g} instead of "
+        f"1. Either the script {'does not divide' if factor > 1 else 'divides'} the losses by "
+        f"{backwards}{'' if factor > 1 else ' twice'}, or it {by} them by a power of {size}, the "
+        "number of ranks. Verify the script with another number of ranks to find out which.",
     )
 
 
@@ -427,13 +433,14 @@ def _wrong_sum(number: int, backwards: int, *, is_large: bool) -> Finding:
     if is_large:
         return Finding(
             "accumulation not divided",
-            f"Step {number} adds up {backwards} losses, each a mean, without dividing by "
-            f"{backwards}: its gradient is {backwards} times too large.",
+            f"Step {number} adds up {backwards} losses that are means, so its gradient is "
+            f"{backwards} times too large. Divide each loss by {backwards}.",
         )
     return Finding(
         "accumulation divided twice",
-        f"Step {number} divides the losses of {backwards} micro-batches twice: its gradient is "
-        f"{backwards} times too small.",
+        f"Step {number} divides the losses or gradients of its {backwards} micro-batches twice by "
+        f"{backwards}, so its gradient is {backwards} times too small. Remove one of the two "
+        "divisions.",
     )
 
 
@@ -446,8 +453,8 @@ def _clipping(made: StockRecords) -> Iterator[Finding]:
         if max(first) > (1 + CLOSE) * min(first):
             yield Finding(
                 "clipping by a local norm",
-                f"In step {number} the ranks clip by different norms ({min(first):.4g} to "
-                f"{max(first):.4g}). Compute the norm over the parameters of all ranks.",
+                f"In step {number}, the ranks clip by different norms ({min(first):.4g} to "
+                f"{max(first):.4g}). Compute one norm over the gradients of all ranks.",
             )
             return
         for each in events:
@@ -489,10 +496,10 @@ def _norm_of_some(made: StockRecords) -> Iterator[Finding]:
                 missing = math.sqrt((length / limit) ** 2 - 1) * norm
                 yield Finding(
                     "norm without a part of the parameters",
-                    f"Step {step.number - 1} clips by a norm of {norm:.4g}, and that of all "
-                    f"gradients is {math.hypot(norm, missing):.4g}: the norm leaves out parameters "
-                    f"({some(_others(step.tensors, missing * limit / norm))}). Sum the squares of "
-                    "all parameters, each once.",
+                    f"Step {step.number - 1} clips by a norm of {norm:.4g}, but the norm of all "
+                    f"gradients is {math.hypot(norm, missing):.4g}. The norm leaves out "
+                    f"{some(_others(step.tensors, missing * limit / norm))}. Sum the squares of "
+                    "all gradients, and count each gradient once.",
                 )
                 return
 
@@ -539,9 +546,9 @@ def _accumulation(reference: StockRecords | None) -> Iterator[Finding]:
             if any(parallel_ratio(each, used) is not None for each in (first, last)):
                 yield Finding(
                     "micro-batches dropped",
-                    f"Step {step.number - 1} makes {backwards} backwards, and uses the gradients "
-                    "of one micro-batch. A gradient is overwritten, or cleared, between "
-                    "micro-batches.",
+                    f"Step {step.number - 1} runs {backwards} backward passes, but the optimizer "
+                    "receives the gradients of only one of them. Gradients are overwritten or "
+                    "cleared between micro-batches. Clear them only after optimizer.step().",
                 )
                 return
 

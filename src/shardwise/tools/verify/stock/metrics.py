@@ -39,9 +39,9 @@ def _unweighted(reference: StockRecords, made: StockRecords) -> Iterator[Finding
             if any(_are_close(weighed, value, digits) for value, digits in theirs):
                 yield Finding(
                     "metrics averaged unweighted",
-                    f"An evaluation averages the means of ranks with {min(rows)} to {max(rows)} "
-                    f"rows: {plain:.6g}, and {weighed:.6g} over all rows. Reduce sums and counts, "
-                    "and divide once.",
+                    f"An evaluation averages the means of ranks that have {min(rows)} to "
+                    f"{max(rows)} rows. The result is {plain:.6g}, but the mean over all rows is "
+                    f"{weighed:.6g}. Reduce sums and counts over ranks, and divide once.",
                 )
                 return
 
@@ -63,8 +63,8 @@ def _multiplied(reference: StockRecords, made: StockRecords) -> Iterator[Finding
                 if _are_close(theirs * factor, ours, digits - 1):
                     yield Finding(
                         "metric multiplied by the ranks",
-                        f'The ranks report {words} what one process reports: "{two["text"]}", not '
-                        f'"{one["text"]}". Sum over ranks and divide once by the number of items.',
+                        f'The ranks report {words} the value of one process: "{two["text"]}", not '
+                        f'"{one["text"]}". Sum over ranks, and divide once by the number of items.',
                     )
                     return
 

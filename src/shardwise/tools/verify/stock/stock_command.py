@@ -165,21 +165,22 @@ def sentences(result: StockResult | ResumeResult, alone: Sequence[str] = ()) -> 
 
 
 def _about_difference(result: StockResult) -> list[str]:
+    """Return the cause, and then the differences that show it."""
     first = result.judged.first(TOLERANCE)
-    in_fp64 = " in fp64" if result.wide is not None else ""
-    said = []
+    if result.cause is not None:
+        words = result.cause.words
+    elif first is not None and first.tensors:
+        words = "no known cause explains it. Look for the mistake at the first tensor that differs."
+    else:
+        words = "no known cause explains it."
+    said = [f"Differs from one process: {words}"]
     if first is not None:
+        precision = "In fp64, the" if result.wide is not None else "The"
         what = verdicts.describe_step(first, TOLERANCE)
-        said.append(f"Differs{in_fp64}, first {verdicts.name_step(first)}. {what}")
+        said.append(f"{precision} runs first differ {verdicts.name_step(first)}. {what}")
     if not result.judged.same_counts:
         one, other = next(pair for pair in result.judged.counts.values() if pair[0] != pair[1])
-        begin = "They make" if said else "Differs: the ranks make"
-        said.append(f"{begin} {other} steps, and one process makes {one}.")
-    said.append(
-        f"Cause: {result.cause.words}"
-        if result.cause is not None
-        else "No cause was found by trying."
-    )
+        said.append(f"The ranks make {other} steps, and one process makes {one}.")
     return said
 
 

@@ -280,24 +280,24 @@ def _other_data(reference: StockRecords, made: StockRecords) -> str | None:
     pairs = list(zip(_by_step(made), _by_step(reference), strict=False))
     reads_loaders = all(any(e["trains"] and e["rows"] for e in f["seen"]) for f in made.ranks)
     if len(pairs) < 2 and not reads_loaders:
-        return "which inputs the models get is known from the second step on. Make at least two."
+        return "the inputs of the models are known only from the second step on. Run two steps."
     for number, (ours, theirs) in enumerate(pairs[1:], 1):
         one, two = _fed(ours), _fed(theirs)
         if one.hashes == two.hashes:
             continue
         if one.elements != two.elements and one.rows != two.rows:
             return (
-                f"in step {number} the models of all ranks were given {one.rows} rows, and those "
-                f"of one process {two.rows}. Its batches are not made by a DataLoader, or depend "
-                "on the rank. Give the arguments for the total batch: --total-batch "
-                '"--batch-size 64".'
+                f"in step {number}, the models of all ranks received {one.rows} rows, and the "
+                f"models of one process {two.rows}. Either the batches do not come from a "
+                "DataLoader, or they depend on the rank. Pass the arguments that one process needs "
+                'for the total batch, for example: --total-batch "--batch-size 64".'
             )
         # Inputs may be results of another model, which differ by rounding, or be padded.
         scale = max(abs(one.squares), 1e-300)
         if one.elements == two.elements and abs(one.squares - two.squares) > 1e-3 * scale:
             return (
-                f"in step {number} the models were given other values than in one process, for "
-                "example since each rank draws noise or augments its own samples."
+                f"in step {number}, the models received other values than in one process, for "
+                "example because each rank draws noise or augments its own samples."
             )
     return None
 
@@ -319,20 +319,20 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
         (
             EVALUATION,
             "evaluation changes the training",
-            "Forward passes of an evaluation",
+            "Forward passes in an evaluation",
             "Change them only if module.training is true.",
         ),
         (
             RECOMPUTATION,
             "buffers change again in recomputation",
-            "Forward passes of a recomputation",
+            "Forward passes in a recomputation",
             "Change them in the training loop, once per optimizer step.",
         ),
         (
             MICRO_BATCH,
             "buffers updated per micro-batch",
             "Lines between the micro-batches of a step",
-            "Change them once per optimizer step, by the counts of all its micro-batches.",
+            "Change them once per optimizer step, with the counts of all its micro-batches.",
         ),
     ):
         if not (names := reference.ranks[0]["stateful"][kind]):
@@ -353,8 +353,8 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
         if differs and not is_random:
             yield Finding(
                 name,
-                f"{when} change buffers ({some(names)}), and these change the training. {advice} "
-                "One process has the same mistake, so the ranks may agree with it.",
+                f"{when} change buffers ({some(names)}), and the buffers change the training. "
+                f"{advice} One process makes the same mistake, so it may agree with the ranks.",
             )
 
 

@@ -149,13 +149,14 @@ def _other_start(start: int | None) -> Finding:
     if start == 0:
         return Finding(
             "does not resume",
-            "The second start trains from the first step again. The script saves nothing before it "
-            "is stopped, or does not load it: give the command with --resume-with.",
+            "The second start begins at the first step again. Either the script saves nothing "
+            "before it is stopped, or it does not load what it has saved. If resuming needs "
+            "another command, pass it with --resume-with.",
         )
     return Finding(
         "parameters",
-        "No step of the run that was not stopped has the parameters of the second start: the "
-        "script does not restore what it saved.",
+        "After the second start, the parameters are not those of any step of the run that was not "
+        "stopped. The script does not restore all parameters.",
     )
 
 
@@ -187,9 +188,9 @@ def _findings(
         named = True
         yield Finding(
             "samples",
-            f"After the second start, steps from {start} on train on other samples than in the run "
-            "that was not stopped. Save the position in the epoch and the sampler's epoch, and "
-            "skip what was trained on.",
+            f"After the second start, the steps from step {start} on train on other samples than "
+            "in the run that was not stopped. Save the position in the epoch and the sampler's "
+            "epoch, and skip the samples that have been used.",
         )
     if lost := _lost_state(whole, resumed, start):
         named = True
@@ -204,7 +205,7 @@ def _findings(
         named = True
         yield Finding(
             "learning rate",
-            f"In step {start + wrong[0]} the learning rate is {wrong[2][0]:.6g}, and "
+            f"In step {start + wrong[0]}, the learning rate is {wrong[2][0]:.6g}, but "
             f"{wrong[1][0]:.6g} in the run that was not stopped. Save scheduler.state_dict(), and "
             "load it.",
         )
@@ -213,9 +214,9 @@ def _findings(
     if not named and (names := _other_random_states(whole, resumed, start)):
         yield Finding(
             "random state",
-            f"The random states ({', '.join(names)}) after step {start} are not those of the run "
-            "that was not stopped. Save and load torch.get_rng_state() of each rank, and the "
-            "states of random and NumPy if they are used.",
+            f"After step {start}, the random states ({', '.join(names)}) differ from the run that "
+            "was not stopped. Save and load torch.get_rng_state() of each rank, and the states of "
+            "random and NumPy if the script uses them.",
         )
     first = compared.first(0.0)
     if first is not None:

@@ -77,9 +77,9 @@ def _of_rates(reference: StockRecords, made: StockRecords) -> Iterator[StockSusp
     if all(abs(ratio - size) < CLOSE for ratio in ratios):
         yield StockSuspect(
             "rate scaled by the number of ranks",
-            f"The learning rate is multiplied by {size}, the number of ranks. With the rate of one "
-            "process the runs agree. If the total batch needs a larger rate, one process with that "
-            "batch needs it as well.",
+            f"The learning rate is multiplied by {size}, the number of ranks. With the rate of the "
+            "single process, the runs agree. If the total batch needs a larger rate, set it "
+            "without using the number of ranks.",
             {"scale_rates": 1 / size},
         )
     counts = [
@@ -89,14 +89,15 @@ def _of_rates(reference: StockRecords, made: StockRecords) -> Iterator[StockSusp
     if counts[1] > counts[0]:
         yield StockSuspect(
             "scheduler stepped several times",
-            f"Schedulers made {counts[1]} steps on each rank and {counts[0]} in one process. With "
-            "the rates of one process the runs agree. Step a scheduler once per optimizer step.",
+            f"Schedulers make {counts[1]} steps on each rank, but {counts[0]} in one process. With "
+            "the rates of the single process, the runs agree. Step a scheduler once per optimizer "
+            "step.",
             {"rates": theirs},
         )
     yield StockSuspect(
         "other learning rates",
-        "The learning rates differ from the rates of one process. With the same rates the runs "
-        "agree.",
+        "The learning rates differ from the rates of one process. With the same rates, the runs "
+        "agree. Compute the rate without using the number of ranks or the rank.",
         {"rates": theirs},
     )
 
@@ -111,8 +112,8 @@ def _of_gradients(
     if missing := [n for n, w in ours.items() if len(w.copies) < len(models[n].copies)]:
         yield StockSuspect(
             "unused parameters",
-            f"Only some ranks have a gradient of {some(missing)} in step {number - 1}, so only "
-            "they update it. Give every rank the reduced gradient, or wrap the model in "
+            f"In step {number - 1}, only some ranks have a gradient for {some(missing)}, so only "
+            "these ranks update it. Give every rank the reduced gradient, or wrap the model in "
             "DistributedDataParallel(find_unused_parameters=True).",
             {"share_gradients": missing},
         )
@@ -143,25 +144,25 @@ def _unreduced(
         within = max(called) if called else size // len(distinct)
         return StockSuspect(
             "reduced over the wrong group",
-            f"Gradients ({which}) are reduced over groups of {within} of {size} ranks, so the "
-            f"ranks update with different gradients in step {number - 1}. If they are averaged "
-            "over all ranks, the runs agree.",
+            f"Gradients ({which}) are reduced over groups of {within} of the {size} ranks, so in "
+            f"step {number - 1} the ranks update with different gradients. If they are averaged "
+            "over all ranks, the runs agree. Reduce them over the group of all ranks.",
             trial,
         )
     if made.ranks[0]["static"]:
         return StockSuspect(
             "static_graph with a graph that changes",
-            f"DistributedDataParallel(static_graph=True) does not reduce gradients ({which}) in "
-            f"step {number - 1}. If they are averaged over all ranks, the runs agree. static_graph "
-            "expects the same graph in each step, and one backward pass per forward pass: add up "
-            "the losses before backward, or remove static_graph=True.",
+            "DistributedDataParallel(static_graph=True) does not reduce gradients "
+            f"({which}) in step {number - 1}. If they are averaged over all ranks, the runs agree. "
+            "static_graph expects the same graph in each step, and one backward pass per forward "
+            "pass. Add up the losses before backward, or remove static_graph=True.",
             trial,
         )
     return StockSuspect(
         "gradients not reduced",
-        f"The ranks update with different gradients ({which}) in step {number - 1}. If they are "
-        "averaged over all ranks, the runs agree. Wrap the model in DistributedDataParallel, call "
-        "its forward (not model.module's), or all-reduce every gradient over the group of all "
+        f"In step {number - 1}, the ranks update with different gradients ({which}). If they are "
+        "averaged over all ranks, the runs agree. Wrap the model in DistributedDataParallel and "
+        "call the wrapper, not model.module, or all-reduce every gradient over the group of all "
         "ranks.",
         trial,
     )
@@ -175,15 +176,17 @@ def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockS
         if rows[0] and all(each == rows[0] for each in rows):
             return StockSuspect(
                 "loss multiplied by the ranks",
-                f"Gradients are {size} times as large as in one process, and all ranks were given "
-                "the same rows. Each computes a part of the sequences, and multiplies its loss by "
-                f"{size}, or gradients are summed and not averaged.",
+                f"Gradients are {size} times as large as in one process, and all ranks receive the "
+                "same rows, of which each rank computes a part. Either each rank multiplies its "
+                f"loss by {size}, or gradients are summed over ranks. Remove the factor, or divide "
+                f"the sum by {size}.",
                 {"scale_gradients": 1 / size},
             )
         return StockSuspect(
             "gradients summed",
-            f"Gradients are {size} times as large as in one process: they are summed over {size} "
-            f"ranks and not averaged, or each rank multiplies its loss by {size}.",
+            f"Gradients are {size} times as large as in one process. Either they are summed over "
+            f"the {size} ranks instead of averaged, or each rank multiplies its loss by {size}. "
+            "Average the gradients, or remove the factor.",
             {"scale_gradients": 1 / size},
         )
     divisors = {*_divisors(reference), *_divisors(made)}
@@ -192,7 +195,7 @@ def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockS
         return StockSuspect(
             "sums averaged over ranks",
             f"Gradients are 1/{size} as large as in one process. The losses are sums, or sums "
-            "divided by a constant, and gradients are averaged over ranks, as by "
+            "divided by a constant, but gradients are averaged over ranks, for example by "
             f"DistributedDataParallel. Multiply each loss by {size}, the number of ranks.",
             {"scale_gradients": float(size)},
         )
@@ -200,8 +203,9 @@ def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockS
         if abs(ratio * size**power - 1) < CLOSE:
             return StockSuspect(
                 "gradients averaged twice",
-                f"Gradients are 1/{size**power} as large as in one process: they are divided by "
-                f"{size} {'twice' if power == 1 else 'three times'}.",
+                f"Gradients are 1/{size**power} as large as in one process, because they are "
+                f"divided by {size}, the number of ranks, "
+                f"{'twice' if power == 1 else 'three times'}. Divide them once.",
                 {"scale_gradients": float(size**power)},
             )
     return StockSuspect(
@@ -212,7 +216,7 @@ def _scaled(reference: StockRecords, made: StockRecords, ratio: float) -> StockS
 
 
 def _divisors(made: StockRecords) -> set[float | None]:
-    """Return the numbers by which the sums in losses are divided. None stands for unknown ones."""
+    """Return the divisors of the sums in losses. None stands for an unknown divisor."""
     terms = [term for rows in made.steps for row in rows for term in row["terms"]]
     return {1.0 if term["is_sum"] else term["items"] for term in terms}
 
@@ -230,8 +234,9 @@ def _partly_scaled(
         return StockSuspect(
             "expert gradients multiplied",
             f"Gradients of {some(names)}, which only some ranks have, are {ratio:.6g} times as "
-            "large as in one process. The backward of the token exchange already sums over ranks: "
-            "divide by the number of all ranks, not of the ranks with the same experts.",
+            "large as in one process. The backward pass of the token exchange already sums over "
+            "ranks. Divide by the number of all ranks, instead of the number of ranks that have "
+            "the same experts.",
             trial,
         )
     return StockSuspect(
@@ -272,9 +277,9 @@ def _of_norms_of_shards(
     if len(each) > 1 and not _agree(each):
         yield StockSuspect(
             "clipping by a local norm",
-            f"In step {number - 1} each rank scales its shards of the gradients by its own factor "
-            f"({min(each):.4g} to {max(each):.4g} times the gradient of one process), such as by "
-            "the norm of its shards. Compute the norm over the shards of all ranks: "
+            f"In step {number - 1}, each rank scales its shards of the gradients by a different "
+            f"factor ({min(each):.4g} to {max(each):.4g} times the gradient of one process), for "
+            "example by the norm of its shards. Compute one norm over the shards of all ranks, as "
             "clip_grad_norm_(model.parameters(), limit) does.",
             is_proved=True,
         )
@@ -298,9 +303,9 @@ def _of_norms(
         return
     yield StockSuspect(
         "norm without a part of the parameters" if two < one else "other gradient norm",
-        f"Step {place} clips by a norm of {two:.6g}, and one process by {one:.6g}. With "
-        "the norm of one process the runs agree. Sum the squares of all parameters, those that "
-        "only some ranks have included, each once.",
+        f"Step {place} clips by a norm of {two:.6g}, but one process by {one:.6g}. With the norm "
+        "of the single process, the runs agree. Sum the squares of all gradients, also of "
+        "parameters that only some ranks have, and count each gradient once.",
         {"clip_norms": theirs},
     )
 
@@ -316,9 +321,9 @@ def _of_updates(
         return
     yield StockSuspect(
         "update of shards",
-        f"Gradients agree in step {first.number - 1}, and updates of {some(sorted(split))} do not. "
-        "Each rank has a shard of them, and the optimizer's update of a matrix depends on all of "
-        "it. Gather the gradient before such an update.",
+        f"In step {first.number - 1}, the gradients agree, but the updates of "
+        f"{some(sorted(split))} do not. Each rank has a shard of them, but the optimizer's update "
+        "of a matrix depends on the whole matrix. Gather the gradient before such an update.",
         is_proved=True,
     )
 
@@ -334,9 +339,9 @@ def _of_batch_norm(made: StockRecords) -> Iterator[StockSuspect]:
             if names:
                 yield StockSuspect(
                     "BatchNorm with local statistics",
-                    "Each rank normalises with the mean and variance of its own rows "
+                    "Each rank normalises with the mean and variance of only its rows "
                     f"({some(names)} differ after step {step.number - 1}). With the statistics of "
-                    "all rows the runs agree. Use nn.SyncBatchNorm.convert_sync_batchnorm(model).",
+                    "all rows, the runs agree. Use nn.SyncBatchNorm.convert_sync_batchnorm(model).",
                     {"global_batch_norm": None},
                 )
                 return
@@ -355,15 +360,15 @@ def _of_dropout(made: StockRecords) -> Iterator[StockSuspect]:
         yield StockSuspect(
             "same dropout on all ranks",
             "All ranks draw the same dropout masks, so rows of different ranks are not "
-            "independent. Without dropout the runs agree. Seed each rank differently after the "
-            "model is made: torch.manual_seed(seed + rank).",
+            "independent. Without dropout, the runs agree. Seed each rank differently after you "
+            "have created the model: torch.manual_seed(seed + rank).",
             trial,
             trial,
         )
         return
     yield StockSuspect(
         "dropout",
-        "Each rank draws its own dropout masks, and one process draws others. Without dropout "
+        "Each rank draws its own dropout masks, and one process draws others. Without dropout, "
         "the runs agree.",
         trial,
         trial,
@@ -383,7 +388,8 @@ def _of_loss_terms(made: StockRecords) -> Iterator[StockSuspect]:
             yield StockSuspect(
                 "a term of the loss scaled by the ranks",
                 f"The {('first', 'second')[addend]} term of the loss, such as an auxiliary loss, "
-                f"adds {words} the gradient that it adds in one process. The others agree.",
+                f"adds {words} the gradient that it adds in one process. Without this factor, the "
+                "runs agree. Do not scale the term by the number of ranks.",
                 {"scale_term": [addend, factor]},
             )
 
@@ -398,16 +404,16 @@ def of_bf16(made: StockRecords) -> Iterator[StockSuspect]:
     if backwards > 1:
         yield StockSuspect(
             "bf16 accumulation",
-            f"Gradients of {backwards} micro-batches are added in bf16, which has 8 bits. Without "
-            "bf16 the runs agree. Keep parameters in fp32 and use autocast, or add gradients in "
-            "fp32.",
+            f"Gradients of {backwards} micro-batches are added in bf16, which has 8 significant "
+            "bits. Without bf16, the runs agree. Keep parameters in fp32 and use autocast, or add "
+            "gradients in fp32.",
             trial,
             trial,
         )
         return
     yield StockSuspect(
         "bf16",
-        "Parameters or gradients are in bf16, in the run in fp64 as well. Without bf16 the runs "
+        "Parameters or gradients are in bf16 even in the run in fp64. Without bf16, the runs "
         "agree.",
         trial,
         trial,
@@ -447,7 +453,7 @@ def _ratios(
 
 
 def _clip_factor(events: Sequence[Sequence[str]], place: int) -> float:
-    """Return the factor by which a step's last clipping scaled the gradients."""
+    """Return the factor that a step's last clipping applied to the gradients."""
     words = [e.split() for e in (events[place] if place < len(events) else ()) if e[:5] == "clip "]
     if not words or len(words[-1]) < 3:
         return 1.0
@@ -476,8 +482,9 @@ def _of_loss_weights(reference: StockRecords, made: StockRecords) -> Iterator[St
         return
     yield StockSuspect(
         "mean of means",
-        "Losses are means over different numbers of items, and are averaged as if the numbers were "
-        "equal. If each is weighed by its number of items, the runs agree.",
+        "Losses are means over different numbers of items, but are averaged as if the numbers were "
+        "equal. If each loss is weighted by its number of items, the runs agree. Sum the losses, "
+        "and divide the sum by the number of items in all micro-batches of all ranks.",
         {"loss_factors": pairs[0]},
         {"loss_factors": pairs[1]},
     )
