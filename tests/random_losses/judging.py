@@ -144,7 +144,7 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
     if f"of {len(left)} after step {STEPS}" not in ran.out:
         return "ended", f"{len(left)} ranks finished, but had others: {last}"
     try:
-        check(folder, run.kind, left, joined=joined, replica=run.replica)
+        check(folder, run.kind, left, joined=joined)
     except AssertionError as error:
         return "other result", str(error)[:300]
     waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]

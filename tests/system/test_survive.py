@@ -119,6 +119,8 @@ def test_loss_while_the_script_writes_parameters_is_named(shardwise: Launcher, z
 
 TENSOR = ["--tensor", "2"]
 PIPELINE = ["--pipeline", "2", "--stages", "2"]
+CONTEXT = ["--context", "2"]
+EXPERT = ["--expert", "2"]
 REPLICAS = [
     # --zero, axes, transport, loop, kind, kills, ranks that are left
     (2, TENSOR, "auto", "steps", "split", ["3:backward:4"], [0, 1]),
@@ -135,6 +137,14 @@ MORE_REPLICAS = [
     (3, TENSOR, "gloo", "plain", "split", ["2:begun:4"], [0, 1]),
     (3, PIPELINE, "auto", "steps", "stages", ["2:gathered:4"], [0, 1]),
     (3, PIPELINE, "gloo", "steps", "stages", ["1:backward:8"], [2, 3]),
+    (0, CONTEXT, "auto", "steps", "context", ["0:forward:4"], [2, 3]),
+    (2, CONTEXT, "gloo", "plain", "context", ["3:reduce:6"], [0, 1]),
+    (3, CONTEXT, "auto", "plain", "context", ["1:backward:5"], [2, 3]),
+    (0, EXPERT, "auto", "steps", "experts", ["0:forward:4"], [2, 3]),
+    (1, EXPERT, "auto", "plain", "experts", ["2:publish:6"], [0, 1]),
+    (2, EXPERT, "gloo", "plain", "experts", ["3:reduce:6"], [0, 1]),
+    (3, EXPERT, "auto", "steps", "experts", ["1:backward:5"], [2, 3]),
+    (3, EXPERT, "gloo", "plain", "experts", ["2:begun:4"], [0, 1]),
 ]
 
 
@@ -160,7 +170,7 @@ def test_a_lost_rank_costs_its_replica(
     assert f"left, because {axes[0]} 2 trains on 2 of the remaining workers" in ran.out
     for place, rank in enumerate(left):
         assert f"rank {rank} is {place} of 2 after step {STEPS}" in ran.out
-    check(shardwise.folder, kind, left, replica=2)
+    check(shardwise.folder, kind, left)
 
 
 def test_the_last_replica_returns_to_the_checkpoint(shardwise: Launcher) -> None:

@@ -14,6 +14,7 @@ repeated, `engine.step()` returns stats with `repeated` set, and the Loader retu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -231,13 +232,15 @@ class Survival:
 
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
     """Return the sets of ranks that can continue after a loss."""
-    axes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "context": mesh.context}
-    if words := " ".join(f"--{name} {size}" for name, size in axes.items() if size > 1):
-        return Divisions(unit=mesh.replica * mesh.context, reason=words)
+    axes = ("tensor", "pipeline", "context", "expert")
+    words = [f"--{axis} {size}" for axis in axes if (size := getattr(mesh, axis)) > 1]
+    # Adjacent ranks hold a replica, share a sequence, and hold all experts of all stages.
+    unit = math.lcm(mesh.replica * mesh.context, mesh.pipeline * mesh.expert)
+    sizes: tuple[int, ...] = ()
     if settings.exact is not None:
-        sizes = tuple(sum_tree.node_sizes(settings.exact))
-        return Divisions(sizes=sizes, reason=f"--exact {settings.exact}")
-    return Divisions()
+        words.append(f"--exact {settings.exact}")
+        sizes = tuple(size for size in sum_tree.node_sizes(settings.exact) if size % unit == 0)
+    return Divisions(unit=unit, sizes=sizes, reason=" ".join(words))
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -262,8 +265,8 @@ def check(
         return
     if environment.SPARE_VARIABLE in environ and settings.splits_a_replica:
         raise ConfigError(
-            "A worker cannot be added to a run with --tensor, --pipeline or --context, because one "
-            "worker cannot hold a replica of the model."
+            "A worker cannot be added to a run with --tensor, --pipeline, --context or --expert, "
+            "because one worker alone cannot run the model."
         )
     if environment.SURVIVES_VARIABLE not in environ:
         flag = f"--survive {settings.survive}"

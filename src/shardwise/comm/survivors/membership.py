@@ -152,10 +152,10 @@ class Divisions:
 
     def describe(self, size: int) -> str:
         """Return what happens after a loss in a group of `size` ranks, or "" if all continue."""
-        if self.sizes:
-            smaller = " or ".join(str(each) for each in self.sizes if each < size)
+        smaller = " or ".join(str(each) for each in self.sizes if each < size)
+        if smaller:
             return f"after losses: on {smaller} workers ({self.reason}); others leave"
-        if self.unit == size:
+        if self.unit == size > 1:
             return (
                 f"after a loss: the run ends, because {self.reason} needs all of its workers; with "
                 "--restarts it returns to the last checkpoint"
