@@ -14,9 +14,9 @@ GATHERS = ("gather", "gathered")
 """Moments around the gather of a unit of sharded parameters."""
 
 JOINS = ("invite", "invited", "admit", "admitted", "refilled")
-"""Moments in which a rank admits spares, and its first step with them."""
+"""Moments when a rank admits spares, and its first step with them."""
 ENTERS = ("come_back", "loaded", "enter", "entered")
-"""Moments in which a spare joins."""
+"""Moments when a spare joins."""
 
 SAVES = ("saving", "save", "begun", "written")
 SPLIT = ("split", "stages", "context", "experts")

@@ -87,7 +87,7 @@ class Runner:
         return Launcher(folder)
 
     def left(self, launcher: Launcher) -> list[str]:
-        """Return what a run has left behind."""
+        """Return the processes that a run has left behind."""
         return [str(pid) for pid in launcher.wait_until_gone(4)]
 
     def lost_ranks(self, err: str) -> set[int]:

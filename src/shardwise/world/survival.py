@@ -82,7 +82,7 @@ class Survival:
     # -- called by the Loader -----------------------------------------------------------------
 
     def before_step(self, stream: LoaderStream) -> None:
-        """Let spares join, before `stream` returns the rows of the next training step."""
+        """Admit waiting spares, before `stream` returns the rows of the next training step."""
         self.in_step = False  # if a step is repeated, no rank has its rows now
         if self.admit is not None:
             self.admit(stream)

@@ -189,7 +189,7 @@ def count_losses(lost: Collection[int], hosts: Mapping[int, str]) -> int:
 def are_first_of_host(leaving: Sequence[int], hosts: Mapping[int, str], most: int) -> bool:
     """Return whether the ranks in `leaving` are too many losses, unless their whole host leaves.
 
-    The arguments are those of `count_losses` and `check_number`.
+    For the arguments, see `count_losses` and `check_number`.
     """
     several = len(set(hosts.values())) > 1
     are_together = len({hosts[rank] for rank in leaving}) == 1
