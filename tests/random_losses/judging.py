@@ -127,7 +127,7 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
         # Two ranks that were lost at nearly the same time may have been lost at once.
         if len(run.losses) > run.most and "were lost at once" in ran.err:
             return "too many at once", last
-        if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
+        if " after an evaluation whose rows" in ran.err or "assert world.sum(" in ran.err:
             return "in the evaluation", last
         if run.replica > 1 and len(run.losses) > 1 and "no complete group of" in ran.err:
             return "no replica left", last

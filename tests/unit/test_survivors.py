@@ -135,7 +135,7 @@ def test_a_step_stands_if_any_rank_that_is_left_has_confirmed_it(
 
 
 def test_a_step_cannot_stand_if_a_rank_lacks_its_totals() -> None:
-    with pytest.raises(CollectiveError, match="ranks 2 do not know its totals"):
+    with pytest.raises(CollectiveError, match="totals are missing on rank 2"):
         decide(reports((0, 0, 5, 5), (2, 0, 4, 4)), [0, 1, 2], {1})
 
 

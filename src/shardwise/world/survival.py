@@ -24,7 +24,7 @@ from shardwise.comm import Divisions, Loss, SurvivorGroup
 from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.layout import sum_tree
-from shardwise.messages.printable import many
+from shardwise.messages.printable import many, ranks_in_words
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 from shardwise.world.current_batch import LoaderStream
@@ -191,11 +191,10 @@ class Survival:
         if self.follow is not None:
             self.follow()
         if self.has_counted:
-            lost = ", ".join(map(str, loss.lost))
             raise CollectiveError(
-                f"Ranks {lost} were lost after an evaluation whose rows the ranks had shared out, "
-                "and no world.sum, world.gather or sw.Metrics has joined their results since. "
-                "Start again from the last checkpoint."
+                f"Lost {ranks_in_words(loss.lost)} after an evaluation whose rows the ranks had "
+                "shared out, and no world.sum, world.gather or sw.Metrics has joined their "
+                "results since. Start again from the last checkpoint."
             ).blaming(loss.lost)
         if self.lay_out is not None:
             self.lay_out()
@@ -213,21 +212,24 @@ class Survival:
         if ranks:
             size = self.group.size
             self._say(
-                f"shardwise: {_named(ranks)} joined after step {step}, and {size} workers continue"
+                f"shardwise: {ranks_in_words(ranks)} joined after step {step}, and {size} workers "
+                "continue"
             )
 
     def announce_left(self, ranks: Sequence[int]) -> None:
         """Print that `ranks` have left, because they could not train with the others."""
         group = self.group
         self._say(
-            f"shardwise: {_named(ranks)} left, because {group.divisions.reason} trains on "
+            f"shardwise: {ranks_in_words(ranks)} left, because {group.divisions.reason} trains on "
             f"{group.size} of the remaining workers"
         )
 
     def _announce(self, lost: Sequence[int], seconds: float, what: str) -> None:
         size = self.group.size
         workers = "1 worker continues" if size == 1 else f"{size} workers continue"
-        self._say(f"shardwise: lost {_named(lost)} {what}, and {workers} after {seconds:.2f} s")
+        self._say(
+            f"shardwise: lost {ranks_in_words(lost)} {what}, and {workers} after {seconds:.2f} s"
+        )
 
 
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
@@ -241,10 +243,6 @@ def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
         words.append(f"--exact {settings.exact}")
         sizes = tuple(size for size in sum_tree.node_sizes(settings.exact) if size % unit == 0)
     return Divisions(unit=unit, sizes=sizes, reason=" ".join(words))
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _how(*, stands: bool) -> str:

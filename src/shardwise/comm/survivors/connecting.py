@@ -18,6 +18,7 @@ from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.membership import Decision
 from shardwise.comm.survivors.replaceable import PartGroup
 from shardwise.errors import CollectiveError
+from shardwise.messages.printable import ranks_in_words
 from shardwise.net import listeners, rpc
 from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
@@ -147,5 +148,5 @@ def _await(
         ended = [rank for rank in decision.members if server.has_ended(rank)]
         if ended or time.monotonic() > until:
             raise CollectiveError(
-                f"Ranks {', '.join(map(str, ended or decision.members))} did not connect again."
+                f"No new connection to {ranks_in_words(ended or decision.members)}."
             ).blaming(ended)
