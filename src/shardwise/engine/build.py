@@ -443,6 +443,13 @@ def _check_kind(
             f"{spec.settings.tensor} splits {of_layers} of group {group}. Use an optimizer that "
             "updates each tensor independently, or start without --tensor."
         )
+    if not kind.elementwise and of_layers and spec.settings.survive:
+        raise ModelError(
+            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {of_layers} "
+            f"of group {group}. With --survive {spec.settings.survive}, the other workers could "
+            "not finish such an update after a loss. Use an element-wise optimizer such as AdamW, "
+            "or start without --survive."
+        )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]
     if not on_disk:
