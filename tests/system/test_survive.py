@@ -34,6 +34,9 @@ CASES = [
     (3, 2, "gloo", "steps", "writes", "1:backward:8"),
 ]
 MORE = [
+    # In the update before the evaluation.
+    (3, 3, "auto", "steps", "sgd", f"1:update:{STEPS - 1}"),
+    (3, 3, "gloo", "plain", "adamw", f"0:update:{STEPS - 1}"),
     (3, 1, "auto", "steps", "writes", "0:begun:4"),
     *(
         (3, zero, transport, loop, "sgd", f"{rank}:{moment}:{at}")
@@ -178,7 +181,23 @@ def test_the_last_replica_returns_to_the_checkpoint(shardwise: Launcher) -> None
     ran = shardwise.run("run", *flags, script("survives"), "steps", "split", "out", "1:forward:6")
     assert ran.code
     assert "after a loss: the run ends, because --tensor 2 needs all of its workers" in ran.out
-    assert "Ranks 1 were lost, and no complete group of 2 workers is left" in ran.err
+    assert "Lost rank 1, and no complete group of 2 workers is left" in ran.err
+
+
+def test_split_tensors_with_muon_are_refused(shardwise: Launcher) -> None:
+    """A loss in the update could leave it incomplete on all other ranks."""
+    (shardwise.folder / "muon.py").write_text(
+        "import torch, shardwise as sw\n"
+        "sw.init(seed=0)\n"
+        "layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(2)]\n"
+        "model = torch.nn.Sequential(*layers)\n"
+        "optimizer = torch.optim.Muon(model.parameters())\n"
+        "sw.Engine(model, optimizer, tensor_plan={'0': 'colwise', '1': 'rowwise'})\n"
+    )
+    ran = shardwise.run("run", "-n", "2", "--survive", "1", "--tensor", "2", "muon.py")
+    assert ran.code
+    assert "Muon needs whole tensors, but --tensor 2 splits 2 of group 0" in ran.err
+    assert "could not finish such an update after a loss" in ran.err
 
 
 @pytest.mark.parametrize(

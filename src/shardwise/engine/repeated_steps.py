@@ -279,22 +279,31 @@ class RepeatableSteps(StepRunner):
             super()._update(totals, stats, max_norm)
             return
         factor = self._factor(totals, stats, max_norm)
-        gathers: list[Handle] = []
+        copies, gathers = states.copies, list[Handle]()
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
-            for inner in states.optimizer.inners:
+            # Each bucket is published only after both updates, because the all-gather of some
+            # transports also writes to the interval that the copy updates.
+            for index, inner in enumerate(states.optimizer.inners):
                 inner.step(totals.used, factor)
+                copies.update(index, totals.used, factor)
                 if survival.loss is None and not self._is_layout_due:
                     with survival.noticing():
-                        gathers += [states.parameters.publish(n) for n in inner.buckets]
+                        gathers += [
+                            states.parameters.publish(number, copies.held_rank(number))
+                            for number in inner.buckets
+                        ]
             states.optimizer.write_back_options()
-            states.copies.update(totals.used, factor)
         with span("publish"), survival.noticing():
             if survival.loss is None:
                 for handle in gathers:
                     handle.wait()
                 for handle in gathers:
                     handle.reusable()
+                if self._spec.placement.is_sharded("parameters"):
+                    # No all-gather has noticed a loss in the update. The next gather may be part of
+                    # an evaluation, which cannot be repeated. It would wait for all ranks too.
+                    survival.group.barrier()
         # The ranks that stay may already have closed their connections to one that leaves.
         if self._leaving:
             survival.loss = None

@@ -41,7 +41,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class _CopiedParameters:
-    """The owner's intervals of the parameters, in separate memory."""
+    """The owner's intervals of the parameters."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -51,12 +51,12 @@ class _CopiedParameters:
         self.wide = parameters.wide_copies
 
     def part(self, index: int, own: Span) -> Storage:
-        """Return a copy of the elements `own` of bucket `index`."""
+        """Return the elements `own` of bucket `index`."""
         if self.parameters.second_copies:
             return MemoryStorage(self.parameters.second_copies[index])
-        # Not the parameters themselves: the owner sends its updated values into them while this
-        # rank updates its copy.
-        return MemoryStorage(self.parameters.part(index, own).loaded().clone())
+        # This rank holds replicated parameters in full. It updates the owner's interval of them
+        # itself, before the all-gather, which would overwrite the interval with the same values.
+        return self.parameters.part(index, own)
 
 
 @dataclass
@@ -134,7 +134,7 @@ class SecondCopies:
             factory,
             by_spans=False,
             quantised=False,
-            sends=True,
+            sends=not parameters.second_copies,
             known=known,
             is_copy=True,
         )
@@ -148,8 +148,7 @@ class SecondCopies:
         """Size of the copies in bytes, once the optimizer has created all of its state."""
         intervals = self.optimizer.intervals
         states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
-        held = sum(interval.target.nbytes for interval in intervals)
-        held += sum(each.nbytes for each in self.frozen)
+        held = sum(each.nbytes for each in self._parameters.parameters.second_copies)
         return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
@@ -185,10 +184,22 @@ class SecondCopies:
         for handle in handles:
             handle.reusable()
 
-    def update(self, used: Sequence[bool], factor: float) -> None:
-        """Apply the same update as the owner. For the arguments, see `InnerOptimizer.step`."""
-        for inner in self.optimizer.inners:
-            inner.step(used, factor)
+    def update(self, index: int, used: Sequence[bool], factor: float) -> None:
+        """Apply the same update as the owner's inner optimizer `index`.
+
+        For the other arguments, see `InnerOptimizer.step`.
+        """
+        self.optimizer.inners[index].step(used, factor)
+
+    def held_rank(self, index: int) -> int | None:
+        """Return the rank whose elements of bucket `index` have the same bits here after an update.
+
+        Return None if an optimizer might compute other bits here: one that is not torch's may draw
+        random numbers, and products of matrices depend on the number of threads.
+        """
+        kind = self.optimizer.groups[index].kind
+        certain = kind.known and kind.elementwise
+        return self.pairing(self._buckets[index]).owner if certain else None
 
     def renew(self, optimizer: OptimizerState) -> None:
         """Copy the owner's parameters and masters again, after user code wrote to them. Collective.
@@ -211,9 +222,6 @@ class SecondCopies:
         Args:
             written: Indices of these parameters. Their masters are replaced.
         """
-        for index, interval in enumerate(self.optimizer.intervals):
-            now = self._parameters.parameters.part(index, interval.own).loaded()
-            interval.target.loaded().copy_(now)
         self.optimizer.refresh_masters(written)
 
 
