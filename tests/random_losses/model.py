@@ -38,7 +38,8 @@ def make_model(kind: str) -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 16), Attention(), nn.Linear(16, 3))
     if kind == "experts":
         experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        mixture = sw.MoE(nn.Linear(16, 4, bias=False), experts, top_k=2, balance=0.05)
+        router = nn.Linear(16, 4, bias=False)
+        mixture = sw.MoE(router, experts, top_k=2, balance=0.05, bias_rate=0.02)
         return nn.Sequential(nn.Linear(6, 16), mixture, nn.Tanh(), nn.Linear(16, 3))
     if kind in ("split", "stages"):
         hidden = (nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())

@@ -49,6 +49,8 @@ def undisturbed(kind: str, order: tuple[int, ...]) -> tuple[list[float], torch.T
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
+            if kind == "experts":
+                model[1].update_bias()
             losses.append(loss.item())
             if kind == "writes" and len(losses) == 5:
                 with torch.no_grad():
