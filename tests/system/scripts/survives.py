@@ -222,6 +222,7 @@ for _ in loader.epochs(2):
                 taken = index.tolist()
             losses.append(engine.step(max_norm=1.0).loss)
             if kind == "writes" and engine.steps == 5:
+                reach("open")
                 with engine.full_parameters(write=True):
                     reach("block")
                     model[0].bias.add_(0.25)
