@@ -91,7 +91,8 @@ def work(path: str, options: argparse.Namespace) -> None:
         times.append(time.perf_counter() - began)
         used.append(machine.cpu_seconds())
     cpu = (used[-1] - used[WARM - 1]) / steps
-    here = [cpu, sum(sends[WARM:]) / steps, sum(updates[WARM:]) / steps]
+    counted = updates[len(updates) * WARM // (WARM + steps) :]  # several calls per step
+    here = [cpu, sum(sends[WARM:]) / steps, sum(counted) / steps]
     everywhere = world.gather(here)
     if world.is_main:
         cpu, sent, updated = (sum(column) for column in zip(*everywhere, strict=True))

@@ -47,6 +47,14 @@ def verbs(world, dtype, cuts):
     group.all_gather(buffer, cuts).wait()
     assert torch.equal(buffer, total)
 
+    # Each rank already holds the next one's interval.
+    held = (world.rank + 1) % world.size
+    buffer = torch.zeros(numel)
+    for rank in (world.rank, held):
+        buffer[cuts[rank] : cuts[rank + 1]] = total[cuts[rank] : cuts[rank + 1]]
+    group.all_gather_others(buffer, cuts, held).wait()
+    assert torch.equal(buffer, total)
+
     buffer = everyone[world.rank].clone()
     mine = buffer[own].clone()
     buffer[own] = 99

@@ -14,13 +14,13 @@ GATHERS = ("gather", "gathered")
 """Moments around the gather of a unit of sharded parameters."""
 
 JOINS = ("invite", "invited", "admit", "admitted", "refilled")
-"""Moments in which a rank admits spares, and its first step with them."""
+"""Moments when a rank admits spares, and its first step with them."""
 ENTERS = ("come_back", "loaded", "enter", "entered")
-"""Moments in which a spare joins."""
+"""Moments when a spare joins."""
 
 SAVES = ("saving", "save", "begun", "written")
-SPLIT = ("split", "stages")
-"""Models for `--tensor` and `--pipeline`."""
+SPLIT = ("split", "stages", "context", "experts")
+"""Models for `--tensor`, `--pipeline`, `--context` and `--expert`."""
 
 LATER = 0.05
 """Longest time in seconds from a moment to the signal, for losses at any moment."""
@@ -81,7 +81,7 @@ class Run:
 def draw(seed: int) -> Run:
     """Draw the run of `seed`."""
     rng = Random(seed)
-    size = rng.choice([2, 3, 3, 4])
+    size = rng.choice([2, 3, 4, 4])
     zero = rng.choice([0, 1, 2, 2, 3, 3])
     ranks = rng.sample(range(size), rng.choice([1, 1, 2]) if size > 2 else 1)
     losses = []
@@ -125,9 +125,12 @@ def draw(seed: int) -> Run:
     run = replace(run, spares=spares, losses=tuple(losses))
     if (drawn := rng.random()) < 0.15 and size in (2, 4):
         return replace(run, axes=("--exact", "4"), loop="steps")
-    if drawn < 0.5 and size == 4 and not spares:
+    if drawn < 0.6 and size == 4:
         kind = rng.choice(SPLIT)
+        run = replace(run, spares=0, losses=tuple(losses[: len(ranks)]))
         pipeline = kind == "stages" or rng.random() < 0.3
         axes = ("--pipeline", "2", "--stages", "2") if pipeline else ("--tensor", "2")
+        if kind in ("context", "experts"):
+            axes = ("--expert" if kind == "experts" else "--context", "2")
         return replace(run, axes=axes, kind=kind)
     return run

@@ -77,7 +77,7 @@ class HostRunner(Runner):
         super().__init__(folder, environ)
         self._lab = of
         self._cut_off: list[str] = []
-        """What a host without a network has left behind."""
+        """Processes that a host without a network has left behind."""
 
     def draw(self, seed: int) -> Run:
         run, self._where = draw(seed)
@@ -119,7 +119,7 @@ class HostRunner(Runner):
         self._lab.cut(node)
         (folder / "is-cut").touch()
         is_over.wait()
-        # The host must have ended its ranks by itself.
+        # The host must have ended its ranks without the launcher.
         self._cut_off = self._lab.left()
         self._lab.mend(node)
 

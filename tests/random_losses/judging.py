@@ -86,7 +86,7 @@ class Runner:
         return Launcher(folder)
 
     def left(self, launcher: Launcher) -> list[str]:
-        """Return what a run has left behind."""
+        """Return the processes that a run has left behind."""
         return [str(pid) for pid in launcher.wait_until_gone(4)]
 
     def lost_ranks(self, err: str) -> set[int]:
@@ -126,7 +126,7 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
         # Two ranks that were lost at nearly the same time may have been lost at once.
         if len(run.losses) > run.most and "were lost at once" in ran.err:
             return "too many at once", last
-        if "were lost after an evaluation" in ran.err or "assert world.sum(" in ran.err:
+        if " after an evaluation whose rows" in ran.err or "assert world.sum(" in ran.err:
             return "in the evaluation", last
         if run.replica > 1 and len(run.losses) > 1 and "no complete group of" in ran.err:
             return "no replica left", last
@@ -143,7 +143,7 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
     if f"of {len(left)} after step {STEPS}" not in ran.out:
         return "ended", f"{len(left)} ranks finished, but had others: {last}"
     try:
-        check(folder, run.kind, left, joined=joined, replica=run.replica)
+        check(folder, run.kind, left, joined=joined)
     except AssertionError as error:
         return "other result", str(error)[:300]
     waits = [float(seconds) for seconds in _CONTINUED.findall(ran.out)]

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
+
 TOKENS = 9
 """Length of the sequences that `--context` cuts."""
 
@@ -34,6 +36,11 @@ def make_model(kind: str) -> nn.Sequential:
     torch.manual_seed(4)
     if kind == "context":
         return nn.Sequential(nn.Linear(6, 16), Attention(), nn.Linear(16, 3))
+    if kind == "experts":
+        experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        router = nn.Linear(16, 4, bias=False)
+        mixture = sw.MoE(router, experts, top_k=2, balance=0.05, bias_rate=0.02)
+        return nn.Sequential(nn.Linear(6, 16), mixture, nn.Tanh(), nn.Linear(16, 3))
     if kind in ("split", "stages"):
         hidden = (nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
         return nn.Sequential(*hidden, nn.Linear(16, 3))

@@ -52,13 +52,13 @@ def survive(
     return shardwise.run(*over(hosts, *given), script("survives"), *words)
 
 
-def ends(shardwise: Launcher, ran: Ran, kind: str, left: list[int], *, replica: int = 1) -> None:
+def ends(shardwise: Launcher, ran: Ran, kind: str, left: list[int]) -> None:
     """Check that the ranks in `left` have finished, with the undisturbed result."""
     assert ran.code == 0, ran.err
     size = len(left)
     for place, rank in enumerate(left):
         assert f"rank {rank} is {place} of {size} after step {STEPS}" in ran.out
-    check(shardwise.folder, kind, left, replica=replica)
+    check(shardwise.folder, kind, left)
 
 
 KILLS = [
@@ -170,7 +170,7 @@ def test_a_replica_is_lost(
     words = ("steps", kind, "out", kill)
     ran = survive(shardwise, hosts, "node1:2,node2:2", *words, zero=zero, flags=axes)
     hosts.clear()
-    ends(shardwise, ran, kind, left, replica=2)
+    ends(shardwise, ran, kind, left)
 
 
 def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:

@@ -31,7 +31,7 @@ def with_copies(zero: int) -> tuple[nn.Linear, sw.Engine]:
         states.gradients.buckets,
         states.storage_factories["optimizer"],
         {},
-        objects.spec.shard_group,
+        objects.spec.shard_groups,
     )
     objects.states = dataclasses.replace(states, copies=copies)
     return model, engine

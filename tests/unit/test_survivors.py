@@ -38,7 +38,8 @@ from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.net import environment, listeners, network, progress
 from shardwise.net.identity import Identity
 from shardwise.watch.status_server import RankAddress, StatusServer
-from shardwise.world.survival import Survival, check
+from shardwise.world.mesh import mesh_of
+from shardwise.world.survival import Survival, check, divisions_of
 from shardwise.world.world import World
 
 
@@ -62,6 +63,32 @@ def test_ranks_continue_in_whole_replicas_and_possible_numbers(
     divisions: Divisions, members: tuple[int, ...], left: tuple[int, ...], usable: tuple[int, ...]
 ) -> None:
     assert divisions.usable(members, left) == usable
+
+
+@pytest.mark.parametrize(
+    ("settings", "unit", "sizes"),
+    [
+        ({}, 1, ()),
+        ({"tensor": 2, "context": 2}, 4, ()),
+        ({"pipeline": 2, "tensor": 2}, 4, ()),
+        ({"tensor": 2, "expert": 2}, 2, ()),
+        ({"context": 2, "expert": 4}, 4, ()),
+        ({"pipeline": 2, "expert": 4}, 8, ()),
+        ({"exact": 8}, 1, (1, 2, 4, 8)),
+        ({"exact": 8, "expert": 2}, 2, (2, 4, 8)),
+    ],
+)
+def test_ranks_that_need_each_other_form_a_unit(
+    settings: dict[str, int], unit: int, sizes: tuple[int, ...]
+) -> None:
+    chosen = Settings(**settings)
+    found = divisions_of(chosen, mesh_of(chosen, 8, 1))
+    assert (found.unit, found.sizes) == (unit, sizes)
+    assert found.reason == " ".join(
+        f"--{name} {settings[name]}"
+        for name in ("tensor", "pipeline", "context", "expert", "exact")
+        if name in settings
+    )
 
 
 def test_torch_knows_remaining_ranks_by_their_numbers_in_its_own_group() -> None:
@@ -108,7 +135,7 @@ def test_a_step_stands_if_any_rank_that_is_left_has_confirmed_it(
 
 
 def test_a_step_cannot_stand_if_a_rank_lacks_its_totals() -> None:
-    with pytest.raises(CollectiveError, match="ranks 2 do not know its totals"):
+    with pytest.raises(CollectiveError, match="totals are missing on rank 2"):
         decide(reports((0, 0, 5, 5), (2, 0, 4, 4)), [0, 1, 2], {1})
 
 

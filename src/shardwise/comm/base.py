@@ -265,6 +265,13 @@ class Collectives(ABC):
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         """Copy each rank's interval of `buffer` to the same interval on all ranks."""
 
+    def all_gather_others(self, buffer: Tensor, cuts: Cuts, held: int) -> Handle:
+        """Run `all_gather` on ranks that already hold the interval of rank `held`.
+
+        `held` may differ between ranks. Transports that read from single ranks skip this interval.
+        """
+        return self.all_gather(buffer, cuts)
+
     @abstractmethod
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         """Copy `buffer` from rank `source` to every rank."""

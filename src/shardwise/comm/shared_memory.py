@@ -182,10 +182,13 @@ class SharedMemory(MappedMemory):
         steps = self._reduce_scatter(begin, own, buffer, cuts, target, how)
         return self._work.start(begin, steps)
 
-    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts) -> SharedWork:
+    def all_gather_others(self, buffer: Tensor, cuts: Cuts, held: int) -> Handle:
+        return self._gather("all-gather", buffer, cuts, held)
+
+    def _gather(self, kind: str, buffer: Tensor, cuts: Cuts, held: int | None = None) -> SharedWork:
         buffer, cuts = real_buffer(buffer, cuts)
         begin = self.opening(kind, buffer, hash(tuple(cuts)))
-        return self._work.start(begin, self._all_gather(begin, buffer, cuts))
+        return self._work.start(begin, self._all_gather(begin, buffer, cuts, held))
 
     # -- steps of the calls ---------------------------------------------------------------
 
@@ -228,13 +231,17 @@ class SharedMemory(MappedMemory):
         yield DONE
         self.buffers.take_back(public, buffer)
 
-    def _all_gather(self, begin: MeshMessage, buffer: Tensor, cuts: Cuts) -> Steps:
+    def _all_gather(
+        self, begin: MeshMessage, buffer: Tensor, cuts: Cuts, held: int | None
+    ) -> Steps:
         own = interval(buffer, cuts, self.rank)
         # Use the largest interval, because all ranks know its size and must make the same decision.
         small = max(b - a for a, b in pairwise(cuts)) * buffer.itemsize <= INLINE
         public = self.buffers.publish(begin, own, small=small)
         messages = yield READY
         for rank, message in messages.items():
+            if rank == held:
+                continue
             part = interval(buffer, cuts, rank)
             part.copy_(self.buffers.read(rank, message, 0, part))
         if not small:

@@ -408,8 +408,8 @@ class Settings:
 
     @property
     def splits_a_replica(self) -> bool:
-        """True if several ranks hold a replica of the model, or share sequences."""
-        return max(self.tensor, self.pipeline, self.context) > 1
+        """True if several ranks hold a replica or its experts, or share sequences."""
+        return max(self.tensor, self.pipeline, self.context, self.expert) > 1
 
     @property
     def quantises_state(self) -> bool:
@@ -530,18 +530,10 @@ _INCOMPATIBLE_WITH_SURVIVE: dict[str, tuple[Callable[[Settings], bool], str]] = 
         lambda settings: settings.quantises_frozen,
         "a lost worker's forward pass leaves weights expanded",
     ),
-    "expert": (
-        lambda settings: settings.expert > 1,
-        "the groups that hold the same experts have no second copies of their states",
-    ),
-    "context": (
-        lambda settings: settings.context > 1,
-        "attention over a lost worker's part of a sequence is not repeated yet",
-    ),
     "spares": (
         lambda settings: settings.spares > 0 and settings.splits_a_replica,
-        "a spare runs the script alone until it joins, and one worker cannot hold a replica of "
-        "--tensor, --pipeline or --context",
+        "a spare runs the script alone until it joins, and one worker alone cannot run the model "
+        "with --tensor, --pipeline, --context or --expert",
     ),
     "guard": (lambda settings: settings.guard is not None, _GROUPS),
     "islands": (lambda settings: settings.islands != 1, f"{_GROUPS}; see --elastic-islands"),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.comm import Solo
+from shardwise.comm import Solo, SurvivorGroup
 from shardwise.config import flag
 from shardwise.engine import initial_values, unit_assignment, usage_checks
 from shardwise.engine.engine_spec import EngineSpec
@@ -176,7 +176,10 @@ def build(
         state: StorageFactory(spec.placement.tier(state), spec.shard_group) for state in STATES
     }
     scattered = spec.placement.is_sharded("optimizer")
-    has_copies = bool(spec.settings.survive) and scattered and spec.shard_group.size > 1
+    everyone = spec.world_group
+    # No other rank can use the copies if the loss of one rank ends the run.
+    continues = isinstance(everyone, SurvivorGroup) and everyone.divisions.unit < everyone.size
+    has_copies = continues and scattered
     # Look at all stages of a pipeline, so that all ranks raise.
     dtypes = {t.dtype for t in everything if t.parameter in owners}
     if spec.settings.rounds_masters and torch.bfloat16 not in dtypes:
@@ -196,7 +199,7 @@ def build(
         # First, because the optimizer state below takes existing state from the user's optimizer.
         factory = storage_factories["optimizer"]
         copies = SecondCopies(
-            parameters, groups, gradients.buckets, factory, dict(masters), spec.shard_group
+            parameters, groups, gradients.buckets, factory, dict(masters), spec.shard_groups
         )
     optimizer = OptimizerState(
         parameters,
@@ -439,6 +442,13 @@ def _check_kind(
             f"{name} combines values of several tensors in its update, but --tensor "
             f"{spec.settings.tensor} splits {of_layers} of group {group}. Use an optimizer that "
             "updates each tensor independently, or start without --tensor."
+        )
+    if not kind.elementwise and of_layers and spec.settings.survive:
+        raise ModelError(
+            f"{name} needs whole tensors, but --tensor {spec.settings.tensor} splits {of_layers} "
+            f"of group {group}. With --survive {spec.settings.survive}, the other workers could "
+            "not finish such an update after a loss. Use an element-wise optimizer such as AdamW, "
+            "or start without --survive."
         )
     tiers = {n: getattr(spec.settings, n) for n in _OFFLOADS}
     on_disk = [name for name, tier in tiers.items() if tier is not None and tier.kind == "nvme"]

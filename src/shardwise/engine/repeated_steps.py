@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from shardwise.engine.step import StepRunner
 from shardwise.engine.user_objects import WholeStates
 from shardwise.errors import PeerLost, UsageError
 from shardwise.model.buffers import version_of, write
+from shardwise.states.second_copies import SecondCopies
 from shardwise.states.step_totals import StepStats, StepTotals
 from shardwise.timeline import span
 from shardwise.world.survival import Survival
@@ -274,35 +275,57 @@ class RepeatableSteps(StepRunner):
 
         Losing a rank no longer changes the result.
         """
-        states, survival = self._objects.states, self._survival
-        if states.copies is None:
+        copies = self._objects.states.copies
+        if copies is None:
             super()._update(totals, stats, max_norm)
-            return
-        factor = self._factor(totals, stats, max_norm)
+            self._wait_for_updates([])
+        else:
+            self._update_with_copies(copies, totals, self._factor(totals, stats, max_norm))
+
+    def _update_with_copies(self, copies: SecondCopies, totals: StepTotals, factor: float) -> None:
+        """Update each bucket, and its second copy of another rank's state."""
+        states, survival = self._objects.states, self._survival
         gathers: list[Handle] = []
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
-            for inner in states.optimizer.inners:
+            # Each bucket is published only after both updates, because the all-gather of some
+            # transports also writes to the interval that the copy updates.
+            for index, inner in enumerate(states.optimizer.inners):
                 inner.step(totals.used, factor)
+                copies.update(index, totals.used, factor)
                 if survival.loss is None and not self._is_layout_due:
                     with survival.noticing():
-                        gathers += [states.parameters.publish(n) for n in inner.buckets]
+                        gathers += [
+                            states.parameters.publish(number, copies.held_rank(number))
+                            for number in inner.buckets
+                        ]
             states.optimizer.write_back_options()
-            states.copies.update(totals.used, factor)
+        self._wait_for_updates(gathers)
+        with survival.noticing():
+            self._objects.states.parameters.settle()
+
+    def _wait_for_updates(self, gathers: Sequence[Handle]) -> None:
+        """Wait until all ranks have updated, or continue on the remaining ranks. Collective.
+
+        `gathers` are the pending all-gathers of the updated parameters, if there are any.
+        """
+        survival = self._survival
         with span("publish"), survival.noticing():
             if survival.loss is None:
                 for handle in gathers:
                     handle.wait()
                 for handle in gathers:
                     handle.reusable()
+                if not gathers or self._spec.placement.is_sharded("parameters"):
+                    # No all-gather has noticed a loss in the update. The next collective may be
+                    # part of an evaluation, which cannot be repeated.
+                    survival.group.barrier()
         # The ranks that stay may already have closed their connections to one that leaves.
         if self._leaving:
             survival.loss = None
         elif survival.loss is not None:
             survival.replace_group(self._state.steps + 1, is_updated=True)
         self._lay_out()
-        with survival.noticing():
-            self._objects.states.parameters.settle()
 
 
 class _StepStart:

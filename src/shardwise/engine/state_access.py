@@ -36,6 +36,7 @@ class StateAccess:
                 "full_parameters(write=True) inside engine.ema() or anchor(): leaving that block "
                 "would undo the writes. Write before or after it."
             )
+        self._notice_losses()
         with self._ending_after_loss(write=write):
             with (
                 self._on_whole_sequences(),
@@ -44,6 +45,17 @@ class StateAccess:
                 yield
             if write and state.states.shown is not None and state.states.copies is not None:
                 state.states.copies.renew(state.states.optimizer)
+
+    def _notice_losses(self) -> None:
+        """With `--survive`, continue on the remaining ranks if some were lost since the last step.
+
+        Otherwise a block of `full_parameters` would be the first to notice, and end the run.
+        """
+        spec, shown = self._state.spec, self._state.states.shown
+        in_block = spec.is_whole or (shown is not None and shown.residency.in_block)
+        survival = self._state.world.survival
+        if survival is not None and not survival.in_step and not in_block:
+            spec.world_group.steadily(lambda: None)
 
     @contextmanager
     def _ending_after_loss(self, *, write: bool) -> Iterator[None]:

@@ -441,7 +441,9 @@ class UserObjects:
         Raises CollectiveError if a rank and the holder of its second copies are both lost.
         """
         states = self.states
-        held = HeldGather(states.parameters, states.optimizer, states.copies, self.spec.shard_group)
+        held = HeldGather(
+            states.parameters, states.optimizer, states.copies, self.spec.shard_groups
+        )
         averages = states.averages
         return WholeStates(
             held.optimizer_state(),

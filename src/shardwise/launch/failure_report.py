@@ -288,6 +288,8 @@ def saving_line(asked: signal.Signals) -> str:
 def killed_line(rank: int, how: str) -> str:
     """Return the line that the launcher prints if the other ranks continue after one was killed."""
     cause, _, advice = how.partition(". ")
+    # A rank that leaves has printed why, and then sends itself this signal.
+    cause = "SIGTERM" if cause.startswith("SIGTERM") else cause
     rest = f" {advice}." if advice else ""
     return (
         f"shardwise: rank {rank} ended ({cause}). The others continue without it (--survive).{rest}"

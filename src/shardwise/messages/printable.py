@@ -102,6 +102,12 @@ def many(count: int, name: str, ending: str = "s") -> str:
     return f"{count} {name}{'' if count == 1 else ending}"
 
 
+def ranks_in_words(ranks: Iterable[int]) -> str:
+    """Format numbers of ranks, such as "rank 1" or "ranks 1, 2"."""
+    numbers = [str(rank) for rank in ranks]
+    return f"rank{'' if len(numbers) == 1 else 's'} {', '.join(numbers)}"
+
+
 def _scaled(number: int, scales: tuple[tuple[str, float], ...], gap: str) -> str:
     for unit, size in scales:
         if number >= size:

@@ -41,7 +41,7 @@ from shardwise.states.storage.storage_factory import StorageFactory
 
 
 class _CopiedParameters:
-    """The owner's intervals of the parameters, in separate memory."""
+    """The owner's intervals of the parameters."""
 
     def __init__(self, parameters: Parameters) -> None:
         self.parameters = parameters
@@ -51,12 +51,12 @@ class _CopiedParameters:
         self.wide = parameters.wide_copies
 
     def part(self, index: int, own: Span) -> Storage:
-        """Return a copy of the elements `own` of bucket `index`."""
+        """Return the elements `own` of bucket `index`."""
         if self.parameters.second_copies:
             return MemoryStorage(self.parameters.second_copies[index])
-        # Not the parameters themselves: the owner sends its updated values into them while this
-        # rank updates its copy.
-        return MemoryStorage(self.parameters.part(index, own).loaded().clone())
+        # This rank holds replicated parameters in full. It updates the owner's interval of them
+        # itself, before the all-gather, which would overwrite the interval with the same values.
+        return self.parameters.part(index, own)
 
 
 @dataclass
@@ -65,6 +65,34 @@ class _CopiedGradient:
 
     own: Span
     reduced: Storage
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which rank holds the second copy of which other rank, in a group that shards buckets.
+
+    Args:
+        members: The ranks of the run that shard the buckets.
+        places: For each of the members, the index of the member that holds its copy.
+        owner: The index of the member whose copies this rank holds.
+    """
+
+    members: tuple[int, ...]
+    places: list[int]
+    owner: int
+
+    @staticmethod
+    def of(group: Collectives) -> Pairing:
+        """Return the pairing of the present ranks of `group`."""
+        places = copied_places(group)
+        return Pairing(tuple(group.places), places, places.index(group.rank))
+
+    def holders(self, left: Sequence[int]) -> list[int]:
+        """Return the index in `left` of the rank that sends each member's interval.
+
+        Raises CollectiveError if a member and the holder of its copy are both lost.
+        """
+        return holders(self.members, left, self.places)
 
 
 class SecondCopies:
@@ -76,7 +104,7 @@ class SecondCopies:
         gradients: The gradients of each bucket.
         factory: Creates the storage of masters.
         known: See `OptimizerState`.
-        group: The ranks that shard the state.
+        shards: The ranks that shard each bucket.
     """
 
     def __init__(
@@ -86,23 +114,16 @@ class SecondCopies:
         gradients: Sequence[GradientBucket],
         factory: StorageFactory,
         known: dict[nn.Parameter, Tensor],
-        group: Collectives,
+        shards: ShardGroups,
     ) -> None:
-        self._group = group
         self._buckets = parameters.buckets
-        self.members = tuple(group.places)
-        """The ranks of the run that shard the state in this layout."""
-        self.places = copied_places(group)
-        """For each of the members, the index of the member that holds its copy."""
-        self.owner = owner = self.places.index(group.rank)
-        """The rank whose state this is, in this layout."""
-        self._gradients = [
-            _CopiedGradient(
-                bucket.interval(owner),
-                MemoryStorage(gradient.reduced.loaded().new_zeros(_length(bucket, owner))),
-            )
-            for bucket, gradient in zip(parameters.buckets, gradients, strict=True)
-        ]
+        self._shards = shards
+        self.pairings = {axis: Pairing.of(group) for axis, group in shards.by_axis.items()}
+        self._gradients = []
+        for bucket, gradient in zip(parameters.buckets, gradients, strict=True):
+            first, end = bucket.interval(self.pairing(bucket).owner)
+            zeros = gradient.reduced.loaded().new_zeros(end - first)
+            self._gradients.append(_CopiedGradient((first, end), MemoryStorage(zeros)))
         self._parameters = _CopiedParameters(parameters)
         self.frozen = parameters.second_copies[len(parameters.buckets) :]
         """The owner's interval of each bucket of frozen parameters."""
@@ -113,18 +134,21 @@ class SecondCopies:
             factory,
             by_spans=False,
             quantised=False,
-            sends=True,
+            sends=not parameters.second_copies,
             known=known,
             is_copy=True,
         )
+
+    def pairing(self, bucket: Bucket) -> Pairing:
+        """Return the pairing of the ranks that shard `bucket`."""
+        return self.pairings[bucket.axis]
 
     @property
     def state_bytes(self) -> int:
         """Size of the copies in bytes, once the optimizer has created all of its state."""
         intervals = self.optimizer.intervals
         states = sum(self.optimizer.expected_bytes(index) for index in range(len(intervals)))
-        held = sum(interval.target.nbytes for interval in intervals)
-        held += sum(each.nbytes for each in self.frozen)
+        held = sum(each.nbytes for each in self._parameters.parameters.second_copies)
         return states + held + sum(each.reduced.nbytes for each in self._gradients)
 
     def receive(self, gradients: Sequence[GradientBucket]) -> None:
@@ -146,24 +170,36 @@ class SecondCopies:
 
         Each of `pairs` holds a bucket, this rank's interval, and memory for the owner's interval.
         """
-        size = self._group.size
         handles = []
         for bucket, mine, copied in pairs:
+            group, places = self._shards.of(bucket), self.pairing(bucket).places
             counts = [
-                [_length(bucket, rank) if to == self.places[rank] else 0 for to in range(size)]
-                for rank in range(size)
+                [_length(bucket, rank) if to == places[rank] else 0 for to in range(group.size)]
+                for rank in range(group.size)
             ]
-            handles.append(self._group.all_to_all(mine, counts, copied))
+            handles.append(group.all_to_all(mine, counts, copied))
         for handle in handles:
             handle.wait()
         # The update multiplies the sums in place, so wait until the copy's rank has read them.
         for handle in handles:
             handle.reusable()
 
-    def update(self, used: Sequence[bool], factor: float) -> None:
-        """Apply the same update as the owner. For the arguments, see `InnerOptimizer.step`."""
-        for inner in self.optimizer.inners:
-            inner.step(used, factor)
+    def update(self, index: int, used: Sequence[bool], factor: float) -> None:
+        """Apply the same update as the owner's inner optimizer `index`.
+
+        For the other arguments, see `InnerOptimizer.step`.
+        """
+        self.optimizer.inners[index].step(used, factor)
+
+    def held_rank(self, index: int) -> int | None:
+        """Return the rank whose elements of bucket `index` have the same bits here after an update.
+
+        Return None if an optimizer might compute other bits here: one that is not torch's may draw
+        random numbers, and products of matrices depend on the number of threads.
+        """
+        kind = self.optimizer.groups[index].kind
+        certain = kind.known and kind.elementwise
+        return self.pairing(self._buckets[index]).owner if certain else None
 
     def renew(self, optimizer: OptimizerState) -> None:
         """Copy the owner's parameters and masters again, after user code wrote to them. Collective.
@@ -186,9 +222,6 @@ class SecondCopies:
         Args:
             written: Indices of these parameters. Their masters are replaced.
         """
-        for index, interval in enumerate(self.optimizer.intervals):
-            now = self._parameters.parameters.part(index, interval.own).loaded()
-            interval.target.loaded().copy_(now)
         self.optimizer.refresh_masters(written)
 
 
@@ -231,7 +264,7 @@ class HeldGather(IntervalGather):
         parameters: The parameters in buckets.
         optimizer: This rank's optimizer state.
         copies: This rank's copy of its owner's state, or None if this rank holds all states.
-        group: The remaining ranks.
+        shards: The remaining ranks that share each bucket.
 
     Raises:
         CollectiveError: If a rank and the rank that stored its copy are both lost.
@@ -242,16 +275,18 @@ class HeldGather(IntervalGather):
         parameters: Parameters,
         optimizer: OptimizerState,
         copies: SecondCopies | None,
-        group: Collectives,
+        shards: ShardGroups,
     ) -> None:
         states = [optimizer] if copies is None else [optimizer, copies.optimizer]
         held = _Held(parameters.buckets, states)
-        super().__init__(parameters, held, ShardGroups(group), scattered=copies is not None)
+        super().__init__(parameters, held, shards, scattered=copies is not None)
         self._held = held
         self._copies = copies
-        self._holders = (
-            [] if copies is None else holders(copies.members, group.places, copies.places)
-        )
+        self._holders: dict[str, list[int]] = {}
+        """For each axis of buckets, the rank that sends each former rank's interval."""
+        if copies is not None:
+            for axis, group in shards.by_axis.items():
+                self._holders[axis] = copies.pairings[axis].holders(group.places)
 
     def masters(self) -> dict[nn.Parameter, Tensor]:
         return self.tensors(self._held.master(i) for i in range(len(self._parameters.buckets)))
@@ -264,7 +299,7 @@ class HeldGather(IntervalGather):
             flat = torch.zeros(numel, dtype=dtype, device=device)
             bucket.load(flat)
             if self._copies is not None:
-                first, end = bucket.layout.interval(self._copies.owner)
+                first, end = bucket.layout.interval(self._copies.pairing(bucket.layout).owner)
                 flat[first:end] = self._copies.frozen[number]
             views = bucket.views(self._spread(bucket.layout, flat))
             values |= dict(zip(bucket.parameters, views, strict=True))
@@ -275,10 +310,10 @@ class HeldGather(IntervalGather):
 
     def _spread(self, bucket: Bucket, flat: Tensor) -> Tensor:
         """Broadcast each interval of a full bucket from the rank that holds it. Return `flat`."""
-        for former, holder in enumerate(self._holders):
+        for former, holder in enumerate(self._holders.get(bucket.axis, ())):
             first, end = bucket.interval(former)
             if first < end:
-                self._groups.data.broadcast(flat[first:end], holder).reusable()
+                self._groups.of(bucket).broadcast(flat[first:end], holder).reusable()
         return flat
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.comm import Collectives
-from shardwise.layout.bucket_layout import DATA, Bucket
+from shardwise.layout.bucket_layout import DATA, EXPERT_COPIES, Bucket
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,14 @@ class ShardGroups:
     data: Collectives
     expert_copies: Collectives | None = None
 
+    @property
+    def by_axis(self) -> dict[str, Collectives]:
+        """The ranks that share the buckets of each axis."""
+        groups = {DATA: self.data}
+        return (
+            groups if self.expert_copies is None else groups | {EXPERT_COPIES: self.expert_copies}
+        )
+
     def of(self, bucket: Bucket) -> Collectives:
         """Return the ranks that share `bucket`."""
-        if bucket.axis == DATA:
-            return self.data
-        assert self.expert_copies is not None
-        return self.expert_copies
+        return self.by_axis[bucket.axis]

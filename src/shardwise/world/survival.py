@@ -14,6 +14,7 @@ repeated, `engine.step()` returns stats with `repeated` set, and the Loader retu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -23,7 +24,7 @@ from shardwise.comm import Divisions, Loss, SurvivorGroup
 from shardwise.config import Settings
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.layout import sum_tree
-from shardwise.messages.printable import many
+from shardwise.messages.printable import many, ranks_in_words
 from shardwise.net import environment
 from shardwise.net.identity import Identity
 from shardwise.world.current_batch import LoaderStream
@@ -81,7 +82,7 @@ class Survival:
     # -- called by the Loader -----------------------------------------------------------------
 
     def before_step(self, stream: LoaderStream) -> None:
-        """Let spares join, before `stream` returns the rows of the next training step."""
+        """Admit waiting spares, before `stream` returns the rows of the next training step."""
         self.in_step = False  # if a step is repeated, no rank has its rows now
         if self.admit is not None:
             self.admit(stream)
@@ -190,11 +191,10 @@ class Survival:
         if self.follow is not None:
             self.follow()
         if self.has_counted:
-            lost = ", ".join(map(str, loss.lost))
             raise CollectiveError(
-                f"Ranks {lost} were lost after an evaluation whose rows the ranks had shared out, "
-                "and no world.sum, world.gather or sw.Metrics has joined their results since. "
-                "Start again from the last checkpoint."
+                f"Lost {ranks_in_words(loss.lost)} after an evaluation whose rows the ranks had "
+                "shared out, and no world.sum, world.gather or sw.Metrics has joined their "
+                "results since. Start again from the last checkpoint."
             ).blaming(loss.lost)
         if self.lay_out is not None:
             self.lay_out()
@@ -212,36 +212,37 @@ class Survival:
         if ranks:
             size = self.group.size
             self._say(
-                f"shardwise: {_named(ranks)} joined after step {step}, and {size} workers continue"
+                f"shardwise: {ranks_in_words(ranks)} joined after step {step}, and {size} workers "
+                "continue"
             )
 
     def announce_left(self, ranks: Sequence[int]) -> None:
         """Print that `ranks` have left, because they could not train with the others."""
         group = self.group
         self._say(
-            f"shardwise: {_named(ranks)} left, because {group.divisions.reason} trains on "
+            f"shardwise: {ranks_in_words(ranks)} left, because {group.divisions.reason} trains on "
             f"{group.size} of the remaining workers"
         )
 
     def _announce(self, lost: Sequence[int], seconds: float, what: str) -> None:
         size = self.group.size
         workers = "1 worker continues" if size == 1 else f"{size} workers continue"
-        self._say(f"shardwise: lost {_named(lost)} {what}, and {workers} after {seconds:.2f} s")
+        self._say(
+            f"shardwise: lost {ranks_in_words(lost)} {what}, and {workers} after {seconds:.2f} s"
+        )
 
 
 def divisions_of(settings: Settings, mesh: Mesh) -> Divisions:
     """Return the sets of ranks that can continue after a loss."""
-    axes = {"tensor": mesh.tensor, "pipeline": mesh.pipeline, "context": mesh.context}
-    if words := " ".join(f"--{name} {size}" for name, size in axes.items() if size > 1):
-        return Divisions(unit=mesh.replica * mesh.context, reason=words)
+    axes = ("tensor", "pipeline", "context", "expert")
+    words = [f"--{axis} {size}" for axis in axes if (size := getattr(mesh, axis)) > 1]
+    # Adjacent ranks hold a replica, share a sequence, and hold all experts of all stages.
+    unit = math.lcm(mesh.replica * mesh.context, mesh.pipeline * mesh.expert)
+    sizes: tuple[int, ...] = ()
     if settings.exact is not None:
-        sizes = tuple(sum_tree.node_sizes(settings.exact))
-        return Divisions(sizes=sizes, reason=f"--exact {settings.exact}")
-    return Divisions()
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        words.append(f"--exact {settings.exact}")
+        sizes = tuple(size for size in sum_tree.node_sizes(settings.exact) if size % unit == 0)
+    return Divisions(unit=unit, sizes=sizes, reason=" ".join(words))
 
 
 def _how(*, stands: bool) -> str:
@@ -262,8 +263,8 @@ def check(
         return
     if environment.SPARE_VARIABLE in environ and settings.splits_a_replica:
         raise ConfigError(
-            "A worker cannot be added to a run with --tensor, --pipeline or --context, because one "
-            "worker cannot hold a replica of the model."
+            "A worker cannot be added to a run with --tensor, --pipeline, --context or --expert, "
+            "because one worker alone cannot run the model."
         )
     if environment.SURVIVES_VARIABLE not in environ:
         flag = f"--survive {settings.survive}"

@@ -8,6 +8,7 @@ KIND is `sgd` or `adamw`, or one of these:
     split     AdamW trains a model for `--tensor` and `--pipeline`
     stages    the same, and micro-batches pass through the stages
     context   AdamW trains a model with attention for `--context`
+    experts   AdamW trains a mixture of experts for `--expert`
 
 A rank is named by its number at the start of the run. The signal (default KILL) is sent to it at
 this moment of the step, or so many seconds later. Step -1 is the first step that has this moment.
@@ -34,6 +35,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.random_losses.model import make_data, make_model
+from tests.random_losses.reference import ADAMW
 
 import shardwise as sw
 from shardwise.checkpoint.atomic_folders import Draft
@@ -60,7 +62,7 @@ mine = {
 torch.set_default_dtype(torch.float64)
 rows, labels = make_data(kind)
 model = make_model(kind)
-if kind in ("adamw", "split", "stages", "context"):
+if kind in ADAMW:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 else:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -220,6 +222,7 @@ for _ in loader.epochs(2):
                 taken = index.tolist()
             losses.append(engine.step(max_norm=1.0).loss)
             if kind == "writes" and engine.steps == 5:
+                reach("open")
                 with engine.full_parameters(write=True):
                     reach("block")
                     model[0].bias.add_(0.25)
@@ -239,13 +242,18 @@ for _ in loader.epochs(2):
                 save()
 
 
-def held(state: OptimizerState) -> list[torch.Tensor]:
-    """Return the masters and the state of all segments that `state` updates."""
+def held(state: OptimizerState) -> list[list[torch.Tensor]]:
+    """Return the masters and the state of all segments that `state` updates, for each bucket."""
     found = []
     for index in range(len(state.intervals)):
-        for segment, entries in state.state_of(index):
-            found += [segment.tensor, *(each for each in entries.values() if each is not None)]
-    return [tensor.detach().clone() for tensor in found]
+        tensors = [
+            tensor
+            for segment, entries in state.state_of(index)
+            for tensor in (segment.tensor, *entries.values())
+            if tensor is not None
+        ]
+        found.append([tensor.detach().clone() for tensor in tensors])
+    return found
 
 
 assert os.getpid() == process
@@ -256,7 +264,9 @@ with engine.full_parameters():
 states = engine._states
 stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
 if states.copies is not None:
-    stored["copy"] = held(states.copies.optimizer)
-    stored["owner"] = states.copies.owner
+    pairings = [states.copies.pairing(bucket) for bucket in states.parameters.buckets]
+    owners = [pairing.members[pairing.owner] for pairing in pairings]
+    copies = zip(owners, held(states.copies.optimizer), strict=True)
+    stored["copies"] = dict(enumerate(copies))
 torch.save(stored, f"{out}-{number}.pt")
 print(f"rank {number} is {world.rank} of {world.size} after step {engine.steps}")

@@ -78,7 +78,8 @@ def drawn(rng, folder):
         (True, False, {}, False),  # on GPUs
         (False, True, {}, False),
         (False, False, {"expert": 2}, False),
-        (False, False, {"context": 2}, False),
+        (False, False, {"context": 2}, True),
+        (False, False, {"context": 4}, False),  # no worker could continue after a loss
         (False, False, {"row": Placement.zero(2).resting(optimizer=Tier("nvme", "d"))}, False),
         (False, False, {"row": Placement.zero(2).resting(optimizer=Tier("cpu"))}, True),
     ],

@@ -1,6 +1,6 @@
-"""Lets a run continue after workers are lost, with `--survive` (docs/faults.md).
+"""Lets a run continue after workers are lost, with `--survive` (docs/recovery.md).
 
-    membership.py   decides which ranks are left, and whether a pending step must be finished
+    membership.py   decides who is left, and whether the ranks finish a pending step
     agreement.py    ranks exchange reports until all remaining ranks know the same decision
     admission.py    lets spares join between two steps
     connecting.py   connects the remaining ranks, over a new store and a new transport

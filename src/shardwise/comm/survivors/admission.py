@@ -23,7 +23,7 @@ from shardwise.net import environment, private_files
 from shardwise.watch.status_server import RankAddress, StatusServer
 
 JOIN = "join"
-"""The kind of status server request with which a spare asks to join."""
+"""The kind of a spare's status server request to join."""
 
 PAUSE = 0.1
 """Seconds after which a waiting spare asks again."""
@@ -220,7 +220,7 @@ class Applicant:
 
 
 def publish_members(places: Sequence[RankAddress]) -> None:
-    """Write the members' addresses to a file, in which spares on this host look them up."""
+    """Write the members' addresses to a file that spares on this host read."""
     if (folder := os.environ.get(environment.REPORTS_VARIABLE)) is not None:
         text = json.dumps([asdict(place) for place in places])
         private_files.write(Path(folder) / environment.MEMBERS_FILE, text)

@@ -20,6 +20,7 @@ from typing import Any
 from shardwise.comm.survivors import membership
 from shardwise.comm.survivors.membership import Decision, Report
 from shardwise.errors import CollectiveError
+from shardwise.messages.printable import ranks_in_words
 from shardwise.net import network
 from shardwise.watch.status_server import StatusServer
 
@@ -90,7 +91,7 @@ class Agreement:
                 waited = missing if leader == mine.rank else [leader]
                 raise CollectiveError(
                     f"Rank {mine.rank} lost another rank, and waited {timeout:g} s (--timeout) for "
-                    f"ranks {', '.join(map(str, waited))} to agree on who is left. Are they "
+                    f"{ranks_in_words(waited)} to agree on who is left. Are they "
                     "stopped, or in a call that does not take part in the step?"
                 ).blaming(waited)
             time.sleep(PAUSE)

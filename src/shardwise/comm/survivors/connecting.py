@@ -18,12 +18,13 @@ from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.membership import Decision
 from shardwise.comm.survivors.replaceable import PartGroup
 from shardwise.errors import CollectiveError
+from shardwise.messages.printable import ranks_in_words
 from shardwise.net import listeners, rpc
 from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
 
 RunStore = HostStore | ClientStore
-"""The store in which the remaining ranks meet: HostStore on the first of them."""
+"""The store that connects the remaining ranks. The first of them hosts it (HostStore)."""
 
 LOOK = 0.05
 """Seconds between two checks whether an awaited rank has exited."""
@@ -41,7 +42,7 @@ def retire(group: Collectives) -> Arena | None:
 
 def retire_part(group: Collectives) -> None:
     """Close the transport of a part that has lost a rank."""
-    # Shared memory closes its parts together with the group from which they were split.
+    # A shared-memory group closes its parts when it closes.
     if isinstance(group, Hierarchical):
         group.forget()
     if isinstance(group, Gloo):
@@ -67,14 +68,14 @@ def connect(
     Returns the store, the transport, and the transports of its parts.
 
     Args:
-        decision: The ranks to connect to, and where the first of them listens.
+        decision: The ranks to connect to, and the address at which the first of them listens.
         number: This rank's number in the run.
         run_size: Number of ranks at the start of the run.
         server: This rank's status server.
         listener: The listening socket, on the first member only.
         memory: This rank's shared memory from an earlier transport, if there was any.
         shares: True if the ranks of a host share memory.
-        parts: The parts of the group of all ranks, in the order in which they were split.
+        parts: The parts of the group of all ranks, in the order of their creation.
         timeout: Limit for every wait, in seconds.
         in_tree: True if the transport must sum in the reduction tree of the exact mode.
 
@@ -123,8 +124,8 @@ def connect(
             inner, left = connected.get(part.parent, (made, members))
             separate.append(part.split_again(inner, left))
             connected[part] = separate[-1], part.places_among(left)
-        # A group stands once every member has come this far. If one ends before, its socket is
-        # closed, and the others agree again.
+        # The group is complete once every member has reached this barrier. If one exits before,
+        # its socket is closed, and the others agree again.
         made.barrier()
     except BaseException:
         for each in separate:
@@ -147,5 +148,5 @@ def _await(
         ended = [rank for rank in decision.members if server.has_ended(rank)]
         if ended or time.monotonic() > until:
             raise CollectiveError(
-                f"Ranks {', '.join(map(str, ended or decision.members))} did not connect again."
+                f"No new connection to {ranks_in_words(ended or decision.members)}."
             ).blaming(ended)

@@ -30,7 +30,7 @@ _JOINS = 2.0
 """Added to a rank's flag in a confirmation if it knows of spares that wait to join."""
 
 REST = 3
-"""Steps for which ranks that leave wait for the other ranks of their host."""
+"""Number of steps that a leaving rank waits for the other ranks of its host to leave too."""
 
 T = TypeVar("T")
 
@@ -39,8 +39,7 @@ class Loss(NamedTuple):
     """The outcome of losing ranks.
 
     Args:
-        stands: True if all ranks have prepared the pending commit, in which case this rank
-            completes it.
+        stands: True if all ranks have prepared the pending commit. This rank then completes it.
         lost: The lost ranks, by their numbers in the run.
         admits: True if spares could join, because all ranks hold the full states. No rank needs
             the second copies then.
@@ -121,7 +120,7 @@ class SurvivorGroup(ReplaceableGroup):
         self._changed: list[Callable[[], None]] = []
         self._is_steady = False
         self._awaited = 0
-        """Steps for which leaving ranks have waited for the other ranks of their host."""
+        """Number of steps that leaving ranks have waited for the other ranks of their host."""
         server = inner.status_server
         self._agreement = Agreement(server, server.places_of([self._number])[0].address)
         self._admission = Admission(inner.status_server)
@@ -135,7 +134,7 @@ class SurvivorGroup(ReplaceableGroup):
 
     @property
     def leads(self) -> bool:
-        # A spare must not repeat what the main rank has printed and written.
+        # A spare must not repeat the output of the main rank.
         return self.rank == 0 and not self.is_waiting
 
     def watch_members(self, changed: Callable[[], None]) -> None:
@@ -218,7 +217,7 @@ class SurvivorGroup(ReplaceableGroup):
         return spares[: max(0, self.divisions.fit(self.size + len(spares)) - self.size)]
 
     def invite(self, offer: Mapping[str, Any]) -> list[RankAddress]:
-        """Let waiting spares load a checkpoint, and return those that have loaded it. Collective.
+        """Ask waiting spares to load a checkpoint, and return those that have done so. Collective.
 
         Args:
             offer: The "id" of the offer, and a "record" that describes the checkpoint.

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.errors import CollectiveError
+from shardwise.messages.printable import ranks_in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,9 +102,8 @@ def decide(
     unprepared = [report.rank for report in heard if report.prepared < confirmed]
     if unprepared:
         raise CollectiveError(
-            f"Step {confirmed} is complete on some ranks, but ranks "
-            f"{', '.join(map(str, unprepared))} do not know its totals. Start again from the last "
-            "checkpoint."
+            f"Step {confirmed} is complete on some ranks, but its totals are missing on "
+            f"{ranks_in_words(unprepared)}. Start again from the last checkpoint."
         )
     # A rank that reports an older generation does not know of a later decision. That decision's
     # group was never formed, because its first member ended.
@@ -152,10 +152,10 @@ class Divisions:
 
     def describe(self, size: int) -> str:
         """Return what happens after a loss in a group of `size` ranks, or "" if all continue."""
-        if self.sizes:
-            smaller = " or ".join(str(each) for each in self.sizes if each < size)
+        smaller = " or ".join(str(each) for each in self.sizes if each < size)
+        if smaller:
             return f"after losses: on {smaller} workers ({self.reason}); others leave"
-        if self.unit == size:
+        if self.unit == size > 1:
             return (
                 f"after a loss: the run ends, because {self.reason} needs all of its workers; with "
                 "--restarts it returns to the last checkpoint"
@@ -168,9 +168,9 @@ class Divisions:
         """Raise CollectiveError if no rank is usable because ranks were lost."""
         if not usable:
             raise CollectiveError(
-                f"Ranks {', '.join(map(str, lost))} were lost, and no complete group of "
-                f"{self.unit} workers is left for {self.reason}. Start again from the last "
-                "checkpoint; with --restarts the launcher does so."
+                f"Lost {ranks_in_words(lost)}, and no complete group of {self.unit} workers is "
+                f"left for {self.reason}. Start again from the last checkpoint; with --restarts "
+                "the launcher does so."
             ).blaming(lost)
 
 
@@ -189,7 +189,7 @@ def count_losses(lost: Collection[int], hosts: Mapping[int, str]) -> int:
 def are_first_of_host(leaving: Sequence[int], hosts: Mapping[int, str], most: int) -> bool:
     """Return whether the ranks in `leaving` are too many losses, unless their whole host leaves.
 
-    The arguments are those of `count_losses` and `check_number`.
+    For the arguments, see `count_losses` and `check_number`.
     """
     several = len(set(hosts.values())) > 1
     are_together = len({hosts[rank] for rank in leaving}) == 1
@@ -208,7 +208,7 @@ def check_number(hosts: Mapping[int, str], left: Sequence[int], most: int) -> No
     if count_losses(lost, hosts) > most:
         once = "" if len(set(hosts.values())) == 1 else " (a whole host counts once)"
         raise CollectiveError(
-            f"{len(lost)} workers were lost at once (ranks {', '.join(map(str, lost))}), more than "
+            f"{len(lost)} workers were lost at once ({ranks_in_words(lost)}), more than "
             f"--survive {most} allows{once}. Start again from the last checkpoint; with --restarts "
             "the launcher does so."
         ).blaming(lost)

@@ -68,6 +68,9 @@ class ReplaceableGroup(Collectives):
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         return self.inner.all_gather(buffer, cuts)
 
+    def all_gather_others(self, buffer: Tensor, cuts: Cuts, held: int) -> Handle:
+        return self.inner.all_gather_others(buffer, cuts, held)
+
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         return self.inner.broadcast(buffer, source)
 
@@ -109,7 +112,7 @@ class Parts:
 
     tolerates: Callable[[PeerLost], bool]
     kept: list[PartGroup] = field(default_factory=list)
-    """The parts that are connected again after a loss, in the order in which they were split."""
+    """The parts that are connected again after a loss, in the order of their creation."""
     temporary: list[PartGroup] = field(default_factory=list)
     """The parts that are not used any more after a loss."""
 
@@ -173,7 +176,7 @@ class PartGroup(ReplaceableGroup):
         return inner.split([group for group in groups if group])
 
     def places_among(self, left: Sequence[int]) -> Sequence[int]:
-        """Return the ranks of this group, of which the parent has only those in `left`."""
+        """Return the ranks of this group that are in `left`, the remaining ranks of the parent."""
         if self._groups is None:
             return left
         mine = next((g for g in self._groups if self._number in g), [self._number])
@@ -230,6 +233,9 @@ class PartGroup(ReplaceableGroup):
 
     def all_gather(self, buffer: Tensor, cuts: Cuts) -> Handle:
         return self._launch(lambda: self.inner.all_gather(buffer, cuts))
+
+    def all_gather_others(self, buffer: Tensor, cuts: Cuts, held: int) -> Handle:
+        return self._launch(lambda: self.inner.all_gather_others(buffer, cuts, held))
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
         return self._launch(lambda: self.inner.broadcast(buffer, source))

@@ -64,8 +64,11 @@ class Parameters(ABC):
         """
 
     @abstractmethod
-    def publish(self, index: int) -> Handle:
-        """Start sending this rank's updated elements of bucket `index` to all other ranks."""
+    def publish(self, index: int, held: int | None = None) -> Handle:
+        """Start sending this rank's updated elements of bucket `index` to all other ranks.
+
+        If `held` is given, this rank has also updated the elements of rank `held`, identically.
+        """
 
     def begin_update(self) -> None:  # noqa: B027 (only published parameters are read by others)
         """Begin a step's update: no rank reads parameters until they are published."""
@@ -191,12 +194,15 @@ class ReplicatedParameters(Parameters):
         if self._published:
             share_again()
 
-    def publish(self, index: int) -> Handle:
+    def publish(self, index: int, held: int | None = None) -> Handle:
         """Start the all-gather of bucket `index`. Each rank has updated its own interval."""
         flat = self._flats[index]
         launched = recorder.launched("all-gather", flat, index)
         bucket = self.buckets[index]
-        return self._groups.of(bucket).all_gather(flat, bucket.cuts).noted(launched)
+        group = self._groups.of(bucket)
+        if held is None:
+            return group.all_gather(flat, bucket.cuts).noted(launched)
+        return group.all_gather_others(flat, bucket.cuts, held).noted(launched)
 
     def held_bytes(self, index: int) -> int:
         """Return the size of the full bucket in bytes."""

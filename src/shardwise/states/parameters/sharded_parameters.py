@@ -239,7 +239,7 @@ class ShardedParameters(Parameters):
             trios = zip(bucket.named, now, then, strict=True)
             self._replaced = next(each for each, a, b in trios if a != b)
 
-    def publish(self, index: int) -> Handle:
+    def publish(self, index: int, held: int | None = None) -> Handle:
         """No-op: a unit is gathered when it is needed."""
         del index
         return Handle()

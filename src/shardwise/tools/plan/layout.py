@@ -113,17 +113,19 @@ class StateLayout:
     def second_copies(self, rank: int) -> tuple[int, int]:
         """Return the bytes that `--survive` adds on `rank`: held, and sent in each step.
 
-        If the optimizer state is sharded, each rank also holds the previous rank's optimizer state,
-        parameters and reduced gradients, and sends its own reduced gradients to the next rank
-        (states/second_copies.py).
+        If the optimizer state is sharded, each rank also holds the previous rank's optimizer state
+        and reduced gradients and, if they are sharded, its parameters. It sends its own reduced
+        gradients to the next rank (states/second_copies.py).
         """
         if self.ranks == 1 or not self.row.is_sharded("optimizer"):
             return 0, 0
         owner = (rank - 1) % self.ranks
         held = sent = 0
         for bucket in self.buckets:
-            # The copy of the parameters and the gradient have the dtype of the parameters.
-            held += 2 * bucket.share(owner) * bucket.itemsize + self.bucket_bytes(bucket, owner)[2]
+            # The copies of the parameters and of the gradient have the dtype of the parameters.
+            tensors = 1 + self.row.is_sharded("parameters")
+            held += tensors * bucket.share(owner) * bucket.itemsize
+            held += self.bucket_bytes(bucket, owner)[2]
             sent += bucket.share(rank) * bucket.itemsize
         if self.row.is_sharded("parameters"):
             held += sum(each.stored(owner) for each in self.frozen)

@@ -233,13 +233,14 @@ class Plan:
         }
 
     def _can_survive(self, choice: Choice) -> bool:
-        """Return whether `shardwise run` accepts `--survive` with this placement."""
+        """Return whether a run with this placement holds second copies of the estimated size."""
         record = self.record
         on_disk = any(choice.row.tier(state).kind == "nvme" for state in STATES)
         quantised = any(group.quantised for group in record.groups)
         quantised = quantised or any(each.quantised for each in record.parameters)
-        is_split = choice.expert > 1 or choice.context > 1
-        return not (self.question.hardware.apart or on_disk or quantised or is_split)
+        # Experts have other copies. With a single context group, there are none (engine/build.py).
+        others = choice.expert > 1 or choice.context == choice.data
+        return not (self.question.hardware.apart or on_disk or quantised or others)
 
     def _line_as_json(self, line: Line) -> dict[str, Any]:
         estimate = line.estimate
