@@ -2,7 +2,7 @@
 
     python benchmarks/compiled_graphs.py [--steps 20] [--only "--tensor 2"]
 
-Two workers train a GPT of two blocks with `--compile` and the backend aot_eager, with `--tensor` a
+Two workers train a GPT of two blocks with `--compile` and the backend aot_eager; with `--tensor`, a
 Llama-like model whose feed-forward networks are split. Each fifth batch is shorter. The blocks are
 of one class, so they share their graphs. A block without graph breaks has one graph for each time
 that it is compiled. "Compiled" is the largest number of graphs of one piece of code. Reasons of
@@ -29,8 +29,9 @@ from workloads import Llama
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from helpers.gpt import Block, Shape
 
-RUNS = ("", "--zero 3", "--activations recomputed", "--tensor 2", "--tensor 2 --zero 3",
-        "--tensor 2 --activations recomputed", "--expert 2", "--context 2")  # fmt: skip
+AGAIN = "--activations recomputed"
+RUNS = ("", "--zero 3", AGAIN, "--tensor 2", "--tensor 2 --zero 3", f"--tensor 2 {AGAIN}",
+        "--expert 2", f"--expert 2 {AGAIN}", "--context 2", f"--context 2 {AGAIN}")  # fmt: skip
 SHAPE = Shape(vocabulary=64, context=32, layers=2, width=32, heads=4)
 SPLIT = Llama(name="tiny", width=32, layers=2, heads=4, kv_heads=2, inner=64, vocabulary=64,
               sequence=32, batch=8)  # fmt: skip

@@ -5,9 +5,9 @@
 examples/language_model.py trains on one worker at each rate, from the same weights and on the same
 batches: in fp32 with each state, and in bf16 with masters and with stochastic rounding. `--runs`
 chooses some of them. The table shows the mean loss of the last tenth of the steps, the loss on the
-held-out text, and the size of the states that the run prints. The last line is the time of
-`engine.step` for a layer of --numel parameters: the median of updates in turns. `--steps 0`
-measures only that.
+held-out text, and the size of the states that the run prints. The last lines are the time of
+`engine.step` for a layer of --numel parameters, and the CPU time of torch's AdamW on one tensor of
+this size, fused and compiled: medians of updates in turns. `--steps 0` measures only that.
 """
 
 import json
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean, median
@@ -89,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ms = _updates(options.numel)
     told = ", ".join(f"{state} {figure.milliseconds(value)} ms" for state, value in ms.items())
     figure.show(f"update of {options.numel:,} parameters: {told} (x {ms['8bit'] / ms['full']:.1f})")
-    figure.keep(options, facts, runs=figures, update_ms=ms)
+    plain = _plain_updates(options.numel)
+    told = ", ".join(f"{name} {figure.milliseconds(value)} ms" for name, value in plain.items())
+    figure.show(f"torch's AdamW on {options.numel:,} parameters, CPU time: {told}")
+    figure.keep(options, facts, runs=figures, update_ms=ms, plain_update_ms=plain)
     return 0
 
 
@@ -115,6 +118,29 @@ def _updates(numel: int) -> dict[str, float]:
                 torch.cuda.synchronize()
             seconds[state].append(time.perf_counter() - begun)
     return {state: median(values[2:]) * 1e3 for state, values in seconds.items()}
+
+
+def _plain_updates(numel: int) -> dict[str, float]:
+    """Return the milliseconds of CPU time of an update of one tensor, and of a copy.
+
+    The copy reads and writes as many bytes as the update: it reads four tensors and writes three.
+    """
+    updates: dict[str, Callable[[], object]] = {}
+    for name, options in {"fused": {"fused": True}, "compiled": {"foreach": True}}.items():
+        parameter = torch.nn.Parameter(torch.randn(numel))
+        parameter.grad = torch.randn(numel)
+        step = torch.optim.AdamW([parameter], **options).step
+        updates[name] = torch.compile(step) if name == "compiled" else step
+    source = torch.randn(numel * 7 // 2)
+    target = torch.empty_like(source)
+    updates["copy"] = lambda: target.copy_(source)
+    seconds: dict[str, list[float]] = {name: [] for name in updates}
+    for _ in range(22):
+        for name, update in updates.items():
+            begun = time.process_time()
+            update()
+            seconds[name].append(time.process_time() - begun)
+    return {name: median(values[2:]) * 1e3 for name, values in seconds.items()}
 
 
 def _train(flags: Sequence[str], words: Sequence[str]) -> Trained:

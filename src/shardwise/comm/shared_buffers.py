@@ -37,17 +37,25 @@ class SharedBuffers:
         return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
 
     def publish(
-        self, begin: MeshMessage, tensor: Tensor, *, small: bool = False, written: bool = False
+        self,
+        begin: MeshMessage,
+        tensor: Tensor,
+        *,
+        small: bool = False,
+        written: bool = False,
+        copy: bool = False,
     ) -> Tensor:
         """Publish `tensor`, or a copy that all ranks can read, and return the published tensor.
 
         The caller must not modify the published tensor until all ranks have finished the call that
-        `begin` opens. If `written` is true, it may modify it, and other ranks see the changes.
+        `begin` opens. If `written` is true, it may modify it, and other ranks see the changes. If
+        `copy` is true, a copy is published in any case.
         """
         if small or not tensor.numel():
             self._work.post(begin._replace(payload=as_bytes(tensor)))
             return tensor
-        public, place = tensor, self.arena.locate(tensor, written=written)
+        public = tensor
+        place = None if copy else self.arena.locate(tensor, written=written)
         if place is None:
             public = self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
             public.copy_(tensor)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.comm import Collectives
+from shardwise.comm import Collectives, Solo
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport
 from shardwise.model.buffers import Buffers
@@ -77,20 +77,12 @@ def exchange(
         experts=[float(count) for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
-    # Append the buffers to the report: one collective instead of two.
-    report = mine.row(group.small_device)
-    # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
-    sent = torch.cat([report, buffers.weighted(counts=counts)])
-    rows = group.read(group.gather_rows(sent))
-    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
-    if everyone.news or everyone.copies_differ:
-        # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,
-        # and send them again. This happens only in the first steps.
-        buffers.agree(differ=everyone.copies_differ)
-        values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
+    if type(group) is Solo and mine.is_near and not buffers.averages:
+        # A small model's step on one worker would spend a large part of its time on the vectors.
+        everyone = mine.totals_of_one(aggregation)
+        buffers.rows = sum(mine.buffer_rows)
     else:
-        values = rows[:, report.numel() :]
-    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
+        everyone = _gather(mine, aggregation, buffers, group, counts=counts)
     buffers.stepped()
     squared = everyone.squared_norm
     # Now all ranks know which gradients are late on any rank, so they all start the same reduction.
@@ -101,7 +93,35 @@ def exchange(
     # The squares may overflow fp32 even if the gradients are finite.
     elif not math.isfinite(squared):
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
+    if squared == everyone.squared_norm:
+        return everyone
     return replace(everyone, squared_norm=squared)
+
+
+def _gather(
+    mine: StepReport,
+    aggregation: Aggregation,
+    buffers: Buffers,
+    group: Collectives,
+    *,
+    counts: bool,
+) -> StepTotals:
+    """Send this rank's report and buffers, average the buffers, and return the totals."""
+    # Append the buffers to the report: one collective instead of two.
+    report, means = mine.row(group.small_device), buffers.weighted(counts=counts)
+    # Evaluate the totals on the CPU: one copy from the GPU, and only one synchronisation per step.
+    sent = torch.cat([report, means]) if means.numel() else report
+    rows = group.read(group.gather_rows(sent))
+    everyone = mine.join(rows[:, : report.numel()].tolist(), aggregation)
+    if everyone.news or everyone.copies_differ:
+        # A rank saw a change in a buffer that is not averaged yet. Agree on the list of buffers,
+        # and send them again. This happens only in the first steps.
+        buffers.agree(differ=everyone.copies_differ)
+        values = group.read(group.gather_rows(buffers.weighted(counts=counts)))
+    else:
+        values = rows[:, report.numel() :]
+    buffers.average(values, rows[:, report.numel() - len(mine.buffer_rows) : report.numel()])
+    return everyone
 
 
 def squared_norm(

@@ -243,8 +243,7 @@ class GradientWeighting:
         if not isinstance(rest, Tensor) and math.isclose(rest, 1.0, rel_tol=1e-12):
             rest = 1.0  # a difference this small is rounding: skip the multiplication
         # Use `full` on the device, because a copy from the host would synchronise.
-        filled = torch.full((), seed, dtype=loss.dtype, device=loss.device)
-        return filled.view_as(loss), rest
+        return torch.full(loss.shape, seed, dtype=loss.dtype, device=loss.device), rest
 
     def seed_of(self, total: float, share: float, *, is_sole: bool) -> float:
         """Return the seed for a term whose weight, summed over all ranks, is `total`.

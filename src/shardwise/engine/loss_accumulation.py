@@ -342,8 +342,10 @@ def _weighted(loss: Tensor, weight: Number) -> Number:
     """Return `loss * weight`, or 0 if the weight is 0 (even if the loss is NaN)."""
     if not isinstance(weight, Tensor) and weight == 0:
         return 0.0
+    if loss.device.type == "cpu" and not isinstance(weight, Tensor):
+        return weight * loss.item()
     value = loss.detach().double()
     if isinstance(weight, Tensor):
         value = value.to(weight.device)
         return torch.where(weight == 0, 0.0, value * weight)
-    return weight * (value.item() if value.device.type == "cpu" else value)
+    return weight * value

@@ -429,18 +429,19 @@ class _Walk:
 
     def _loss(self, node: Any, name: str, scale: _Scale) -> None:
         """Add the term for one of torch's loss functions."""
-        source = _LOSSES[name]
+        source, is_sum = _LOSSES[name], node._saved_reduction == _SUM
+        total = _total_weight(node) if name.startswith("NllLoss") else None
+        if total is not None and not is_sum:
+            self._mean(_number(total), source, scale)
+            return
         sizes = _sizes(*_edges(node)[0])
         numel = math.prod(sizes)
         has_rows = sizes[:1] == (self.rows,)
-        total = _total_weight(node) if name.startswith("NllLoss") else None
-        if node._saved_reduction == _SUM:
+        if is_sum:
             counted = numel if total is None else _number(total)
             before = len(self.terms)
             self._sum(counted, numel, source, scale, has_rows=True)
             self.terms[before:] = [replace(term, counted=counted) for term in self.terms[before:]]
-        elif total is not None:
-            self._mean(_number(total), source, scale)
         elif name.startswith("NllLoss"):
             labels = numel // (sizes[1] if len(sizes) > 1 else sizes[0])
             self.terms.append(Term("unread", float(labels), f"{source} in a checkpoint"))

@@ -332,9 +332,10 @@ class StepRunner:
         # Discard the gradients if the user's optimizer raises in its step.
         with self._backward.abandoning(), span("update"), torch.no_grad():
             states.parameters.begin_update()
-            states.optimizer.seed = seed_from(
-                self._world.seed, self._state.number, "rounding", self._state.steps
-            )
+            if states.optimizer.rounds:
+                states.optimizer.seed = seed_from(
+                    self._world.seed, self._state.number, "rounding", self._state.steps
+                )
             for inner in states.optimizer.inners:
                 inner.step(totals.used, factor)
                 if publishes:

@@ -69,7 +69,8 @@ class Aggregation:
         """
 
 
-@dataclass(frozen=True, kw_only=True)
+# Not frozen: setting the fields of a frozen dataclass takes several times as long.
+@dataclass(kw_only=True)
 class StepReport:
     """One rank's statistics of a step, sent to all other ranks as one fp64 vector:
 
@@ -133,6 +134,44 @@ class StepReport:
         known = [float(self.backwards), self.shares, self.options, self.calls, self.rows]
         known += [self.shown, *self.mix, self.copies, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
+
+    @property
+    def is_near(self) -> bool:
+        """True if no number is on an accelerator."""
+        squared, others = self.squared_norm, [*self.weights, *self.losses, *self.mix]
+        others += [self.rows, self.shown, self.copies]
+        return squared.device.type == "cpu" and not any(isinstance(n, Tensor) for n in others)
+
+    def totals_of_one(self, aggregation: Aggregation) -> StepTotals:
+        """Return what `join` returns if there is only this rank, in a fraction of the time.
+
+        `is_near` must be true.
+        """
+        lowest, highest = map(float, self.mix)
+        return StepTotals(
+            weight=aggregation.total([list(map(float, self.weights))]),
+            shown=float(self.shown),
+            loss=aggregation.total([list(map(float, self.losses))]),
+            squared_norm=aggregation.total_of_squares([self.squared_norm.reshape(-1).tolist()]),
+            backwards=self.backwards,
+            shares=self.shares,
+            options=self.options,
+            calls=self.calls,
+            rows_differ=False,
+            # A rank without numbers has an empty range (inf, -inf).
+            is_mixed=(lowest < highest and not nearly_alike([lowest, highest]))
+            or (self.alone and self.backwards > 1),
+            copies_differ=False,
+            used=list(self.used),
+            late=self.late,
+            news=self.news,
+            several=self.several,
+            unsaved=self.unsaved,
+            asked=self.asked,
+            written=self.written,
+            divisor=max(self.divisor, 0.0),
+            experts=tuple(map(int, self.experts)),
+        )
 
     def join(self, table: list[list[float]], aggregation: Aggregation) -> StepTotals:
         """Return the step's totals: sums, and flags set by any rank. `table` has a row per rank."""
@@ -201,7 +240,7 @@ def _row(numbers: list[Number], device: torch.device) -> Tensor:
         if not isinstance(number, Tensor):
             near.append(number)
         elif not _is_far(number):
-            near += number.double().reshape(-1).tolist()
+            near += number.reshape(-1).tolist()
     sent = to_device(torch.tensor(near, dtype=torch.float64), device)
     far = [n.double().reshape(-1) for n in numbers if isinstance(n, Tensor) and _is_far(n)]
     if not far:

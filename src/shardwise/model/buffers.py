@@ -357,6 +357,11 @@ class Buffers:
 
     # -- the mean ---------------------------------------------------------------------------
 
+    @property
+    def averages(self) -> bool:
+        """True if any tensor is averaged, or is waiting for the ranks to agree on its average."""
+        return bool(self._averaged) or (not self.alone and bool(self.news()))
+
     def values(self) -> Tensor:
         """Return the averaged tensors as a single fp64 vector."""
         # fp64 represents int64 counters exactly up to 2**53, and a mean of fp32 is rounded only

@@ -171,7 +171,9 @@ class Gradients:
         )
         # Experts also get gradients of other ranks' tokens, which count if this rank's loss does
         # not. Its own part is then zero (`parallel/expert/router_losses.py`).
-        self._of_experts = replace(self._backward, empty=False, is_zero=None)
+        self._of_experts = self._backward
+        if self._backward.empty or self._backward.is_zero is not None:
+            self._of_experts = replace(self._backward, empty=False, is_zero=None)
         for bucket in self._filling:
             bucket.begin(self._backward_of(bucket))
         self._cursor = 0
@@ -349,6 +351,8 @@ class Gradients:
         parts = [bucket.square() for bucket in self.buckets if bucket.counts]
         if not parts:
             return torch.zeros((), dtype=torch.float64)
+        if len(parts) == 1:
+            return parts[0]
         return torch.stack([part.to(parts[0].device) for part in parts]).sum(0)
 
     def squared_in_fp64(self) -> Tensor:

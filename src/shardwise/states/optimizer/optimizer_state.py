@@ -105,6 +105,7 @@ class OptimizerState:
         self._is_copy = is_copy
         self._one_by_one = sends or by_spans
         self.groups = groups
+        self.rounds = rounds
         self.seed = 0
         """32 bits that determine the stochastic rounding of the current step."""
         self.intervals = self._lay_out(gradients, factory, by_spans, quantised, rounds)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from operator import attrgetter, is_, methodcaller
 
 import torch
 from torch import Tensor, nn
@@ -224,6 +225,11 @@ class ReplicatedParameters(Parameters):
             named.parameter.data = value.to(named.dtype)
 
 
+# `map` with these needs about half the time of comprehensions.
+_ADDRESS, _DTYPE = methodcaller("data_ptr"), attrgetter("dtype")
+_REGISTRY = attrgetter("_parameters")
+
+
 class ParameterPlaces:
     """Checks the addresses and registrations of several parameters at once.
 
@@ -233,14 +239,19 @@ class ParameterPlaces:
     def __init__(self, named: Sequence[NamedParameter]) -> None:
         self._parameters = [each.parameter for each in named]
         self._dtypes = [each.dtype for each in named]
-        self._places = [(*place, each.parameter) for each in named for place in each.places]
+        places = [(*place, each.parameter) for each in named for place in each.places]
+        self._modules = [module for module, _, _ in places]
+        self._keys = [key for _, key, _ in places]
+        self._registered = [parameter for _, _, parameter in places]
 
     def are_kept(self, addresses: Sequence[int]) -> bool:
         """Return whether `check_place` would accept all parameters at `addresses`."""
         return (
-            [parameter.data_ptr() for parameter in self._parameters] == addresses
-            and [parameter.dtype for parameter in self._parameters] == self._dtypes
-            and all(module._parameters.get(key) is p for module, key, p in self._places)
+            list(map(_ADDRESS, self._parameters)) == addresses
+            and list(map(_DTYPE, self._parameters)) == self._dtypes
+            and all(
+                map(is_, map(dict.get, map(_REGISTRY, self._modules), self._keys), self._registered)
+            )
         )
 
 
