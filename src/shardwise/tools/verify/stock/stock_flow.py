@@ -124,7 +124,8 @@ def check(made: StockRecords) -> None:
             "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
             "or SLURM_PROCID), or was started by torch.multiprocessing.spawn, and that imports "
             "torch. Give a command that starts several ranks. If Lightning or Fabric starts the "
-            "ranks, give -n and the script instead: shardwise verify -n 2 --stock train.py."
+            "ranks, give -n and the script instead, shardwise verify -n 2 --stock train.py, and "
+            'set devices=int(os.environ.get("WORLD_SIZE", 1)) in the script.'
         )
     size = max(facts["world_size"] for facts in made.ranks)
     if len(made.ranks) < size:
