@@ -120,22 +120,57 @@ def test_missing_ranks_and_other_optimizers_are_refused(tmp_path: Path) -> None:
         stock_flow.check(spawns)
 
 
-def test_names_the_operation_without_a_seed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("passes_generator", [False, True])
+def test_names_the_operation_without_a_seed(tmp_path: Path, *, passes_generator: bool) -> None:
     def script() -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        torch.seed()
+        generator = torch.Generator()
+        generator.seed()
+        if not passes_generator:
+            torch.seed()
         for _ in range(2):
-            model(torch.rand(4, 4)).mean().backward()
+            x = torch.rand(4, 4)
+            if passes_generator:
+                x = torch.randn(4, 4, generator=generator)
+            model(x).mean().backward()
             optimizer.step()
 
     found = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         found.append(record(tmp_path / name, script, draws=True).ranks[0]["draws"])
-    assert "rand in test_stock_flow.py:" in str(draws.first_without_seed(*found))
+    operation = "randn" if passes_generator else "rand"
+    assert f"{operation} in test_stock_flow.py:" in str(draws.first_without_seed(*found))
     assert draws.first_without_seed(found[0], found[0]) is None
+
+
+def test_numbers_without_a_seed_are_named_before_other_inputs(tmp_path: Path) -> None:
+    def script() -> None:
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        torch.seed()
+        for _ in range(4):
+            model(torch.rand(4, 4)).mean().backward()
+            optimizer.step()
+
+    def noisy(name: str, **more: Any) -> StockRecords:
+        (tmp_path / name).mkdir()
+        return record(tmp_path / name, script, **more)
+
+    class NoisyRuns(Runs):
+        asked = 0
+
+        def reference(self, words: str, **more: Any) -> StockRecords:
+            self.asked += 1
+            return noisy(f"reference-{self.asked}", draws=more.get("notes_draws", False))
+
+    made = twice(noisy("ranks"))
+    result = stock_flow.verify(NoisyRuns(made, made))  # type: ignore[arg-type]
+    assert result.verdict is TrainingVerdict.UNPROVED
+    assert "is not deterministic on one process: two runs differ in step 0." in result.why
+    assert "rand in test_stock_flow.py:" in result.why
 
 
 class Counting(nn.Module):

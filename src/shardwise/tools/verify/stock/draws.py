@@ -32,8 +32,14 @@ class DrawLog(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         self._compare("random or numpy.random")
+        operation = getattr(func, "__name__", str(func))
+        passed: Any = (kwargs or {}).get("generator")
+        before = None if passed is None else readers.hash_generator(passed)
         result = func(*args, **(kwargs or {}))
-        self._compare(getattr(func, "__name__", str(func)))
+        self._compare(operation)
+        if before is not None and len(self.entries) < MOST:
+            line = watching.user_line() or "a library"
+            self.entries.append((operation, line, "torch", before, readers.hash_generator(passed)))
         return result
 
     def _compare(self, operation: str) -> None:

@@ -186,10 +186,16 @@ def hash_random_states() -> dict[str, int]:
         states["numpy"] = keys.tobytes() + repr(rest).encode()
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return {
-        name: int.from_bytes(hashlib.blake2b(state, digest_size=6).digest())
-        for name, state in states.items()
-    }
+    return {name: _hash(state) for name, state in states.items()}
+
+
+def hash_generator(generator: torch.Generator) -> int:
+    """Return a hash of a generator's state."""
+    return _hash(generator.get_state().numpy().tobytes())
+
+
+def _hash(state: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(state, digest_size=6).digest())
 
 
 def floating_dtypes(values: Sequence[Tensor]) -> list[str]:

@@ -108,7 +108,8 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)
     if why := _other_data(reference, made) or _uneven(made):
-        return _unproved(result, why)
+        # Random numbers without a seed are a more specific reason.
+        return _unproved(result, _noise(runs, reference) or why)
     if result.own.same_bits:
         return result
     if result.own.within(TOLERANCE):
@@ -122,7 +123,9 @@ def check(made: StockRecords) -> None:
         raise LaunchError(
             "The command started no process that has a rank (RANK, OMPI_COMM_WORLD_RANK, PMI_RANK "
             "or SLURM_PROCID), or was started by torch.multiprocessing.spawn, and that imports "
-            "torch. Give a command that starts several ranks."
+            "torch. Give a command that starts several ranks. If Lightning or Fabric starts the "
+            "ranks, give -n and the script instead, shardwise verify -n 2 --stock train.py, and "
+            'set devices=int(os.environ.get("WORLD_SIZE", 1)) in the script.'
         )
     size = max(facts["world_size"] for facts in made.ranks)
     if len(made.ranks) < size:
@@ -358,7 +361,7 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
             )
 
 
-def _noise(runs: StockRuns, reference: StockRecords, wide: str) -> str | None:
+def _noise(runs: StockRuns, reference: StockRecords, wide: str | None = None) -> str | None:
     """Run the reference again, and describe why the results differ. Return None if they agree."""
     again = runs.reference("one process again", wide=wide)
     compared = compare(reference.training, again.training)
