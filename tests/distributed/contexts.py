@@ -17,12 +17,24 @@ WIDTH, WORDS, LONGEST = 8, 11, 16
 class Core(nn.Module):
     """Attention with a softmax of its own, causal by default."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
         """Return (rows, heads, tokens, features)."""
-        tokens = q.size(2)
+        rows, tokens = q.size(0), q.size(2)
         copies = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
         allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() if mask is None else mask
+        if offsets is not None:
+            assert int(offsets[-1]) == rows * tokens
+            numbers = torch.bucketize(torch.arange(rows * tokens), offsets, right=True)
+            numbers = numbers.view(rows, 1, tokens)
+            allowed = allowed & (numbers[..., None] == numbers[..., None, :])
         scores = q @ k.mT / q.size(3) ** 0.5
         return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
@@ -38,8 +50,10 @@ class Block(nn.Module):
         dropout: float,
         *,
         own_core: bool,
+        first: bool,
     ) -> None:
         super().__init__()
+        self.first = first
         self.core = Core() if own_core else None
         self.heads, self.groups, features = heads, groups, WIDTH // heads
         self.dropout = dropout
@@ -53,16 +67,18 @@ class Block(nn.Module):
         else:
             self.moe = moe(WIDTH, 5, **experts)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """Return (rows, tokens, WIDTH)."""
-        rows, tokens, _ = x.shape
+    def forward(self, x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+        """Return (rows, tokens, WIDTH), or (tokens, rows, WIDTH)."""
         h = self.norm(x)
+        if self.first:
+            h = h.transpose(0, 1)
+        rows, tokens, _ = h.shape
         q = self.q(h).view(rows, tokens, self.heads, -1).transpose(1, 2)
         k = self.k(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
         v = self.v(h).view(rows, tokens, self.groups, -1).transpose(1, 2)
         mask = mask[:, None, None, :] if mask is not None and mask.ndim == 2 else mask
         if self.core is not None:
-            attended = self.core(q, k, v, mask)
+            attended = self.core(q, k, v, mask, offsets)
         else:
             attended = F.scaled_dot_product_attention(
                 q,
@@ -73,7 +89,8 @@ class Block(nn.Module):
                 is_causal=mask is None,
                 enable_gqa=self.heads != self.groups,
             )
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, tokens, -1))
+        attended = self.out(attended.transpose(1, 2).reshape(rows, tokens, -1))
+        x = x + (attended.transpose(0, 1) if self.first else attended)
         h = self.norm2(x)
         return x + (self.moe(h) if hasattr(self, "moe") else self.narrow(F.gelu(self.wide(h))))
 
@@ -93,19 +110,29 @@ class Model(nn.Module):
         dropout: float = 0.0,
         *,
         own_core: bool = False,
+        first: bool = False,
     ) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
         self.blocks = nn.ModuleList(
-            [Block(heads, groups, experts, dropout, own_core=own_core) for _ in range(2)]
+            [
+                Block(heads, groups, experts, dropout, own_core=own_core, first=first)
+                for _ in range(2)
+            ]
         )
         self.norm = nn.LayerNorm(WIDTH)
 
-    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return logits (rows, tokens, WORDS)."""
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> Tensor:
+        """Return logits (rows, tokens, WORDS), or (tokens, rows, WORDS)."""
         x = self.words(ids) + self.places(positions)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, mask, offsets)
         return self.norm(x) @ self.words.weight.T
 
 
@@ -121,7 +148,8 @@ class Problem:
     groups: int = 4
     mask: str = ""
     """What attention gets as a mask: "padding" of bidirectional attention, "documents", a sliding
-    "window", or a "bias" of each head by the distance of two tokens. Empty for causal attention."""
+    "window", or a "bias" of each head by the distance of two tokens. Empty for causal attention.
+    With "offsets", attention gets the offsets of documents in the flattened rows instead."""
     unlabelled: int = 0
     """Number of first tokens without labels, so that some ranks have tokens but no loss."""
     own_mean: bool = False
@@ -132,6 +160,8 @@ class Problem:
     """Probability with which attention drops a score."""
     own_core: bool = False
     """True to compute attention in a module with a softmax of its own."""
+    first: bool = False
+    """True for sequences along dimension 0: (length, rows)."""
     scheduled: bool = False
     """True to call `engine.forward_backward`, which cuts batches into micro-batches."""
     seed: int = 0
@@ -142,7 +172,12 @@ class Problem:
         """Return the model in fp64, the same in every process."""
         torch.manual_seed(7 + self.seed)
         return Model(
-            self.heads, self.groups, self.experts, self.dropout, own_core=self.own_core
+            self.heads,
+            self.groups,
+            self.experts,
+            self.dropout,
+            own_core=self.own_core,
+            first=self.first,
         ).double()
 
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -163,12 +198,33 @@ class Problem:
             labels[torch.rand(shape) < 0.3] = -100
             if self.mask == "padding":
                 labels[~mask] = -100
+            elif self.mask == "offsets":  # True where a document begins
+                mask = torch.rand(shape) < 0.4
+                mask[:, 0] = True
             elif self.mask:
                 mask = self.pairs(rows)
             labels[:, : self.unlabelled] = -100
             labels[0, self.unlabelled] = 1
-            found.append((ids, positions, mask, labels))
+            batch = ids, positions, mask, labels
+            found.append(tuple(each.transpose(0, 1) for each in batch) if self.first else batch)
         return found
+
+    def share(self, world: sw.World, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return this rank's part of `batch`. Starts of documents are not split."""
+        if self.first:
+            uncut = {2: None} if self.mask == "offsets" else {}
+            return world.share(batch, dim=1, sequence_dim=dict.fromkeys(range(4), 0) | uncut)
+        return world.share(batch, sequence_dim={2: None} if self.mask == "offsets" else None)
+
+    def logits(self, model: nn.Module, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Call the model."""
+        if self.mask == "offsets":
+            starts = mask.T if self.first else mask
+            found = starts.reshape(-1).nonzero().view(-1).to(torch.int32)
+            return model(ids, positions, None, F.pad(found, (0, 1), value=starts.numel()))
+        if self.mask == "padding" and self.first:
+            return model(ids, positions, mask.T)
+        return model(ids, positions, mask if self.mask else None)
 
     def pairs(self, rows: int) -> Tensor:
         """Return a causal mask of pairs of tokens, (rows, 1 or heads, length, length)."""
@@ -187,7 +243,7 @@ class Problem:
     def loss_of(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         """Return the mean cross entropy over the labels that count; NaN if none counts."""
         ids, positions, mask, labels = batch
-        logits = model(ids, positions, mask if self.mask else None).flatten(0, 1)
+        logits = self.logits(model, ids, positions, mask).flatten(0, 1)
         if self.own_mean:
             each = F.cross_entropy(logits, labels.flatten(), reduction="none")
             # Tokens of a part without labels count in router losses, so its loss must be finite.
@@ -227,8 +283,9 @@ def logits_of(model: nn.Module, problem: Problem, world: sw.World | None = None)
     """Evaluate the model on one more batch."""
     batch = problem.batches(problem.steps)[0]
     with torch.no_grad():
-        ids, positions, mask, _ = batch if world is None else world.share(batch)
-        return model(ids, positions, mask if problem.mask else None)
+        ids, positions, mask, _ = batch if world is None else problem.share(world, batch)
+        logits = problem.logits(model, ids, positions, mask)
+        return logits.transpose(0, 1) if problem.first else logits
 
 
 def trained(
@@ -245,7 +302,7 @@ def trained(
     for step in range(problem.steps):
         batches = problem.batches(step)
         for number, batch in enumerate(batches):
-            mine = world.share(batch)
+            mine = problem.share(world, batch)
             if problem.scheduled:
                 engine.forward_backward(
                     lambda *part: problem.loss_of(model, part),

@@ -5,6 +5,7 @@ import io
 import random
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -51,6 +52,8 @@ CASES = {
     "experts": (2, 2, Problem(experts=ROUTED, unlabelled=6, own_mean=True, settings={"zero": 2})),
     "spread experts": (2, 2, Problem(experts=ROUTED, rows=(2, 3)), {"expert": 2}),
     "recomputed": (2, 2, Problem(settings={"zero": 3, "activations": "recomputed"})),
+    "sequence first": (4, 2, Problem(first=True, rows=(4, 2), length=8, settings={"zero": 1})),
+    "sequence first, padding": (2, 2, Problem(first=True, mask="padding", rows=(4,), length=8)),
 }
 
 
@@ -100,6 +103,7 @@ PLANNED = {
     ),
     "documents": (2, 2, Problem(own_core=True, mask="documents", rows=(3,))),
     "padding": (2, 2, Problem(own_core=True, mask="padding", rows=(3,))),
+    "offsets": (4, 2, Problem(own_core=True, mask="offsets", rows=(3, 1), length=16)),
     "in stages": (
         4,
         2,
@@ -119,7 +123,10 @@ PLANNED = {
     "name",
     [
         pytest.param(
-            n, marks=() if n in ("recomputed", "in stages, documents") else pytest.mark.full
+            n,
+            marks=()
+            if n in ("recomputed", "offsets", "in stages, documents")
+            else pytest.mark.full,
         )
         for n in PLANNED
     ],
@@ -347,24 +354,25 @@ def random_case(seed: int) -> tuple[int, int, Problem]:
     settings: dict[str, object] = {"zero": draw.randrange(4)}
     if draw.random() < 0.3:
         settings["activations"] = "recomputed"
-    return (
-        size,
-        context,
-        Problem(
-            draw.choice(["sgd", "adamw"]),
-            # Some batches have fewer rows than there are shares.
-            rows=tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3))),
-            length=length,
-            heads=heads,
-            groups=groups,
-            mask=draw.choice(["", "", "padding", "documents", "window", "bias"]),
-            unlabelled=draw.randrange(length - 1) if draw.random() < 0.5 else 0,
-            own_mean=draw.random() < 0.3,
-            seed=seed,
-            settings=settings,
-            method=draw.choice(["auto", "ulysses" if heads % context == 0 else "gathered"]),
-        ),
+    problem = Problem(
+        draw.choice(["sgd", "adamw"]),
+        # Some batches have fewer rows than there are shares.
+        rows=tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3))),
+        length=length,
+        heads=heads,
+        groups=groups,
+        mask=draw.choice(["", "", "padding", "documents", "window", "bias"]),
+        unlabelled=draw.randrange(length - 1) if draw.random() < 0.5 else 0,
+        own_mean=draw.random() < 0.3,
+        seed=seed,
+        settings=settings,
+        method=draw.choice(["auto", "ulysses" if heads % context == 0 else "gathered"]),
     )
+    if heads % context == 0 and draw.random() < 0.25:
+        problem = replace(problem, mask="offsets", own_core=True)
+    if problem.mask in ("", "padding", "offsets") and draw.random() < 0.4:
+        problem = replace(problem, first=True)
+    return size, context, problem
 
 
 @pytest.mark.parametrize(
@@ -455,6 +463,83 @@ def test_loader_cuts_sequences(group):
     parts = group(2, context=2)(read_loader)
     assert parts[0] == [[[0, 1], [5, 6]], [[10, 11], [15, 16]]]
     assert parts[1] == [[[2, 3, 4], [7, 8, 9]], [[12, 13, 14], [17, 18, 19]]]
+
+
+class Encoder(nn.Module):
+    """torch's encoder, which takes (length, rows) by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(16, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 12, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(ids), dtype=torch.float64)
+        return self.head(self.encoder(self.words(ids) + self.places(positions), mask))
+
+
+def trained_encoder(world: sw.World | None) -> list[float]:
+    torch.manual_seed(7)
+    model, losses = Encoder().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    engine = None if world is None else sw.Engine(model, optimizer, zero=2, quiet=True)
+    for step in range(3):
+        ids, positions, _, labels = Problem(first=True, rows=(4,), length=8).batches(step)[0]
+        if world is not None:
+            ids, positions, labels = world.share((ids, positions, labels), dim=1, sequence_dim=0)
+        loss = F.cross_entropy(model(ids, positions).flatten(0, 1), labels.flatten())
+        if engine is None:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        else:
+            engine.backward(loss)
+            losses.append(engine.step().loss)
+    if engine is not None:
+        with pytest.raises(UsageError, match="micro-batches from dimension 0"):
+            engine.forward_backward(lambda *_: None, ids, weight=lambda *_: 1)
+        loss = F.cross_entropy(model(ids, positions)[:-1].flatten(0, 1), labels[1:].flatten())
+        with pytest.raises(UsageError, match="leaves out the last of this worker's"):
+            engine.backward(loss)
+        engine.close()
+    return losses
+
+
+def test_encoder_of_torch_on_sequences_along_dimension_0(group):
+    expected = trained_encoder(None)
+    for losses in group(2, context=2)(trained_encoder):
+        assert losses == pytest.approx(expected, rel=1e-8)
+
+
+class Offsets(Model):
+    """Computes the attention of each document outside of a module of its own."""
+
+    def forward(self, ids: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+        x = (self.words(ids) + self.places(positions)).flatten(0, 1)[None, None]
+        each = x.split(offsets.diff().tolist(), 2)
+        found = [F.scaled_dot_product_attention(x, x, x, is_causal=True) for x in each]
+        return torch.cat(found, 2).view(*ids.shape, -1) @ self.words.weight.T
+
+
+def offsets_outside(world: sw.World) -> str:
+    torch.manual_seed(3)
+    model = Offsets().double()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    ids, positions, *_ = Problem().batches(0)[0]
+    ids, positions = world.share((ids, positions))
+    with pytest.raises(ModelError) as caught:
+        model(ids, positions, torch.tensor([0, 5, 9, 18], dtype=torch.int32))
+    engine.close()
+    return str(caught.value)
+
+
+def test_refuses_offsets_outside_of_a_planned_module(group):
+    for said in group(2, context=2)(offsets_outside):
+        assert "offsets of documents (cu_seqlens)" in said
+        assert "context_plan=" in said
 
 
 def one_more_step(world: sw.World, problem: Problem, step: int, folder: Path) -> dict[str, Tensor]:

@@ -122,7 +122,10 @@ def accelerated(world, zero: int) -> tuple[dict[str, Tensor], Tensor, list[float
     return state, torch.cat(found), losses
 
 
-@pytest.mark.parametrize(("size", "context", "zero"), [(2, 2, 1), (4, 2, 0)])
+@pytest.mark.parametrize(
+    ("size", "context", "zero"),
+    [(2, 2, 1), (4, 2, 0), pytest.param(4, 4, 3, marks=pytest.mark.full)],
+)
 def test_accelerate_equals_one_process(group, size, context, zero):
     pytest.importorskip("accelerate", reason="the accelerate package is not there")
     expected, expected_losses = plain()
@@ -257,6 +260,7 @@ def trained_by_trainer(world: Any, kind: str, folder: str, options: dict[str, An
     [
         ("GPT2", 2, 2, {"zero": 2}),
         pytest.param("Llama", 4, 2, {"zero": 3}, marks=pytest.mark.full),
+        pytest.param("Llama", 4, 4, {"zero": 3}, marks=pytest.mark.full),
         pytest.param("Llama", 2, 2, {"gradient_checkpointing": True}, marks=pytest.mark.full),
         pytest.param("Bert", 2, 2, {}, marks=pytest.mark.full),
     ],
@@ -297,6 +301,10 @@ def refused_by_trainer(world: Any, folder: str) -> dict[str, str]:
             loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
             return (loss, logits) if return_outputs else loss
 
+    # TRL is not installed here. Its class is found by the name of its module.
+    names = {"__module__": "trl.trainer.sft_trainer"}
+    of_trl = type("SFTTrainer", (transformers.Trainer,), names)
+
     def error_of(**options: Any) -> str:
         try:
             trainer_of(world, "GPT2", folder, **options).train()
@@ -308,6 +316,7 @@ def refused_by_trainer(world: Any, folder: str) -> dict[str, str]:
         "smoothing": error_of(label_smoothing_factor=0.1),
         "function": error_of(compute_loss_func=lambda *a, **k: None),
         "override": error_of(base=Shifts),
+        "trl": error_of(base=of_trl),
         "sum": error_of(base=Divides),
     }
 
@@ -317,6 +326,7 @@ def test_trainer_refuses_losses_outside_of_the_model(group, tmp_path):
         assert errors["smoothing"].startswith("label_smoothing_factor cannot be combined")
         assert errors["function"].startswith("compute_loss_func cannot be combined")
         assert "compute_loss must not shift labels" in errors["override"]
+        assert errors["trl"].startswith("SFTTrainer of TRL cannot be combined with --context 2")
         assert "compute_loss must not shift labels" in errors["sum"]
 
 
@@ -427,6 +437,7 @@ def plain_steps() -> tuple[nn.Module, list[float]]:
     [
         ("outer", 2, 2, 1),
         pytest.param("outer", 4, 2, 3, marks=pytest.mark.full),
+        pytest.param("outer", 4, 4, 2, marks=pytest.mark.full),
         pytest.param("itself", 2, 2, 3, marks=pytest.mark.full),
     ],
 )
@@ -477,7 +488,11 @@ def trained_by_fabric(world: Any, zero: int) -> Any:
 
 @pytest.mark.parametrize(
     ("size", "context", "zero"),
-    [(2, 2, 1), pytest.param(4, 2, 3, marks=pytest.mark.full)],
+    [
+        (2, 2, 1),
+        pytest.param(4, 2, 3, marks=pytest.mark.full),
+        pytest.param(4, 4, 3, marks=pytest.mark.full),
+    ],
 )
 def test_fabric_equals_one_process(group, size, context, zero):
     pytest.importorskip("lightning", reason="the lightning package is not there")

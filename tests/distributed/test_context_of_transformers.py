@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import ModelError
+from shardwise.model.varlen_attention import attend
 from shardwise.parallel.context.transformers_inputs import TransformersInputs
 
 transformers = pytest.importorskip("transformers")
@@ -180,6 +182,84 @@ def test_labels_and_masks_equal_one_process(group, name):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         for key, value in expected["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def documents() -> list[dict[str, list[int]]]:
+    """Return documents of different lengths. Their labels are at the end."""
+    draw = torch.Generator().manual_seed(5)
+    found = []
+    for size in (5, 2, 4, 7, 3, 1, 6, 2, 6):
+        ids = torch.randint(13, (size,), generator=draw).tolist()
+        found.append({"input_ids": ids, "labels": [-100] * (size // 2) + ids[size // 2 :]})
+    return found
+
+
+def trained_on_documents(world: sw.World | None, kernel: str, rows: int) -> dict[str, Any]:
+    """Train on three documents a step, flattened by Transformers, with an engine or without."""
+    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    model = model_of("Llama", use_cache=False)
+    model.loss_function = fp64_loss
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+    # The kernels need a GPU. The function in the table is called as they are.
+    with mock.patch.dict(table._local_mapping, {kernel: attend} if "flash" in kernel else {}):
+        model.config._attn_implementation = kernel
+        if world is None:
+            for first in range(0, 9, rows):
+                loss = model(**collate(documents()[first : first + rows])).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        else:
+            engine = sw.Engine(model, optimizer, zero=1, quiet=True)
+            for batch in sw.Loader(documents(), batch_size=rows, collate_fn=collate):
+                engine.backward(model(**batch).loss)
+                losses.append(engine.step().loss)
+            engine.close()
+            assert "flash" not in kernel or table[kernel] is attend
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "values": values}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "size"),
+    [
+        ("sdpa", 2),
+        ("flash_attention_2", 2),
+        pytest.param("flash_attention_2", 4, marks=pytest.mark.full),
+    ],
+)
+def test_flattened_documents_equal_one_process(group, kernel, size):
+    expected = trained_on_documents(None, kernel, 3)
+    by_masks = trained_on_documents(None, "sdpa", 3)
+    assert expected["losses"] == pytest.approx(by_masks["losses"], rel=1e-8)
+    for ours in group(size, context=size)(trained_on_documents, kernel, 3):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def flash_errors(world: sw.World) -> list[str]:
+    table = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    said = []
+    for changes in ({}, {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 12}):
+        model = model_of("Llama", **changes)
+        with mock.patch.dict(table._local_mapping, {"flash_attention_2": attend}):
+            model.config._attn_implementation = "flash_attention_2"
+            engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+            fields = [] if changes else ["attention_mask"]
+            with pytest.raises(ModelError) as caught:
+                model(**world.share(labelled_batch(0, fields)))
+            said.append(str(caught.value))
+            engine.close()
+    return said
+
+
+def test_flash_attention_refuses_padding_and_heads_that_do_not_divide(group):
+    for padding, heads in group(2, context=2)(flash_errors):
+        assert "takes no padding" in padding
+        assert "3 attention heads cannot be spread evenly" in heads
 
 
 def chunked(world: sw.World) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.tools.plan.observe import Script, Way, observe
+
 pytestmark = pytest.mark.usefixtures("warm_programs")
 
 SCRIPT = """\
@@ -164,6 +166,43 @@ for x, y in sw.Loader(torch.utils.data.TensorDataset(ids, ids), batch_size=ROWS)
     engine.step()
 sw.world().print("trained")
 """
+
+
+ADOPTED = """\
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 20, "num_hidden_layers": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+optimizer = torch.optim.AdamW(model.parameters())
+rows = [{"input_ids": torch.randint(20, (32,))} for _ in range(4)]
+for row in rows:
+    row["labels"] = row["input_ids"]
+accelerator = Accelerator()
+prepared = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+model, optimizer, loader = prepared
+model.train()
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ulysses", "gathered"])
+def test_observes_parts_of_sequences_that_a_library_reads(tmp_path, method):
+    pytest.importorskip("accelerate", reason="the accelerate package is not there")
+    script = tmp_path / "train.py"
+    script.write_text(ADOPTED)
+    way = Way(context=2, method=method)
+    record = observe(Script((str(script),), adopt="accelerate"), way=way)
+    # Two layers, each with two exchanges in both passes: to heads and to parts, or a gather of keys
+    # and an exchange of queries and of results.
+    assert len(record.exchanged) >= 2 * (4 if method == "ulysses" else 6)
+    assert record.batch_size == 2
 
 
 # tests/unit/planning/test_absent_parts.py counts the same bytes without a run.

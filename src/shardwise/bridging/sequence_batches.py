@@ -25,7 +25,7 @@ from shardwise.errors import DataError, UsageError
 from shardwise.parallel.context.token_exchange import gather
 from shardwise.world import sequence_parts
 from shardwise.world.current_batch import Batch, StreamShape
-from shardwise.world.sequence_parts import DIM
+from shardwise.world.sequence_parts import DIM, Sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,13 @@ class SplitBatch:
     """This rank's part of the sequences of a batch: the `values` that the script receives."""
 
     values: Any
-    rows: int
-    length: int
-    """The length of the full sequences."""
+    sequences: Sequences
+    """The full sequences."""
+
+    @property
+    def rows(self) -> int:
+        """Number of sequences."""
+        return self.sequences.rows
 
 
 class SequenceBatches:
@@ -63,8 +67,7 @@ class SequenceBatches:
         values = dict(batch) if is_other_mapping else batch
         tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
         self._check_same(tensors)
-        part, length = sequence_parts.cut(values, self._rank, self._size, call=self._source)
-        return SplitBatch(part, next(len(each) for each in tensors if each.ndim > DIM), length)
+        return SplitBatch(*sequence_parts.cut(values, self._rank, self._size, call=self._source))
 
     def _check_same(self, tensors: list[Tensor]) -> None:
         # Attention would silently mix the sequences of different samples.
@@ -110,11 +113,11 @@ class SequenceBatches:
 
         `samples` is the number of rows that count; 0 if all of them are repeated.
         """
-        self._lengths = sequence_parts.lengths_of(batch.length, self._size)
+        self._lengths = sequence_parts.lengths_of(batch.sequences.length, self._size)
         shape = StreamShape(batch_size=None, micro_batches=1, steps_per_epoch=None)
         # The other ranks' batches are unknown. They usually have the same number of rows.
         total = batch.rows * self._world.data_size
-        given = Batch(samples=samples, total=total, sequence=batch.length)
+        given = Batch(samples=samples, total=total, sequence=batch.sequences)
         self._world.current_batch.share(self._source, shape, given, training=training)
         return batch.values
 

@@ -30,6 +30,7 @@ from shardwise.layout.sum_tree import MicroShards
 from shardwise.messages.other_libraries import HintsAtAttributes
 from shardwise.world.current_batch import LoaderStream, StreamShape
 from shardwise.world.randomness import seed_from
+from shardwise.world.sequence_parts import SequenceDim
 from shardwise.world.world import World
 from shardwise.world.world import current as current_world
 
@@ -113,6 +114,9 @@ class Loader(HintsAtAttributes):
             False, the dataset's `__getitems__` is used, and random numbers depend on the first
             index of the micro-batch. In `collate_fn`, they always do. Generators that the dataset
             itself creates are not seeded.
+        sequence_dim: With `--context`, the dimension of a batch's tensors along which sequences are
+            split, such as 0 for (length, rows, ...), or a dict from names or positions in the batch
+            to dimensions. None in the dict: the tensor is not split. Default: 1.
 
     Raises:
         DataError: If an argument is invalid, or if the dataset cannot be shared between ranks.
@@ -153,8 +157,10 @@ class Loader(HintsAtAttributes):
         timeout: float = 0,
         name: str | None = None,
         seed_samples: bool | None = None,
+        sequence_dim: SequenceDim | None = None,
     ) -> None:
         self._world = current_world()
+        self._sequence_dim = sequence_dim
         settings = self._world.settings
         if settings.step_tokens is not None:
             tokens = self._tokens_of_run(settings.step_tokens, tokens, length)
@@ -463,6 +469,7 @@ class Loader(HintsAtAttributes):
             pinned=self._pinned,
             stepped=self._stepped,
             shared_again=self._shared_again,
+            sequence_dim=self._sequence_dim,
         )
         self._latest_pass = weakref.ref(opened)
         self._stream = opened.stream

@@ -17,6 +17,7 @@ from shardwise.data.source import Item, MicroBatch
 from shardwise.errors import UsageError
 from shardwise.world import sequence_parts
 from shardwise.world.current_batch import Batch, StreamShape
+from shardwise.world.sequence_parts import SequenceDim
 from shardwise.world.survival import Survival
 from shardwise.world.world import World
 
@@ -42,8 +43,9 @@ class LoaderPass:
         pinned: bool,
         stepped: Callable[[MicroBatch], None],
         shared_again: Callable[[bool], Iterator[Item] | None],
+        sequence_dim: SequenceDim | None,
     ) -> None:
-        self._items = items
+        self._items, self._sequence_dim = items, sequence_dim
         self._shared_again = shared_again
         self._world = world
         self._pinned = pinned
@@ -110,10 +112,14 @@ class LoaderPass:
         micro, data = item
         with timeline.span("to the device", timeline.Row.DATA):
             data = to_device(data, self._world.device, non_blocking=self._pinned)
-        sequence, world = 0, self._world
+        sequence, world = None, self._world
         if world.context_size > 1:
             data, sequence = sequence_parts.cut(
-                data, world.context_rank, world.context_size, call=self.stream.name
+                data,
+                world.context_rank,
+                world.context_size,
+                call=self.stream.name,
+                dim=self._sequence_dim,
             )
         # A new object per step: batches that share it are micro-batches of the same step.
         if micro.part == 0:

@@ -18,12 +18,13 @@ from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.attention import ContextRun, drop_unweighted
+from shardwise.parallel.context.flash_attention import FlashAttention
 from shardwise.parallel.context.planned_attention import ContextPlan, PlannedAttention, names_of
 from shardwise.parallel.context.sequence_trial import SequenceTrial
 from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
 from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.world.current_batch import Batch
-from shardwise.world.sequence_parts import dim_of
+from shardwise.world.sequence_parts import DIM, Sequences
 from shardwise.world.world import World
 
 
@@ -45,6 +46,7 @@ class ContextParallel:
             in_stages=world.pipeline_size > 1,
         )
         self._inputs = TransformersInputs(model)
+        self._flash = FlashAttention(self._inputs.flash, self.run) if self._inputs.flash else None
         self._planned = {name: PlannedAttention(name, self.run) for name in planned}
         self._trial = SequenceTrial(model, self.run, self._inputs, world.device, self._planned)
         for _, layer in find_layers([self._trial.skeleton]):
@@ -72,6 +74,11 @@ class ContextParallel:
         """Number of ranks that share each sequence."""
         return self.run.group.size
 
+    @property
+    def flash(self) -> str:
+        """Name of the flash kernel of a Transformers model, or ""."""
+        return self._inputs.flash
+
     def skip_trial(self) -> None:
         """Accept the model without a trial. Used if the other ranks do not exist."""
         self._is_tried = False
@@ -79,6 +86,8 @@ class ContextParallel:
     def install(self) -> None:
         """Hook the model, and replace torch's attention function."""
         self.run.install()
+        if self._flash is not None:
+            self._flash.install()
         self._handles = [
             module_hooks.attach(
                 self._model.register_forward_pre_hook, self._before, with_kwargs=True
@@ -95,6 +104,8 @@ class ContextParallel:
             handle.remove()
         self._handles = []
         self.run.uninstall()
+        if self._flash is not None:
+            self._flash.uninstall()
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -109,50 +120,48 @@ class ContextParallel:
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Inputs | None:
         is_training = torch.is_grad_enabled()
         if self._is_whole:
-            self._check_whole((args, kwargs), self.run.lengths_in_use(training=is_training))
+            self._check_whole((args, kwargs), self.run.sequences_in_use(training=is_training))
             return None
-        lengths = self.run.lengths_now(training=is_training)
-        if not lengths:
+        sequences = self.run.sequences_now(training=is_training)
+        if sequences is None:
             raise UsageError(
                 f"--context {self.size}: a forward pass without a batch whose sequences are cut. "
                 "Get the batch from sw.Loader or world.share, in one call for all its tensors. To "
                 "run on whole sequences, write: with engine.full_parameters()."
             )
-        own, total = lengths[self.run.group.rank], sum(lengths)
-        shapes = [
-            tuple(leaf.shape)
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and leaf.ndim > 1
-        ]
-        uncut = [shape for shape in shapes if dim_of(shape, own, total) is None]
-        if len(uncut) == len(shapes) or any(shape[1] == total for shape in uncut):
-            found = ", ".join(map(str, shapes)) or "none"
+        lengths = self.run.lengths_of(sequences)
+        own, total = lengths[self.run.group.rank], sequences.length
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        uncut = [x for x in tensors if sequences.dim_of(x, own) is None]
+        if len(uncut) == len(tensors) or any(x.ndim > 1 and x.size(1) == total for x in uncut):
+            found = ", ".join(str(tuple(x.shape)) for x in tensors if x.ndim > 1) or "none"
             raise UsageError(
                 f"--context {self.size}: the model's inputs (shapes {found}) are not this worker's "
                 f"part of the last batch, {own} of {total} tokens in dimension 1. Pass tensors "
-                "from sw.Loader or world.share."
+                "from sw.Loader or world.share. If sequences are along dimension 0, write "
+                "sequence_dim=0 there."
             )
         self.run.enter(lengths)
         try:
             completed = self._inputs.complete((args, kwargs), lengths, self.run.group)
             if self._is_tried:
-                self._trial.check(model, (args, kwargs), completed)
+                self._trial.check(model, (args, kwargs), completed, sequences)
         except BaseException:
             self.run.leave()
             raise
         return completed
 
-    def _check_whole(self, inputs: Inputs, lengths: list[int]) -> None:
+    def _check_whole(self, inputs: Inputs, sequences: Sequences | None) -> None:
         """Raise UsageError if `inputs` seem to be this rank's part of the current batch."""
-        if not lengths:
+        if sequences is None:
             return
-        own = lengths[self.run.group.rank]
+        own = self.run.lengths_of(sequences)[self.run.group.rank]
         tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor) and x.ndim > 1]
-        if any(x.size(1) == own for x in tensors):
+        if any(sequences.dim_of(x, own) is not None for x in tensors):
             raise UsageError(
                 f"--context {self.size}: inside engine.uneven() or engine.full_parameters() the "
                 f"model takes whole sequences, but its input has {own} tokens, as this worker's "
-                f"part of the current batch of {sum(lengths)}. Evaluate batches outside of the "
+                f"part of the current batch of {sequences.length}. Evaluate batches outside of the "
                 "block. To generate text, leave the loop over the Loader first. After world.share, "
                 "call engine.step() first, or pass a prompt of another length."
             )
@@ -198,10 +207,10 @@ class ContextParallel:
 
     def check_shift(self, loss: Tensor, batch: Batch | None) -> None:
         """Raise UsageError if `loss` leaves out the last token of this rank's part."""
-        if batch is None or not batch.samples or not self.run.lengths:
+        if batch is None or not batch.samples or batch.sequence is None or not self.run.lengths:
             return
         own = self.run.lengths[self.run.group.rank]
-        if drops_last(loss, own):
+        if drops_last(loss, own, {DIM, *batch.sequence.dims.values()}):
             raise UsageError(
                 f"--context {self.size}: this loss leaves out the last of this worker's {own} "
                 "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "
@@ -257,6 +266,13 @@ class ContextParallel:
     def check_weighted(self, reduction: str, *, is_weighted: bool) -> None:
         """Raise UsageError if `engine.forward_backward` would weight its losses by rows."""
         self._refuse_mean_of_means(reduction)
+        batch = self._world.current_batch.batch
+        if batch is not None and batch.sequence is not None and 0 in batch.sequence.dims.values():
+            raise UsageError(
+                f"engine.forward_backward with --context {self.size} takes its micro-batches from "
+                "dimension 0, along which sequence_dim=0 has split sequences. Pass tensors of "
+                "shape (rows, length, ...), and transpose them in the model: x.transpose(0, 1)."
+            )
         if not is_weighted and reduction != "sum":
             raise UsageError(
                 f"engine.forward_backward with --context {self.size} and without weight=: parts of "
@@ -274,7 +290,7 @@ class ContextParallel:
 
     def describe(self) -> str:
         """Describe how attention exchanges data, or return "" if the first batch decides."""
-        return _METHODS.get(self._method, "")
+        return _METHODS.get("ulysses" if self._flash is not None else self._method, "")
 
 
 _METHODS = {
@@ -308,4 +324,14 @@ def begin(
             f"--context {size} takes one model per engine, not {len(models)}. Put them into one "
             "module."
         )
-    return ContextParallel(world, models[0], planned, quiet=settings.quiet)
+    context = ContextParallel(world, models[0], planned, quiet=settings.quiet)
+    for flag, is_set in {
+        "--context-method gathered": world.settings.context_method == "gathered",
+        "--pipeline": world.pipeline_size > 1,
+    }.items():
+        if is_set and context.flash:
+            raise ConfigError(
+                f"--context {size} with attn_implementation={context.flash!r} cannot be combined "
+                f'with {flag} yet. Leave the flag out, or write attn_implementation="sdpa".'
+            )
+    return context

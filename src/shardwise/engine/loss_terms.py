@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
@@ -172,8 +172,10 @@ def read(loss: Tensor, rows: int | None, *, total: int = 0) -> LossTerms:
     return LossTerms(tuple(terms.values()), curved, walk.guessed, is_zero, walk.has_penalty)
 
 
-def drops_last(loss: Tensor, length: int) -> bool:
+def drops_last(loss: Tensor, length: int, dims: Collection[int]) -> bool:
     """Return whether `loss` leaves out the last of `length` tokens, as in `logits[:, :-1]`.
+
+    `dims` are the dimensions that may be those of tokens.
 
     Only operations close to the loss are examined, so that no model is walked through.
     """
@@ -183,9 +185,10 @@ def drops_last(loss: Tensor, length: int) -> bool:
         # Dropping a part's last token in a model would fail the trial.
         level = [node for node in dict.fromkeys(level) if not _is_opaque(node)]
         for node in level:
-            if _kind(node) == "Slice" and node._saved_dim == 1:
+            if _kind(node) == "Slice" and node._saved_dim in dims:
                 shape, end = tuple(node._saved_self_sym_sizes), _signed(node._saved_end)
-                if len(shape) == 3 and shape[1] == length and end in (-1, length - 1):
+                tokens = shape[node._saved_dim]
+                if len(shape) == 3 and tokens == length and end in (-1, length - 1):
                     return True
     return False
 

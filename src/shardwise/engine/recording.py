@@ -20,7 +20,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.engine.engine_state import EngineState
 from shardwise.model.module_records import ForwardInputs, Named, other_tensors
 from shardwise.states.step_totals import StepStats
-from shardwise.world.sequence_parts import dim_of, lengths_of
+from shardwise.world.sequence_parts import lengths_of
 from shardwise.world.tensor_log import Part, TensorLog
 
 
@@ -82,10 +82,10 @@ class Recording:
         split.
         """
         world, batch = self._world, self._world.current_batch.batch
-        if world.counts or batch is None or not batch.sequence:
+        if world.counts or batch is None or batch.sequence is None:
             return world.counts
-        own = lengths_of(batch.sequence, world.context_size)[world.context_rank]
-        is_part = dim_of(tensor.shape, own, batch.sequence) is not None
+        own = lengths_of(batch.sequence.length, world.context_size)[world.context_rank]
+        is_part = batch.sequence.dim_of(tensor, own) is not None
         return is_part and world.rank % world.mesh.replica == 0
 
     def close(self) -> None:

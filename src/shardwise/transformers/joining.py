@@ -60,6 +60,13 @@ def context_size(arguments: Any) -> int:
 def check_loss(trainer: Any) -> None:
     """Raise UsageError with `--context` if the Trainer computes a loss outside of the model."""
     size = context_size(trainer.args)
+    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] == "trl"]
+    if kinds and size > 1:
+        raise UsageError(
+            f"{kinds[0].__name__} of TRL cannot be combined with --context {size}: it computes the "
+            "loss in a head of its own, and adds up metrics of whole sequences. Train with "
+            "transformers.Trainer instead, on samples with input_ids and labels."
+        )
     outside = {
         "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
         "compute_loss_func": trainer.compute_loss_func is not None,

@@ -22,6 +22,7 @@ from shardwise.world.common_calls import SHARE, CommonCalls
 from shardwise.world.common_random_stream import CommonRandomStream
 from shardwise.world.current_batch import Batch, CurrentBatch, StreamShape
 from shardwise.world.nested_batch import Rows, dimension
+from shardwise.world.sequence_parts import SequenceDim
 from shardwise.world.step_log import StepLog
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class BatchRows(ABC):
     def context_size(self) -> int:
         """Number of ranks across which each sequence is split."""
 
-    def share(self, batch: T, dim: int = 0) -> T:
+    def share(self, batch: T, dim: int = 0, sequence_dim: SequenceDim | None = None) -> T:
         """Return this rank's rows of a global batch, for training loops without a Loader.
 
         The rows are contiguous, and row counts differ by at most one between ranks. The ranks of a
@@ -79,7 +80,7 @@ class BatchRows(ABC):
         fewer rows than ranks, a rank without rows gets a stand-in: one row, with weight 0.
 
         With `--context`, the ranks of a context group get the same rows, and each rank gets its
-        part of dimension 1, the sequence.
+        part of dimension 1, the sequence, or of `sequence_dim`.
 
         Args:
             batch: Tensor of shape (rows, ...), or a nested container of such tensors, the same on
@@ -88,6 +89,9 @@ class BatchRows(ABC):
                 of the same shape raises an error.
             dim: Dimension along which rows are counted, such as 1 for (time, rows, ...). Default:
                 0.
+            sequence_dim: With `--context`, the dimension along which sequences are split, such as 0
+                for (time, rows, ...), or a dict from names or positions in the batch to dimensions.
+                None in the dict: the tensor is not split. Default: 1.
 
         Returns:
             The rows on this rank's device, in the same containers as `batch`.
@@ -109,10 +113,15 @@ class BatchRows(ABC):
         # Compare only training batches, because ranks may evaluate different batches.
         if torch.is_grad_enabled() and self.data_size * self.context_size > 1:
             self.calls.note_batch(SHARE, rows.digest)
-        sequence = 0
+        sequence = None
         if self.context_size > 1:
             mine, sequence = sequence_parts.cut(
-                mine, self.context_rank, self.context_size, dim=dim, call="world.share"
+                mine,
+                self.context_rank,
+                self.context_size,
+                call="world.share",
+                dim=sequence_dim,
+                rows_dim=dim,
             )
         # The number of batches per epoch is unknown, because the script owns the loop.
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from weakref import WeakMethod
 
 from shardwise.errors import UsageError
+from shardwise.world.sequence_parts import Sequences
 
 
 @dataclass(kw_only=True, slots=True)  # not frozen: that takes four times as long, in every step
@@ -24,7 +25,7 @@ class Batch:
     last      True for the last micro-batch of a step
     indices   dataset indices, for messages, if the dataset is map-style
     rows      range [first, end) within the `total` rows of all ranks' batches, if known
-    sequence  sequence length before `--context` split the sequences; 0 if they are not split
+    sequence  the sequences before `--context` split them; None if they are not split
     step      an object shared by all micro-batches of a step
     tokens    number of tokens of this micro-batch across all ranks; 0 if unknown
     positions number of positions that all ranks compute for these tokens, including padding
@@ -36,7 +37,7 @@ class Batch:
     indices: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
     total: int = 0
-    sequence: int = 0
+    sequence: Sequences | None = None
     step: object = field(default_factory=object)
     tokens: int = 0
     positions: int = 0

@@ -30,3 +30,7 @@ def test_counts_the_bytes_of_fake_tensors() -> None:
         q, k = to_heads([query, key], [5, 5], AbsentParts(2, noted.append))
     assert (tuple(q.shape), tuple(k.shape)) == ((2, 4, 10, 4), (2, 2, 10, 4))
     assert noted == [4 * (query.numel() + key.numel())]
+
+
+def test_all_ranks_pass_the_same_values() -> None:
+    assert AbsentParts(3, lambda _: None).gather_plain([1, "a"]) == [[1, "a"]] * 3

@@ -247,7 +247,7 @@ def test_attention_over_parts_of_sequences_exchanges_tokens() -> None:
 )
 def test_expert_sizes_divide_the_replicas(data: int, experts: int, sizes: list[int]) -> None:
     cluster = Cluster(1, data, DEVICE, NEAR, FAR)
-    found = [each.expert for each in meshes(cluster, [1], 0, 0, experts) if each.expert > 1]
+    found = [each.expert for each in meshes(cluster, [(1, 1)], 0, 0, experts) if each.expert > 1]
     assert found == sizes
 
 
@@ -346,7 +346,8 @@ def test_expert_sizes_are_multiples_of_tensor_sizes(
     devices: int, beside: list[int], found: list[tuple[int, int, int]]
 ) -> None:
     cluster = Cluster(1, devices, DEVICE, NEAR, FAR)
-    several = meshes(cluster, [1, 2], 0, 0, 4, (), beside)
+    sizes = [(1, 1), (2, 1)]
+    several = meshes(cluster, sizes, 0, 0, 4, [(each, 1) for each in beside])
     assert [(m.data, m.tensor, m.expert) for m in several if m.expert > 1] == found
 
 

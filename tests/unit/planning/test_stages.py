@@ -93,18 +93,26 @@ def test_first_stage_of_1f1b_holds_one_micro_batch_per_rank():
 
 def test_lists_meshes_of_a_cluster():
     cluster = parse_cluster("4xH100", read_catalogue(user=False))
-    found = list(meshes(cluster, [1, 2], 3, 16))
+    found = list(meshes(cluster, [(1, 1), (2, 1)], 3, 16))
     assert AxisSizes(data=2, tensor=2) in found
     assert AxisSizes(data=2, pipeline=2, schedule="1f1b") in found
     assert AxisSizes(data=1, tensor=2, pipeline=2, schedule="gpipe") in found
     # Three layers are too few for two stages on each of two ranks, and for four stages.
     assert not any(each.schedule == "interleaved" or each.pipeline == 4 for each in found)
-    assert {each.pipeline for each in meshes(cluster, [1], 0, 16)} == {1}
+    assert {each.pipeline for each in meshes(cluster, [(1, 1)], 0, 16)} == {1}
     # Two rows employ all 4 devices only if each row is split over 2 of them.
-    found = list(meshes(cluster, [1], 0, 2, contexts=[(1, 2), (1, 4)]))
+    found = list(meshes(cluster, [(1, 1), (1, 2), (1, 4)], 0, 2))
     assert [(each.data, each.context) for each in found] == [(2, 1), (4, 2), (4, 4)]
     # Each row is split over 2 devices, and so are the layers, or they are on 2 devices in turn.
-    found = list(meshes(cluster, [], 2, 2, contexts=[(1, 2), (2, 2)]))
+    found = list(meshes(cluster, [(1, 2), (2, 2)], 2, 2))
     assert AxisSizes(data=2, context=2, pipeline=2, schedule="1f1b") in found
     assert AxisSizes(data=2, context=2, tensor=2) in found
     assert all(each.data * each.tensor * each.pipeline == 4 for each in found)
+    # Experts are spread over the ranks of all context groups, next to split layers only if asked.
+    found = list(meshes(cluster, [(1, 2), (2, 2)], 0, 1, 4, [(1, 2), (2, 2)]))
+    assert [(m.data, m.tensor, m.context, m.expert) for m in found if m.expert > 1] == [
+        (2, 1, 2, 2),
+        (2, 2, 2, 2),
+        (2, 2, 2, 4),
+    ]
+    assert not any(each.expert > 1 for each in meshes(cluster, [(2, 2)], 0, 1, 4))

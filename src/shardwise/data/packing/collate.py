@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.data.packing.varlen_attention import flash_arguments
 from shardwise.errors import DataError
+from shardwise.model.varlen_attention import flash_arguments
 
 IGNORED = -100
 """Label of tokens without a loss: the default `ignore_index` of cross_entropy."""

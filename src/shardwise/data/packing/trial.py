@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.data.packing.collate import PackedCollate
-from shardwise.data.packing.varlen_attention import on_reference, uses_flash
 from shardwise.errors import DataError
+from shardwise.model.varlen_attention import on_reference, uses_flash
 from shardwise.world.generator_states import preserved
 
 MOST_PARAMETERS = 50_000_000

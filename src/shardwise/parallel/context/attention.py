@@ -27,7 +27,7 @@ from shardwise.errors import ModelError, UsageError
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
 from shardwise.world.current_batch import CurrentBatch
-from shardwise.world.sequence_parts import lengths_of
+from shardwise.world.sequence_parts import Sequences, lengths_of
 
 
 class _Where(Enum):
@@ -144,19 +144,21 @@ class ContextRun:
         if self in _REPLACEMENT.entered:
             _REPLACEMENT.entered.remove(self)
 
-    def lengths_now(self, *, training: bool) -> list[int]:
-        """Return the lengths of the ranks' parts, or [] if the current batch is not split."""
+    def sequences_now(self, *, training: bool) -> Sequences | None:
+        """Return the full sequences of the current batch, or None if it is not split."""
         batch = self._current_batch.batch_of_forward(training=training)
-        if batch is None or not batch.sequence:
-            return []
-        return lengths_of(batch.sequence, self.group.size)
+        return None if batch is None else batch.sequence
 
-    def lengths_in_use(self, *, training: bool) -> list[int]:
-        """As `lengths_now`, but return [] if the script has probably finished with the batch."""
+    def sequences_in_use(self, *, training: bool) -> Sequences | None:
+        """As `sequences_now`, but return None if the script has probably finished with them."""
         batch = self._current_batch.batch_of_forward(training=training)
         # A loop over a Loader ends. A batch of world.share stays current until the next one.
         is_used = batch is not None and self._current_batch.is_used(batch)
-        return [] if is_used else self.lengths_now(training=training)
+        return None if is_used else self.sequences_now(training=training)
+
+    def lengths_of(self, sequences: Sequences) -> list[int]:
+        """Return the length of each rank's part of `sequences`."""
+        return lengths_of(sequences.length, self.group.size)
 
     @contextmanager
     def backward(self, weight: float | Tensor) -> Iterator[None]:
@@ -212,8 +214,9 @@ class ContextRun:
         if lengths != (own,) * 3:
             return (
                 f"attention over queries, keys and values of lengths {lengths}, but this worker "
-                f"has {own} of {total} tokens: cross-attention and caches of keys are not possible "
-                "yet"
+                f"has {own} of {total} tokens. Cross-attention and caches of keys are not possible "
+                "yet: train without --context. If the batch's sequences are not along dimension 1, "
+                "pass their dimension to sw.Loader or world.share: sequence_dim=0"
             )
         heads, groups = query.size(1), key.size(1)
         if self._method == "ulysses" and heads % self.group.size:
@@ -258,10 +261,11 @@ class ContextRun:
 
     def check_outside(self, query: Tensor) -> None:
         """Raise ModelError if `query`, which comes from outside the model, has a part's length."""
-        lengths = self.lengths_in_use(training=torch.is_grad_enabled())
-        if lengths and query.ndim > 1 and query.size(-2) == lengths[self.group.rank]:
+        sequences = self.sequences_in_use(training=torch.is_grad_enabled())
+        own = 0 if sequences is None else self.lengths_of(sequences)[self.group.rank]
+        if sequences is not None and query.ndim > 1 and query.size(-2) == own:
             raise self._error(
-                f"attention over {query.size(-2)} of {sum(lengths)} tokens outside of the "
+                f"attention over {own} of {sequences.length} tokens outside of the "
                 "engine's model. Call it in the model's forward, or on whole sequences"
             )
 

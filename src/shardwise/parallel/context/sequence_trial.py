@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -42,7 +43,10 @@ from shardwise.parallel.context.transformers_inputs import (
 )
 from shardwise.parallel.tensor.without_dropout import SharedRandomness, WithoutRandomness
 from shardwise.world.generator_states import GeneratorStates, preserved
-from shardwise.world.sequence_parts import dim_of, lengths_of
+from shardwise.world.sequence_parts import Sequences, lengths_of
+
+MOST_DIMS = 8
+"""Number of combinations of sequence dimensions that a trial tries."""
 
 ROWS, TOKENS = 2, 3
 """A trial's rows, and tokens per part. One part has an extra token, so that lengths differ."""
@@ -97,7 +101,9 @@ class SequenceTrial:
         if choose is not None:
             choose("eager")  # the grouped products of Transformers do not support fp64
 
-    def check(self, model: nn.Module, given: Inputs, completed: Inputs) -> None:
+    def check(
+        self, model: nn.Module, given: Inputs, completed: Inputs, sequences: Sequences
+    ) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.
 
         Does nothing if inputs of the same form have already passed.
@@ -106,6 +112,7 @@ class SequenceTrial:
             model: The engine's model. The trial copies its training flags.
             given: The inputs of the forward pass, with parts of sequences.
             completed: `given` plus the inputs that were added for parts (transformers_inputs.py).
+            sequences: The full sequences of the batch.
         """
         leaves, nest = pytree.tree_flatten(given)
         forms = tuple(map(_form, leaves)), tuple(map(_form, pytree.tree_leaves(completed)))
@@ -113,44 +120,89 @@ class SequenceTrial:
         if key in self._passed:
             self.has_attention = self._passed[key]
             return
-        why = self._difference(model, leaves, nest, masked=has_added_mask(given[1], completed[1]))
-        # The copy and its graph refer to themselves, so only a collection frees them.
-        gc.collect()
-        reasons = [each for each in self._run.group.gather_plain(why) if each is not None]
-        if reasons:
-            raise ModelError(
-                f"--context {self._run.group.size}: {self._name} cannot be trained on parts of "
-                f"sequences: {reasons[0]}"
-            )
-        self._passed[key] = self.has_attention
+        masked = has_added_mask(given[1], completed[1])
+        reasons: list[str] = []
+        for dims in self._possible_dims(leaves, sequences):
+            why = self._difference(model, leaves, nest, dims, masked=masked)
+            # The copy and its graph refer to themselves, so only a collection frees them.
+            gc.collect()
+            found = [each for each in self._run.group.gather_plain(why) if each is not None]
+            if not found:
+                self._passed[key] = self.has_attention
+                return
+            reasons += found
+        raise ModelError(
+            f"--context {self._run.group.size}: {self._name} cannot be trained on parts of "
+            f"sequences: {reasons[0]}"
+        )
+
+    def _possible_dims(
+        self, leaves: list[Any], sequences: Sequences
+    ) -> list[tuple[int | None, ...]]:
+        """Return the possible sequence dimensions of all `leaves`, the likeliest first. Collective.
+
+        There are several if a part is as long as there are rows.
+        """
+        own = self._run.lengths[self._run.group.rank]
+        mine = [sequences.dims_of(x, own) if isinstance(x, Tensor) else [] for x in leaves]
+        # Parts of other lengths may rule out a dimension.
+        everyone = self._run.group.gather_plain(mine)
+        common = [
+            [dim for dim in first if all(dim in each for each in others)] or [None]
+            for first, *others in zip(*everyone, strict=True)
+        ]
+        return list(islice(product(*common), MOST_DIMS))
 
     def _difference(
-        self, model: nn.Module, leaves: list[Any], nest: Any, *, masked: bool
+        self,
+        model: nn.Module,
+        leaves: list[Any],
+        nest: Any,
+        dims: Sequence[int | None],
+        *,
+        masked: bool,
     ) -> str | None:
         """Return a message saying how the results differ, or None. Collective.
 
         If `masked` is true, the trial's sequences have padding or several documents.
         """
         group, lengths = self._run.group, self._run.lengths
-        own, full = lengths[group.rank], sum(lengths)
+        full = sum(lengths)
         # The first tokens of the sequences, without gaps: some models read from the positions
         # where a packed document begins.
         total = min(full, TOKENS * group.size + 1)
         kept = lengths_of(total, group.size)
         start = sum(kept[: group.rank])
-        dims = [dim_of(x.shape, own, full) if isinstance(x, Tensor) else None for x in leaves]
-        first = next(x for x, dim in zip(leaves, dims, strict=True) if dim is not None)
-        short = [_first_rows(x, first.size(0)) if isinstance(x, Tensor) else x for x in leaves]
+        parted = [(x, dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None]
+        rows = next((x.size(0 if dim else min(1, x.ndim - 1)) for x, dim in parted), 0)
+        short = [
+            _first_rows(x, rows, dim) if isinstance(x, Tensor) else x
+            for x, dim in zip(leaves, dims, strict=True)
+        ]
         cut = [
             _short(x, dim, total, full).cpu()
             for x, dim in zip(short, dims, strict=True)
             if dim is not None
         ]
-        gathered = zip(*group.gather_objects(cut), strict=True)
+        gathered = list(zip(*group.gather_objects(cut), strict=True))
+        for pieces, (_, dim) in zip(gathered, parted, strict=True):
+            if len({(*x.shape[:dim], *x.shape[dim + 1 :]) for x in pieces}) > 1:
+                found = " and ".join(str(tuple(x.shape)) for x in pieces)
+                return (
+                    f"inputs of shapes {found} are not parts of one tensor. If they are masks made "
+                    "from this worker's tokens, make them in the model's forward instead."
+                )
+        joined = iter(gathered)
         whole = [
-            x if dim is None else torch.cat(next(gathered), dim).narrow(dim, 0, total)
+            x if dim is None else torch.cat(next(joined), dim).narrow(dim, 0, total)
             for x, dim in zip(short, dims, strict=True)
         ]
+        # Without offsets of documents, `offsets` is empty.
+        offsets = [n for n, x in enumerate(leaves) if _are_offsets(x, rows * full)]
+        for n in offsets:
+            whole[n], longest = _short_offsets(leaves[n], full, total, min(ROWS, rows))
+            before = int(leaves[n].diff().max())
+            whole = [longest if type(x) is int and x == before else x for x in whole]
         args, kwargs = pytree.tree_unflatten(whole, nest)
         kwargs = with_cases(kwargs, total, masked=masked)
         if "num_items_in_batch" in kwargs:
@@ -189,8 +241,8 @@ class SequenceTrial:
             # The model's own forward pass, which follows, is counted from 0.
             self.has_attention, self._run.calls = self._run.calls > 0, 0
             if actual.problem is not None:
-                return actual.problem
-        place = _Place(total, start, kept[group.rank], min(ROWS, len(first)))
+                return actual.problem + (_OFFSETS if offsets else "")
+        place = _Place(total, start, kept[group.rank], min(ROWS, rows))
         return self._compare(expected, actual, place, has_labels=bool(weights))
 
     def _agree(self, place: str, problem: str | None) -> None:
@@ -362,6 +414,13 @@ _ADVICE = (
 )
 
 
+_OFFSETS = (
+    " An input has the offsets of documents (cu_seqlens) in whole sequences: compute attention "
+    "with it in a module of its own, whose forward takes queries, keys, values and the offsets, "
+    'and name the module in sw.Engine(..., context_plan=["blocks.*.attention"]).'
+)
+
+
 _KERNELS = ("flex_attention", "flash_attn", "xformers")
 """Modules whose attention computes on this rank's tokens only."""
 
@@ -402,27 +461,28 @@ class _Place:
 
     def agrees(self, whole: Tensor, part: Tensor) -> bool:
         """Return whether `part` is close to `whole`, or to this rank's part of it."""
-        expected = self._part_of(whole, part)
-        return expected is not None and _are_close(expected, part)
+        return any(_are_close(expected, part) for expected in self._parts_of(whole, part))
 
-    def _part_of(self, whole: Tensor, part: Tensor) -> Tensor | None:
+    def _parts_of(self, whole: Tensor, part: Tensor) -> Iterator[Tensor]:
+        """Yield what `part` may be: `whole`, or a part of it."""
         if whole.shape == part.shape:
-            return whole
+            yield whole
         if whole.ndim != part.ndim:
-            return None
+            return
         dims = [d for d in range(whole.ndim) if whole.size(d) != part.size(d)]
         if len(dims) != 1:
-            return None
+            return
         (dim,) = dims
         sizes = whole.size(dim), part.size(dim)
         if sizes == (self.total, self.own):
-            return whole.narrow(dim, self.first, self.own)
-        # Rows and tokens in one dimension, as before a loss.
+            yield whole.narrow(dim, self.first, self.own)
+        # Rows and tokens in one dimension, as before a loss. In (length, rows, ...), tokens are
+        # first.
         if sizes == (self.rows * self.total, self.rows * self.own):
             before, after = whole.shape[:dim], whole.shape[dim + 1 :]
             tokens = whole.reshape(*before, self.rows, self.total, *after)
-            return tokens.narrow(dim + 1, self.first, self.own).flatten(dim, dim + 1)
-        return None
+            yield tokens.narrow(dim + 1, self.first, self.own).flatten(dim, dim + 1)
+            yield whole.narrow(dim, self.first * self.rows, self.own * self.rows)
 
 
 class _StoppedError(Exception):
@@ -443,6 +503,29 @@ def _short(leaf: Tensor, dim: int, total: int, full: int) -> Tensor:
     return leaf.narrow(dim, 0, min(total, leaf.size(dim)))
 
 
+def _are_offsets(leaf: Any, tokens: int) -> bool:
+    """Return whether `leaf` has the offsets of documents, as cu_seqlens, in `tokens` tokens."""
+    if not isinstance(leaf, Tensor) or leaf.ndim != 1 or len(leaf) < 2:
+        return False
+    if leaf.dtype not in (torch.int32, torch.int64):
+        return False
+    ends = int(leaf[0]), int(leaf[-1])
+    return ends == (0, tokens) and bool((leaf.diff() >= 0).all())
+
+
+def _short_offsets(offsets: Tensor, full: int, total: int, rows: int) -> tuple[Tensor, int]:
+    """Return `offsets` in the first `total` tokens of `rows` rows, and the longest document.
+
+    A document begins in the middle of each row, because the first tokens may have only one.
+    """
+    starts = offsets[:-1]
+    kept = starts[(starts % full < total) & (starts < rows * full)]
+    places = kept // full * total + kept % full
+    ends = torch.arange(rows + 1, device=offsets.device) * total
+    found = torch.unique(torch.cat([places, ends, ends[:-1] + total // 2]))
+    return found.to(offsets.dtype), int(found.diff().max())
+
+
 def _form(leaf: Any) -> Any:
     """Return the properties of `leaf` that may decide which code a forward pass runs."""
     if isinstance(leaf, Tensor):
@@ -450,10 +533,15 @@ def _form(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 
-def _first_rows(leaf: Tensor, rows: int) -> Tensor:
-    """Return the first `ROWS` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`."""
-    detached = leaf.detach()
-    return detached[:ROWS] if leaf.ndim and leaf.size(0) == rows else detached
+def _first_rows(leaf: Tensor, rows: int, dim: int | None) -> Tensor:
+    """Return the first `ROWS` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`.
+
+    `dim` is the sequence dimension, or None.
+    """
+    detached, rows_dim = leaf.detach(), 1 if dim == 0 else 0
+    if leaf.ndim <= rows_dim or leaf.size(rows_dim) != rows:
+        return detached
+    return detached.narrow(rows_dim, 0, min(ROWS, rows))
 
 
 def _are_close(expected: Tensor, actual: Tensor) -> bool:

@@ -45,7 +45,9 @@ class TransformersInputs:
         self._is_one = is_one
         self._parameters = list(_parameters(model)) if is_one else []
         kernel = getattr(config, "_attn_implementation", None) or ""
-        if any(each in kernel for each in ("eager", "flash", "flex")):
+        self.flash: str = kernel if "flash" in kernel else ""
+        """Name of the flash kernel that the model uses, or ""."""
+        if any(each in kernel for each in ("eager", "flex")):
             raise ModelError(
                 f"--context cannot be combined with attn_implementation={kernel!r}, which computes "
                 'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
@@ -79,7 +81,10 @@ class TransformersInputs:
             places = torch.arange(first, first + own, device=ids.device)
             kwargs["position_ids"] = places.expand(ids.size(0), own)
         mask = kwargs.get("attention_mask")
-        if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        if self.flash:
+            self._check_no_padding(mask, lengths, group)
+            kwargs["attention_mask"] = None
+        elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # A model that receives None creates no mask, unless its own tokens need one.
             kwargs["attention_mask"] = self._mask(kwargs, ids, lengths, group)
         labels = kwargs.get("labels")
@@ -89,6 +94,15 @@ class TransformersInputs:
             next_label = torch.cat([first_labels, end], 1)[:, group.rank + 1, None]
             kwargs["shift_labels"] = torch.cat([labels[:, 1:], next_label], 1)
         return (), kwargs
+
+    def _check_no_padding(self, mask: Any, lengths: Sequence[int], group: Collectives) -> None:
+        """Raise ModelError if any of the sequences has padding, which `mask` shows. Collective."""
+        if mask is not None and not bool(gather(mask, 1, lengths, group).all()):
+            raise ModelError(
+                f"--context {group.size} with attn_implementation={self.flash!r} takes no padding. "
+                'Write attn_implementation="sdpa", or pack the documents of a batch '
+                "(DataCollatorWithFlattening, or sw.Packing)."
+            )
 
     def _mask(
         self, kwargs: dict[str, Any], ids: Tensor, lengths: Sequence[int], group: Collectives

@@ -237,6 +237,9 @@ class AbsentParts(AbsentRanks):
         super().__init__(size)
         self._note = note
 
+    def gather_plain(self, value: Any) -> list[Any]:
+        return [value] * self.size  # as if all ranks had passed the same
+
     def all_to_all(self, sent: Tensor, counts: Counts, received: Tensor) -> Handle:
         self._note(sent.numel() * sent.element_size())
         if isinstance(received, FakeTensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.tools.plan.cluster import Cluster
 
@@ -50,49 +50,34 @@ def _powers(most: int) -> list[int]:
 
 def meshes(
     cluster: Cluster,
-    tensor: list[int],
+    sizes: Sequence[tuple[int, int]],
     layers: int,
     total: int,
     experts: int = 0,
-    contexts: Sequence[tuple[int, int]] = (),
-    beside_experts: Sequence[int] = (1,),
+    beside_experts: Sequence[tuple[int, int]] = ((1, 1),),
 ) -> Iterator[AxisSizes]:
-    """Yield every mesh with a tensor-parallel size in `tensor`, and each of its schedules.
+    """Yield every mesh with a pair of tensor- and context-parallel sizes in `sizes`.
 
-    Also yields the meshes with a pair of tensor- and context-parallel sizes in `contexts`.
-
-    `layers` is the number of layers, or 0 if the model cannot be split into pipeline stages.
-    `total` is the global batch size, or 0 if each replica has its own batch. A mesh has at most
-    `total` replicas. `experts` is the smallest number of experts in any layer, or 0 if experts
-    cannot be spread over ranks. Tensor-parallel sizes are only combined with experts if they are in
-    `beside_experts`.
+    Yields one mesh for each pipeline schedule. `layers` is the number of layers, or 0 if the model
+    cannot be split into pipeline stages. `total` is the global batch size, or 0 if each replica has
+    its own batch. A mesh has at most `total` replicas, or context groups of replicas. `experts` is
+    the smallest number of experts in any layer, or 0 if experts cannot be spread over ranks. Pairs
+    of sizes are only combined with experts if they are in `beside_experts`.
     """
-    for parts in tensor:
-        devices = cluster.devices // parts
-        for stages in pipeline_sizes(devices, max(layers, 1)):
-            # A replica without samples would have nothing to do, so leave its devices unused.
-            data = min(devices // stages, total) if total else devices // stages
-            for schedule in schedules(stages, layers):
-                yield AxisSizes(data=data, tensor=parts, pipeline=stages, schedule=schedule)
-            if stages > 1 or parts not in beside_experts:
-                continue
-            for expert in _powers(min(data * parts, experts))[1:]:
-                # The ranks of a replica share its tokens out, so they hold different experts.
-                if data * parts % expert == 0 and expert % parts == 0:
-                    yield AxisSizes(data=data, tensor=parts, expert=expert)
-    for parts, context in contexts:
+    for parts, context in sizes:
         devices = cluster.devices // parts // context
         for stages in pipeline_sizes(devices, max(layers, 1)):
-            # The replicas of a context group have the same samples.
+            # A group without samples would have nothing to do, so leave its devices unused.
             groups = min(devices // stages, total) if total else devices // stages
-            for schedule in schedules(stages, layers):
-                yield AxisSizes(
-                    data=groups * context,
-                    tensor=parts,
-                    pipeline=stages,
-                    schedule=schedule,
-                    context=context,
-                )
+            mesh = AxisSizes(data=groups * context, tensor=parts, pipeline=stages, context=context)
+            yield from (replace(mesh, schedule=each) for each in schedules(stages, layers))
+            if stages > 1 or (parts, context) not in beside_experts:
+                continue
+            ranks = mesh.data * parts
+            for expert in _powers(min(ranks, experts))[1:]:
+                # The ranks of a replica share its tokens out, so they hold different experts.
+                if ranks % expert == 0 and expert % parts == 0:
+                    yield replace(mesh, expert=expert)
 
 
 def schedules(stages: int, layers: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -303,7 +303,9 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
         # Parts of sequences save memory, and employ devices that would have no samples.
         is_idle = all(line.choice.devices < cluster.devices for line in lines)
         if request.context or is_short or is_idle:
-            excluded += _observe_contexts(request, cluster, steps, observe)
+            # Layers split next to sequences save more memory, but take many observations.
+            splits = bool(request.context) or is_short
+            excluded += _observe_contexts(request, cluster, steps, observe, splits=splits)
             question = replace(question, excluded=tuple(excluded))
             lines = search.search(question)
         if is_short:
@@ -317,20 +319,18 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
 
 
 def _observe_contexts(
-    request: PlanRequest, cluster: Cluster, steps: dict[Way, ObservedStep], observe: Observe
+    request: PlanRequest,
+    cluster: Cluster,
+    steps: dict[Way, ObservedStep],
+    observe: Observe,
+    *,
+    splits: bool,
 ) -> Iterator[str]:
     """Observe the script with each context-parallel size and method, and add results to `steps`.
 
-    If a size or method is impossible, yields the reason.
+    If `splits` is true, also observes them with each tensor-parallel size in `steps`. If a size or
+    method is impossible, yields the reason.
     """
-    script = request.script
-    if owner := _owner_of_batches(script):
-        if request.context:
-            raise ConfigError(
-                f"shardwise plan --context {request.context} cannot observe a script with --adopt "
-                f"{owner}, whose batches are split by the library's loaders. Leave out one of them."
-            )
-        return
     sizes = [request.context] if request.context else context_sizes(cluster)
     if request.context and cluster.devices % request.context:
         fits = [n for n in range(1, cluster.devices + 1) if cluster.devices % n == 0]
@@ -353,6 +353,26 @@ def _observe_contexts(
             except LaunchError as error:
                 failed[method] = str(error)
                 yield f"--context {size} with {method} was not tried: {error}"
+                continue
+            for split in _split_ways(way, cluster, steps) if splits else []:
+                try:
+                    steps[split] = observe(split)
+                except LaunchError as error:
+                    both = f"--context {size} with {method} and --tensor {split.tensor}"
+                    yield f"{both} was not tried: {error}"
+                    break
+
+
+def _split_ways(way: Way, cluster: Cluster, steps: Mapping[Way, ObservedStep]) -> list[Way]:
+    """Return `way` with each tensor-parallel size whose groups fit on one host with it."""
+    return [
+        way._replace(tensor=each.tensor, spread=each.spread)
+        for each in list(steps)
+        if each.context == 1
+        and each.tensor > 1
+        and each.tensor * way.context <= cluster.per_host
+        and cluster.devices % (each.tensor * way.context) == 0
+    ]
 
 
 def _owner_of_batches(script: Script) -> str | None:

@@ -106,14 +106,13 @@ class Question:
     def meshes(self) -> list[AxisSizes]:
         record = self.step.large
         layers = 0 if record.no_pipeline else len(record.layers)
-        contexts = sorted({(way.tensor, way.context) for way in self.steps if way.context > 1})
+        # Without context parallelism first, because of two equally fast meshes the first is listed.
+        sizes = sorted({(w.tensor, w.context) for w in self.steps}, key=lambda size: size[::-1])
         total = record.total_batch
         if self.has_narrow_weights:  # the engine rejects them with split layers and experts
-            contexts = [(parts, size) for parts, size in contexts if parts == 1]
-            return list(meshes(self.cluster, [1], 0, total, 0, contexts))
-        parts = sorted({way.tensor for way in self.steps if way.context == 1})
-        beside = sorted({way.tensor for way in self.steps if way.tensor == 1 or way.spread})
-        return list(meshes(self.cluster, parts, layers, total, self.experts, contexts, beside))
+            return list(meshes(self.cluster, [size for size in sizes if size[0] == 1], 0, total))
+        beside = {(w.tensor, w.context) for w in self.steps if w.tensor == 1 or w.spread}
+        return list(meshes(self.cluster, sizes, layers, total, self.experts, sorted(beside)))
 
     @property
     def has_narrow_weights(self) -> bool:

@@ -1,0 +1,88 @@
+"""Parts of the sequences of a batch, along the dimension that the user has named."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.errors import DataError
+from shardwise.world.sequence_parts import cut
+
+IDS = torch.arange(3 * 8).view(3, 8)
+"""(rows, length)"""
+
+
+def part(batch, rank=1, **options):
+    return cut(batch, rank, 2, call="Loader", **options)
+
+
+def test_cuts_along_the_first_dimension():
+    hidden = torch.randn(8, 3, 5)
+    (ids, found), sequences = part((IDS.T, hidden), dim=0)
+    assert torch.equal(ids, IDS.T[4:])
+    assert torch.equal(found, hidden[4:])
+    assert ids.is_contiguous()
+    assert (sequences.length, sequences.rows) == (8, 3)
+
+
+def test_cuts_tensors_by_their_names():
+    batch = {"source": IDS.T, "padding": IDS > 3, "image": torch.ones(3, 7), "each": torch.ones(3)}
+    found, sequences = part(batch, dim={"source": 0, "image": None})
+    assert torch.equal(found["source"], IDS.T[4:])
+    assert torch.equal(found["padding"], IDS[:, 4:] > 3)
+    assert found["image"] is batch["image"]
+    assert found["each"] is batch["each"]
+    assert sequences.length == 8
+
+
+def test_cuts_nested_tensors_and_those_of_one_dimension_by_their_places():
+    found, _ = part([(IDS[0], {"x": IDS})], dim={"x": 1, 0: 0})
+    assert torch.equal(found[0][0], IDS[0, 4:])
+    assert torch.equal(found[0][1]["x"], IDS[:, 4:])
+    tokens, _ = part({"tokens": IDS[0], "labels": IDS[1]}, dim={"tokens": 0, "labels": -1})
+    assert torch.equal(tokens["labels"], IDS[1, 4:])
+
+
+def test_masks_of_pairs_keep_their_dimension():
+    (_, mask), _ = part((IDS.T, torch.ones(3, 1, 8, 8)), dim=0)
+    assert mask.shape == (3, 1, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("batch", "options", "words"),
+    [
+        ((IDS, torch.ones(3, 5)), {}, "sequence_dim={name: dimension, name: None}"),
+        ((IDS.T, IDS), {"dim": 0}, r"sequence_dim=0, but .* one length there"),
+        (IDS, {"dim": 2}, r"sequence_dim=2, but batch is \(3, 8\)"),
+        ({"a": IDS, "b": 3}, {"dim": {"b": 0}}, r"batch\['b'\] is int"),
+        ({"a": IDS}, {"dim": {"c": 0}}, r"names 'c', but the batch has \['a'\]"),
+        (IDS.T, {"rows_dim": 1}, r"Loader\(batch, dim=1, sequence_dim=0\)"),
+        (IDS.T, {"rows_dim": 1, "dim": 1}, r"Loader\(batch, dim=1, sequence_dim=0\)"),
+        (IDS.T, {"dim": 1}, "sequences of 3 token"),
+    ],
+)
+def test_refuses_dimensions_that_do_not_fit(batch, options, words):
+    with pytest.raises(DataError, match=words):
+        part(batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "dims"),
+    [
+        (torch.ones(4, 3), [0]),
+        (torch.ones(3, 4), [1]),
+        (torch.ones(4, 3, 5), [0]),
+        (torch.ones(4), []),
+        (torch.ones(3, 2, 4, 8), [2]),
+        (torch.ones(4, 7), []),
+    ],
+)
+def test_finds_the_dimension_of_inputs_that_the_script_has_transposed(tensor: Tensor, dims):
+    _, sequences = part(IDS)
+    assert sequences.dims_of(tensor, 4) == dims
+    assert sequences.dim_of(tensor, 4) == (dims[0] if dims else None)
+
+
+def test_names_all_dimensions_if_a_part_is_as_long_as_there_are_rows():
+    _, sequences = cut((IDS[:, :6].T, IDS[:, :6] > 3), 0, 2, call="Loader", dim={0: 0, 1: 1})
+    assert sequences.dims_of(torch.ones(3, 3).long(), 3) == [0, 1]
+    assert sequences.dims_of(torch.ones(3, 3).bool(), 3) == [1, 0]
