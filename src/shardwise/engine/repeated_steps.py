@@ -95,6 +95,8 @@ class RepeatableSteps(StepRunner):
         self._is_laying_out = False
         self._whole: WholeStates | None = None
         """The full states, if all ranks hold them, until they are laid out."""
+        self._has_confirmed = False
+        """True if this rank has confirmed the current step, and lost no rank in it before."""
         self._leaving: tuple[int, ...] = ()
         """Ranks that leave the run after the current step, because of a signal."""
         self._survival.follow = self._follow_group
@@ -184,6 +186,7 @@ class RepeatableSteps(StepRunner):
         except PeerLost:
             pass
         else:
+            self._has_confirmed = True
             return False
         # Not inside `except`: the error's frames hold messages in flight, and with them the sockets
         # whose end tells the other ranks that this one waits for them elsewhere.
@@ -194,6 +197,7 @@ class RepeatableSteps(StepRunner):
 
         Collective.
         """
+        self._has_confirmed = False
         if self._survival.replace_group(self._state.steps + 1):
             self._survival.in_step = False
             return False
@@ -316,9 +320,11 @@ class RepeatableSteps(StepRunner):
                     handle.wait()
                 for handle in gathers:
                     handle.reusable()
-                if not gathers or self._spec.placement.is_sharded("parameters"):
+                is_unnoticed = not gathers or self._spec.placement.is_sharded("parameters")
+                if is_unnoticed and self._has_confirmed:
                     # No all-gather has noticed a loss in the update. The next collective may be
-                    # part of an evaluation, which cannot be repeated.
+                    # part of an evaluation, which cannot be repeated. Ranks that have already
+                    # connected to the remaining ones skip this, as the others have updated before.
                     survival.group.barrier()
         # The ranks that stay may already have closed their connections to one that leaves.
         if self._leaving:
