@@ -67,7 +67,7 @@ class Block(nn.Module):
         else:
             self.moe = moe(WIDTH, 5, **experts)
 
-    def forward(self, x: Tensor, mask: Tensor | None, offsets: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, offsets: Tensor | None = None) -> Tensor:
         """Return (rows, tokens, WIDTH), or (tokens, rows, WIDTH)."""
         h = self.norm(x)
         if self.first:

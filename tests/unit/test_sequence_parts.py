@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.data import Loader
 from shardwise.errors import DataError
 from shardwise.world.sequence_parts import cut
 
@@ -86,3 +87,12 @@ def test_names_all_dimensions_if_a_part_is_as_long_as_there_are_rows():
     _, sequences = cut((IDS[:, :6].T, IDS[:, :6] > 3), 0, 2, call="Loader", dim={0: 0, 1: 1})
     assert sequences.dims_of(torch.ones(3, 3).long(), 3) == [0, 1]
     assert sequences.dims_of(torch.ones(3, 3).bool(), 3) == [1, 0]
+
+
+def test_one_worker_checks_the_dimensions_too(solo):
+    assert torch.equal(solo.share(IDS.T, dim=1, sequence_dim=0), IDS.T)
+    with pytest.raises(DataError, match="names 'ids'"):
+        solo.share({"words": IDS}, sequence_dim={"ids": 0})
+    loader = Loader(IDS, 3, sequence_dim=2)
+    with pytest.raises(DataError, match="sequence_dim=2, but batch is"):
+        next(iter(loader))

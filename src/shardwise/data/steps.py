@@ -121,6 +121,8 @@ class LoaderPass:
                 call=self.stream.name,
                 dim=self._sequence_dim,
             )
+        elif self._sequence_dim is not None:  # find typos also on one worker
+            sequence_parts.cut(data, 0, 1, call=self.stream.name, dim=self._sequence_dim)
         # A new object per step: batches that share it are micro-batches of the same step.
         if micro.part == 0:
             self._step = object()

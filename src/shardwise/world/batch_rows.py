@@ -123,6 +123,8 @@ class BatchRows(ABC):
                 dim=sequence_dim,
                 rows_dim=dim,
             )
+        elif sequence_dim is not None:  # so that a typo does not first show up in the large run
+            sequence_parts.cut(mine, 0, 1, call="world.share", dim=sequence_dim, rows_dim=dim)
         # The number of batches per epoch is unknown, because the script owns the loop.
         plan = StreamShape(batch_size=total, micro_batches=1, steps_per_epoch=None)
         training = torch.is_grad_enabled()
