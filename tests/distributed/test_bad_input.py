@@ -6,7 +6,7 @@ here: `--input SEED`.
 
 import pytest
 
-from tests.bad_input.drawing import KINDS, Input, draw
+from tests.bad_input.drawing import KINDS, draw
 from tests.bad_input.judging import COMMAND, Runner, judge
 from tests.bad_input.trying import Seen
 
@@ -46,4 +46,4 @@ TRACE = "Traceback (most recent call last):\n  ...\nValueError: x\n"
 )
 def test_detects_wrong_results(code, err, left, kind):
     seen = Seen(code=code, out="", err=err, seconds=0.1, left=left)
-    assert judge(Input(kind="setting"), seen)[0] == kind
+    assert judge(seen)[0] == kind
