@@ -257,7 +257,8 @@ def test_resumes(shardwise: Launcher, tmp_path: Path, mistake: str, cause: str |
 
 @pytest.mark.full
 def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
-    command = f"torchrun --standalone --nproc-per-node 2 {SCRIPT} twice"
+    torchrun = Path(sys.executable).parent / "torchrun"
+    command = f"{torchrun} --standalone --nproc-per-node 2 {SCRIPT} twice"
     ran, found = verify(shardwise, tmp_path, "--stock", command)
     assert ran.code == 5, ran.out + ran.err
     assert found["ranks"] == 2
