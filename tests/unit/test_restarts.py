@@ -4,11 +4,15 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardwise.errors import LaunchError
+from shardwise.launch.failure_report import unsaved_line
+from shardwise.launch.supervisor import Supervisor
 from shardwise.net import progress, restarts
 from shardwise.net.environment import RANK_VARIABLE, REPORTS_VARIABLE
 from shardwise.net.progress import Progress, ProgressWriter
@@ -19,6 +23,10 @@ from shardwise.world.preemption import Preemption
 def failure(step: int, kept: int = 0, *, resumes: bool = True) -> Failure:
     told = Progress(step=step, kept=kept, resumes=resumes)
     return Failure(what="rank 1 of 2 was ended", why="SIGKILL", progress=told)
+
+
+def launched(folder: Path) -> ProgressWriter:
+    return ProgressWriter({REPORTS_VARIABLE: str(folder), RANK_VARIABLE: "3"})
 
 
 class TestTheLine:
@@ -70,6 +78,46 @@ class TestTheLine:
         assert "the limit of 2 restarts (--restarts) is reached." in several.after(failure(9))[1]
 
 
+class TestUnsaved:
+    def test_one_of_two_engines_was_never_saved(self) -> None:
+        told = Progress(step=6, kept=0, resumes=True, checkpoint="/runs/step-4", checkpoint_at=8)
+        assert unsaved_line(signal.SIGTERM, told) == (
+            "shardwise: SIGTERM ended the run at step 6 without a save. A new start continues with "
+            "one engine from the beginning, because it has no checkpoint: 6 steps are lost. The "
+            "last checkpoint is /runs/step-4.\n"
+        )
+        first = unsaved_line(signal.SIGTERM, replace(told, checkpoint_at=0))
+        assert "continues from the beginning: 6 steps are lost. The last" in first
+
+    def test_path_is_printable_and_relative(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        path = f"{tmp_path.resolve()}/a\x1b[31m\nb\udce9/step-6"
+        line = unsaved_line(signal.SIGINT, Progress(step=6, kept=6, checkpoint=path))
+        assert line.endswith(r"The last checkpoint is a\x1b[31m\nb\udce9/step-6." + "\n")
+
+    def test_newest_checkpoint_of_all_ranks_is_named(self) -> None:
+        """Only the main rank records a save."""
+
+        def newest(found: dict[int, tuple[str, int]]) -> str:
+            exits = {
+                rank: SimpleNamespace(
+                    progress=Progress(step=12, kept=0, checkpoint=path, checkpoint_at=moment)
+                )
+                for rank, (path, moment) in found.items()
+            }
+            combined = Supervisor._progress(SimpleNamespace(_exits=exits))  # type: ignore[arg-type]
+            assert combined is not None
+            return combined.checkpoint
+
+        assert newest({1: ("step-4", 4), 0: ("step-10", 14)}) == "step-10"
+        assert newest({0: ("step-4", 4), 2: ("step-10", 14), 1: ("", 0)}) == "step-10"
+        # The main rank saved before any further step.
+        assert newest({1: ("old/step-4", 4), 0: ("new/step-4", 4)}) == "new/step-4"
+        assert newest({0: ("", 0), 1: ("step-0", 0)}) == "step-0"
+
+
 class TestRepeated:
     def test_repeats_until_success(self) -> None:
         endings = [Ending(code=1, words="why", failure=failure(3, 2)), Ending(code=0)]
@@ -101,24 +149,55 @@ class TestRepeated:
 
 
 class TestProgress:
-    def test_progress_round_trips(self, tmp_path: Path) -> None:
+    def test_progress_round_trips(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert progress.read(tmp_path, 3) is None
-        writer = ProgressWriter({REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "3"})
+        writer = launched(tmp_path)
         assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
         writer.stepped(0, 9)
         writer.stepped(1, 9)
         writer.kept(0, 6)
+        monkeypatch.chdir(tmp_path)
         writer.kept(1, 4, Path("runs/step-40"))
         writer.kept(1, 4, Path("runs/step-4"))
+        monkeypatch.chdir("/")
         writer.saves_when_asked(saves=True)
         writer.resumes()
         told = Progress(
-            step=9, kept=4, saves_when_asked=True, resumes=True, checkpoint="runs/step-4"
+            step=9,
+            kept=4,
+            saves_when_asked=True,
+            resumes=True,
+            checkpoint=str(tmp_path.resolve() / "runs/step-4"),
+            checkpoint_at=18,
         )
         assert progress.read(tmp_path, 3) == told
         writer.stepped(progress.ENGINES, 99)
         writer.ended()
         assert progress.read(tmp_path, 3) == Progress(**{**vars(told), "ended": True})
+
+    def test_path_that_is_too_long_replaces_an_older_one(self, tmp_path: Path) -> None:
+        writer = launched(tmp_path)
+        writer.used(Path("/runs/step-4"))
+        writer.used(Path("/" + "r" * 4096))
+        assert progress.read(tmp_path, 3) == Progress(step=0, kept=0)
+
+    def test_forked_child_records_nothing(self, tmp_path: Path) -> None:
+        writer = launched(tmp_path)
+        writer.kept(0, 5, Path("/runs/step-5"))
+        before = progress.read(tmp_path, 3)
+        if not (child := os.fork()):
+            writer.kept(0, 99, Path("/evaluations/step-99"))
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert progress.read(tmp_path, 3) == before
+
+    def test_disk_that_takes_a_part_of_the_record(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write = os.pwrite
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:1000], at))
+        with pytest.raises(LaunchError, match=r"No space left on device\. Free some space"):
+            launched(tmp_path)
 
     def test_progress_without_launcher(self) -> None:
         ProgressWriter({}).stepped(0, 1)

@@ -12,6 +12,9 @@ import shardwise as sw
 from shardwise.engine import Engine
 from shardwise.engine import engines as several
 from shardwise.errors import CheckpointNotWritten
+from shardwise.net import progress
+from shardwise.net.environment import RANK_VARIABLE, REPORTS_VARIABLE
+from shardwise.net.progress import ProgressWriter
 from shardwise.world.world import World
 from tests.unit.two_engines import engines, step
 
@@ -48,6 +51,39 @@ def test_an_older_save_is_invalid_once_a_checkpoint_is_replaced(
     assert both.resume(tmp_path) == 1
     assert [engine.steps for engine in engines] == [0, 0]
     assert seen == {"batches": 1}
+
+
+def test_launcher_is_told_of_the_file_that_a_resume_reads(
+    solo: World, tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def named() -> str:
+        found = progress.read(tmp_path, 0)
+        assert found is not None
+        return found.checkpoint
+
+    def start_again() -> None:
+        monkeypatch.setattr(solo, "progress", ProgressWriter(environ))
+        assert named() == ""
+
+    environ = {REPORTS_VARIABLE: str(tmp_path), RANK_VARIABLE: "0"}
+    start_again()
+    checkpoint = engines[0].save(tmp_path / "alone")
+    assert named() == str(checkpoint)
+    start_again()
+    engines[0].load(str(checkpoint))  # as the Trainer resumes
+    assert named() == str(checkpoint)
+    start_again()
+    both = sw.Engines(one=engines[0], other=engines[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(several, "replace_file", full)
+        with pytest.raises(CheckpointNotWritten):
+            both.save(tmp_path)
+    assert named() == ""
+    both.save(tmp_path)
+    assert named() == str(tmp_path / "together-1.json")
+    start_again()
+    sw.Engines(one=engines[0], other=engines[1]).resume(tmp_path)
+    assert named() == str(tmp_path / "together-1.json")
 
 
 def test_signal_during_the_first_save(solo: World, tmp_path: Path, engines: list[Engine]) -> None:

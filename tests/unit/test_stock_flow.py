@@ -14,14 +14,18 @@ from shardwise.errors import LaunchError
 from shardwise.tools.verify.runs import RunFailed
 from shardwise.tools.verify.stock import draws, stock_flow
 from shardwise.tools.verify.stock.findings import Finding
+from shardwise.tools.verify.stock.stock_command import sentences
 from shardwise.tools.verify.stock.stock_flow import StockResult
 from shardwise.tools.verify.stock.stock_runs import StockRecords
 from shardwise.tools.verify.verdicts import TrainingVerdict
 from tests.unit.test_stock_recorder import record
 
 
-def trained(folder: Path, name: str, *, copies: int = 1) -> StockRecords:
-    """Return the record of a training on equal rows, `copies` times in each batch."""
+def trained(folder: Path, name: str, *, copies: int = 1, scale: float = 1.0) -> StockRecords:
+    """Return the record of a training on equal rows, `copies` times in each batch.
+
+    The gradients are multiplied by `scale`.
+    """
 
     def script() -> None:
         model = nn.Linear(4, 1)
@@ -30,6 +34,8 @@ def trained(folder: Path, name: str, *, copies: int = 1) -> StockRecords:
             optimizer.zero_grad()
             x = torch.full((8 * copies, 4), 2.0**-step)
             model(x).mean().backward()
+            for p in model.parameters():
+                p.grad.mul_(scale)
             optimizer.step()
 
     (folder / name).mkdir()
@@ -171,6 +177,56 @@ def test_numbers_without_a_seed_are_named_before_other_inputs(tmp_path: Path) ->
     assert result.verdict is TrainingVerdict.UNPROVED
     assert "is not deterministic on one process: two runs differ in step 0." in result.why
     assert "rand in test_stock_flow.py:" in result.why
+    assert " Also, in step 1, the models of all ranks received 8 rows" in result.why
+
+
+@pytest.mark.parametrize("fails", [None, "one process again", "one process, noting draws"])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_rounding_noise_does_not_replace_other_reasons(
+    tmp_path: Path, fails: str | None, *, hangs: bool
+) -> None:
+    made, reference = twice(trained(tmp_path, "a")), trained(tmp_path, "b")
+    noisy = trained(tmp_path, "noisy", scale=1 + 1e-6)
+    noted = replace(noisy, ranks=[noisy.ranks[0] | {"draws": []}])
+    asked = []
+
+    class NoisyRuns(Runs):
+        def reference(self, words: str, **more: Any) -> StockRecords:
+            asked.append(words)
+            if words == fails:
+                raise LaunchError("no step for 300 s") if hangs else RunFailed(words, 1, "killed")
+            return noted if "noting" in words else noisy if "again" in words else reference
+
+    result = stock_flow.verify(NoisyRuns(made, reference))  # type: ignore[arg-type]
+    assert result.verdict is TrainingVerdict.UNPROVED
+    assert result.why.startswith("in step 1, the models of all ranks received 16 rows")
+    assert asked[1] == "one process again"
+    assert fails is None or fails == asked[-1]
+
+
+def test_default_generator_is_logged_once() -> None:
+    state = torch.get_rng_state()
+    try:
+        with draws.DrawLog() as log:
+            torch.randn(2, generator=torch.default_generator)
+            with pytest.raises(TypeError, match="generator"):
+                torch.randn(2, generator=np.random.default_rng())  # type: ignore[call-overload]
+    finally:
+        torch.set_rng_state(state)
+    assert [entry[0] for entry in log.entries if entry[2] == "torch"] == ["randn"]
+
+
+def test_result_without_a_search_does_not_speak_of_its_outcome(tmp_path: Path) -> None:
+    made, reference = (
+        replace(each, ranks=[each.ranks[0] | {"dtypes": ["float64"]}])
+        for each in (trained(tmp_path, "a", scale=1.5), trained(tmp_path, "b", copies=2))
+    )
+    runs: Any = Runs(twice(made), reference)
+    result = stock_flow.verify(runs, finds_causes=False)
+    assert result.verdict is TrainingVerdict.DIFFERS
+    said = sentences(result)[0]
+    assert said == "Differs from one process: the cause was not looked for (--no-causes)."
+    assert "no known cause" in sentences(replace(result, finds_causes=True))[0]
 
 
 class Counting(nn.Module):

@@ -145,7 +145,6 @@ class Checkpoints:
             for found in incomplete:
                 if found.step > self._state.steps:
                     self._report_skipped(f"{found.path} is incomplete: it has no {DOCUMENT}.")
-            self._world.progress.kept(self._state.number, self._state.steps, loaded)
             line = f"resumed from {loaded}, at step {self._state.steps}"
         self._continue_in(folder, _SaveOptions(), is_saved=loaded is not None)
         if not self._state.spec.settings.quiet:

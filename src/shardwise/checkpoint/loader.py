@@ -134,7 +134,7 @@ class CheckpointLoader:
         self._tracked.restore(parsed.tracked)
         # The launcher must count the progress of this start from the loaded step, not from 0.
         world.progress.stepped(state.number, parsed.step)
-        world.progress.kept(state.number, parsed.step)
+        world.progress.kept(state.number, parsed.step, path)
         return parsed.step
 
     def _report_lack(self, checkpoint: CheckpointSource, *, model_only: bool) -> None:

@@ -64,6 +64,7 @@ class Engines:
             raise UsageError("sw.Engines() takes engines by name: sw.Engines(generator=engine).")
         self._engines = engines
         self._world = next(iter(engines.values())).world
+        self._world.progress.parts |= {engine._state.number for engine in engines.values()}
         self._home: Path | None = None
         self._resumes = False
         self._joined: tuple[int, Path] | None = None
@@ -148,6 +149,7 @@ class Engines:
         self._settle_in(home)
         if fields:
             self._joined = self._world.steps_made, home / f"together-{number}.json"
+            self._world.progress.used(self._joined[1])
         if not self._world.settings.quiet:
             line = (
                 f"resumed from {home / f'together-{number}.json'}"
@@ -194,6 +196,7 @@ class Engines:
         # All ranks raise if the main rank could not write.
         agree(self._world.collectives, failure, CheckpointNotWritten)
         self.saves += 1
+        self._world.progress.used(path)
         return path
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.launch.resources import HostMemory
+from shardwise.messages.printable import from_here, printable
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.progress import Progress
 from shardwise.net.restarts import resume_point
@@ -328,7 +329,8 @@ def unsaved_line(asked: signal.Signals, progress: Progress | None) -> str:
     """
     if progress is None or not progress.step:
         return ""
-    newest = f" The last checkpoint is {progress.checkpoint}." if progress.checkpoint else ""
+    path = printable(from_here(progress.checkpoint)).replace("\n", "\\n")
+    newest = f" The last checkpoint is {path}." if path else ""
     by = "Ctrl-C" if asked == signal.SIGINT else asked.name
     if progress.kept >= progress.step:
         return f"shardwise: {by} ended the run at step {progress.step}.{newest}\n" if newest else ""

@@ -529,17 +529,19 @@ class Supervisor:
 
     def _progress(self) -> Progress | None:
         """Return the ranks' combined progress, or None if no rank recorded any."""
-        reported = [d.progress for d in self._exits.values() if d.progress is not None]
+        # By rank, because only the main rank records that a checkpoint is saved.
+        ranks = sorted(self._exits)
+        reported = [found for rank in ranks if (found := self._exits[rank].progress) is not None]
         if not reported:
             return None
+        last = max(reported, key=lambda each: (bool(each.checkpoint), each.checkpoint_at))
         return Progress(
             step=max(each.step for each in reported),
             kept=max(each.kept for each in reported),
             resumes=any(each.resumes for each in reported),
             saves_when_asked=any(each.saves_when_asked for each in reported),
-            checkpoint=max(
-                reported, key=lambda each: (bool(each.checkpoint), each.kept)
-            ).checkpoint,
+            checkpoint=last.checkpoint,
+            checkpoint_at=last.checkpoint_at,
         )
 
     def say(self, words: str) -> None:

@@ -1,14 +1,16 @@
 """Records a rank's progress in a memory-mapped file that its launcher reads.
 
-    saves_when_asked | ended | resumes | joined | stop limit | steps, kept of engine 0 | ... | path
+    saves_when_asked | ended | resumes | joined | stop limit | time of the checkpoint
+    steps, kept of engine 0 | ... | path of the checkpoint
 
-Each entry is a 64-bit integer, except the path of the newest checkpoint. Recording a step is a
+Each entry is a 64-bit integer, except the path. Recording a step is a
 single store to memory, so it costs almost nothing. The launcher can read the record even after the
 rank has been killed.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterable, Mapping
@@ -26,7 +28,7 @@ ENGINES = 60
 
 _living: WeakSet[ProgressWriter] = WeakSet()
 
-_SAVES, _ENDED, _RESUMES, _JOINED, _LIMIT, _PID, _BEGUN, _FIRST = range(8)
+_SAVES, _ENDED, _RESUMES, _JOINED, _LIMIT, _PID, _BEGUN, _CHECKPOINT_AT, _FIRST = range(9)
 _NUMBERS = _FIRST + 2 * ENGINES
 _PATH_BYTES = 4096  # PATH_MAX of Linux
 _BYTES = 8 * _NUMBERS + _PATH_BYTES
@@ -44,7 +46,8 @@ class Progress:
         resumes: True if the script resumes from the newest checkpoint when it starts.
         joined: The number of steps after which the rank, which started as a spare, has joined the
             other ranks. None if it has not joined.
-        checkpoint: The newest checkpoint of this run, or "" if it has neither saved nor resumed.
+        checkpoint: The absolute path of the checkpoint that the rank saved or loaded last, or "".
+        checkpoint_at: The total number of steps of all engines then. All ranks count the same.
     """
 
     step: int
@@ -54,6 +57,7 @@ class Progress:
     resumes: bool = False
     joined: int | None = None
     checkpoint: str = ""
+    checkpoint_at: int = 0
 
 
 class StopLimit(NamedTuple):
@@ -69,9 +73,15 @@ class StopLimit(NamedTuple):
 
 
 class ProgressWriter:
-    """Writes this rank's record. Without a launcher, it writes to private memory."""
+    """Writes this rank's record. Without a launcher, it writes to private memory.
+
+    Attributes:
+        parts: Numbers of the engines in an `sw.Engines`. The paths of their own checkpoints are not
+            recorded, because `Engines.resume` starts from a file that lists them.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
+        self.parts: set[int] = set()
         self._launcher = os.getppid() if REPORTS_VARIABLE in environ else None
         if REPORTS_VARIABLE not in environ:
             self._map(bytearray(_BYTES))
@@ -82,7 +92,8 @@ class ProgressWriter:
             try:
                 # Write zeros rather than extending the file with truncate: if the disk is full, a
                 # store to a hole in a mapped file raises SIGBUS.
-                os.pwrite(fd, bytes(_BYTES), 0)
+                if os.pwrite(fd, bytes(_BYTES), 0) < _BYTES:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._map(mmap.mmap(fd, _BYTES))
             finally:
                 os.close(fd)
@@ -137,12 +148,20 @@ class ProgressWriter:
     def kept(self, engine: int, steps: int, checkpoint: Path | None = None) -> None:
         """Record that a complete checkpoint covers engine number `engine`'s first `steps` steps.
 
-        `checkpoint` is the path of a checkpoint of this run.
+        `checkpoint` is the checkpoint's path. It is None if the state is not in a file.
         """
         if engine < ENGINES:
             self._numbers[_FIRST + 2 * engine + 1] = steps
-        if checkpoint is not None and len(name := os.fsencode(checkpoint)) < _PATH_BYTES:
-            self._checkpoint[: len(name) + 1] = name + b"\0"
+        if checkpoint is not None and engine not in self.parts:
+            self.used(checkpoint)
+
+    def used(self, checkpoint: Path) -> None:
+        """Record the path of the checkpoint that was just saved or loaded."""
+        name = os.fsencode(checkpoint.absolute()) + b"\0"
+        if len(name) > _PATH_BYTES:  # rather no path than an older one
+            name = b"\0"
+        self._checkpoint[: len(name)] = name
+        self._numbers[_CHECKPOINT_AT] = sum(self._numbers[_FIRST::2])
 
 
 def read(folder: Path, rank: int) -> Progress | None:
@@ -160,6 +179,7 @@ def read(folder: Path, rank: int) -> Progress | None:
         resumes=bool(numbers[_RESUMES]),
         joined=numbers[_JOINED] - 1 if numbers[_JOINED] else None,
         checkpoint=path,
+        checkpoint_at=numbers[_CHECKPOINT_AT],
     )
 
 
@@ -235,7 +255,7 @@ def _ended_mark(folder: Path, rank: int) -> Path:
 def _in_forked_child() -> None:
     """Detach a forked child from the file, because its steps are not the rank's progress."""
     for writer in list(_living):
-        writer._numbers = memoryview(bytearray(8 * _NUMBERS)).cast("q")
+        writer._map(bytearray(_BYTES))
 
 
 os.register_at_fork(after_in_child=_in_forked_child)

@@ -138,6 +138,9 @@ def resume_point(progress: Progress) -> str:
         return f"from the checkpoint of step {progress.kept}: {steps}"
     if not progress.step:
         return "from the beginning: nothing is lost"
+    if progress.resumes and progress.checkpoint_at:
+        return f"with one engine from the beginning, because it has no checkpoint: {steps}"
     if progress.resumes:
-        return f"from the beginning: there is no checkpoint yet, and {steps}"
+        lack = "" if progress.checkpoint else "there is no checkpoint yet, and "
+        return f"from the beginning: {lack}{steps}"
     return f"from the beginning, because the script does not call engine.resume(folder): {steps}"

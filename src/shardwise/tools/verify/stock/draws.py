@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from shardwise.tools.verify import watching
@@ -34,7 +35,9 @@ class DrawLog(TorchFunctionMode):
         self._compare("random or numpy.random")
         operation = getattr(func, "__name__", str(func))
         passed: Any = (kwargs or {}).get("generator")
-        before = None if passed is None else readers.hash_generator(passed)
+        # `_compare` logs the default generator.
+        is_own = isinstance(passed, torch.Generator) and passed is not torch.default_generator
+        before = readers.hash_generator(passed) if is_own else None
         result = func(*args, **(kwargs or {}))
         self._compare(operation)
         if before is not None and len(self.entries) < MOST:

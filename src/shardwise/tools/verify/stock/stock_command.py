@@ -169,6 +169,8 @@ def _about_difference(result: StockResult) -> list[str]:
     first = result.judged.first(TOLERANCE)
     if result.cause is not None:
         words = result.cause.words
+    elif not result.finds_causes:
+        words = "the cause was not looked for (--no-causes)."
     elif first is not None and first.tensors:
         words = "no known cause explains it. Look for the mistake at the first tensor that differs."
     else:

@@ -5,15 +5,21 @@ runs                                    result
 ranks and one process                   done if they are identical or within 1e-8
 both in fp64                            within 1e-8: equal within rounding
 one process in fp64 again               differs: the script is not deterministic
+one process, noting draws, twice        the first operation without a seed
 ranks, without a suspect                agree: the suspect is the cause
 
 If buffers change in evaluations or recomputations, one process runs again without these changes.
 It is a mistake if it then trains differently, even if the runs above agree.
+
+If the models receive other inputs than in one process, or the ranks make different numbers of
+steps, the result is not proved. One process then runs again as it is, only to find an operation
+without a seed, which may be the reason.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -59,6 +65,8 @@ class StockResult:
     findings: Sequence[Finding] = ()
     cause: StockSuspect | None = None
     why: str = ""
+    finds_causes: bool = True
+    """Whether the cause of a difference is searched for."""
     losses: tuple[Sequence[float], Sequence[float]] = field(default=((), ()))
 
     @property
@@ -83,6 +91,7 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
         rows=[total.rows for total in map(_fed, _by_step(made)[1:])],
         own=Comparison([], {}),
         findings=findings(made),
+        finds_causes=finds_causes,
     )
     if len(made.ranks) == 1:
         return _unproved(result, "the command started one rank only, so there is nothing to prove.")
@@ -108,8 +117,7 @@ def verify(runs: StockRuns, *, finds_causes: bool = True) -> StockResult:
     if result.findings:
         return replace(result, verdict=TrainingVerdict.DIFFERS)
     if why := _other_data(reference, made) or _uneven(made):
-        # Random numbers without a seed are a more specific reason.
-        return _unproved(result, _noise(runs, reference) or why)
+        return _unproved(result, _after_noise(runs, reference, why))
     if result.own.same_bits:
         return result
     if result.own.within(TOLERANCE):
@@ -202,7 +210,7 @@ def _judge_in_fp64(runs: StockRuns, result: StockResult, *, finds_causes: bool) 
     result = replace(result, wide=_compared(reference, made))
     if result.judged.within(TOLERANCE):
         return replace(result, verdict=TrainingVerdict.ROUNDING)
-    if noise := _noise(runs, reference, wide):
+    if noise := _noise(runs, reference, wide)[0]:
         return _unproved(result, noise)
     tried = suspects(reference, made, result.judged, TOLERANCE) if finds_causes else ()
     cause = _confirmed(runs, tried, reference, wide)
@@ -343,7 +351,7 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
         try:
             kept = runs.reference(f"trial: {name}", alter={"keep_buffers": kind})
             again = runs.reference("one process again")
-        except RunFailed:
+        except (RunFailed, LaunchError):
             continue  # a trial that fails proves nothing
         # Buffers themselves may differ, such as a counter of evaluations.
         differs, is_random = (
@@ -361,20 +369,37 @@ def _stateful_forwards(runs: StockRuns, reference: StockRecords) -> Iterator[Fin
             )
 
 
-def _noise(runs: StockRuns, reference: StockRecords, wide: str | None = None) -> str | None:
-    """Run the reference again, and describe why the results differ. Return None if they agree."""
+def _after_noise(runs: StockRuns, reference: StockRecords, why: str) -> str:
+    """Return the reason `why`, after an operation without a seed if there is one."""
+    try:
+        noise, names_operation = _noise(runs, reference)
+    except (RunFailed, LaunchError):
+        return why  # a further run that fails proves nothing
+    # Rounding that differs from run to run does not explain other inputs.
+    return f"{noise} Also, {why}" if names_operation else why
+
+
+def _noise(runs: StockRuns, reference: StockRecords, wide: str | None = None) -> tuple[str, bool]:
+    """Run the reference again, and describe why the results differ.
+
+    Returns:
+        The description, or "" if they agree, and whether it names an operation without a seed.
+    """
     again = runs.reference("one process again", wide=wide)
     compared = compare(reference.training, again.training)
     first = compared.first(TOLERANCE)
     if first is None and compared.same_counts:
-        return None
+        return "", False
+    words, operation = "one process, noting draws", None
     # Logging draws slows down every operation, so do it only if necessary.
-    noted = [runs.reference("one process, noting draws", wide=wide, notes_draws=True) for _ in "12"]
-    operation = draws.first_without_seed(*(each.ranks[0]["draws"] for each in noted))
+    with suppress(RunFailed, LaunchError):  # the runs above differ anyway
+        noted = [runs.reference(words, wide=wide, notes_draws=True) for _ in "12"]
+        operation = draws.first_without_seed(*(each.ranks[0]["draws"] for each in noted))
     place = "in their number of steps" if first is None else verdicts.name_step(first)
     where = "" if first is None else f" {verdicts.describe_step(first, TOLERANCE)}"
     how = f" {operation}." if operation else " No operation without a seed was found."
-    return f"the script is not deterministic on one process: two runs differ {place}.{how}{where}"
+    said = f"the script is not deterministic on one process: two runs differ {place}.{how}{where}"
+    return said, operation is not None
 
 
 def _confirmed(
@@ -405,6 +430,6 @@ def _try(
         ours = runs.ranks(words, wide=wide, alter=suspect.ranks)
         if suspect.reference or reference is None:
             reference = runs.reference(words, wide=wide, alter=suspect.reference)
-    except RunFailed:
+    except (RunFailed, LaunchError):
         return None  # a trial that fails proves nothing
     return _compared(reference, ours)
