@@ -427,6 +427,10 @@ def test_connections_of_python_are_kept_if_only_those_of_gloo_are_closed() -> No
         client = socket.create_connection(listener.getsockname()).detach()
         stack.callback(os.close, client)
         other = stack.enter_context(listener.accept()[0])
+        # Another thread may close a socket while the descriptors are listed.
+        closed = socket.socket()
+        stack.callback(closed.detach)
+        os.close(closed.fileno())
         listeners.close_connections(["127.0.0.2"], only_gloo=True)
         assert os.read(client, 1) == b""
         kept_end.sendall(b"x")

@@ -71,7 +71,7 @@ def close_connections(addresses: Collection[str], *, only_gloo: bool = False) ->
             servers. The others are those of Gloo, unless the script uses further libraries in C++.
     """
     plain = {_plain(address) for address in addresses}
-    kept = {os.fstat(fd).st_ino for fd in _python_sockets()} if only_gloo else set()
+    kept = _python_sockets() if only_gloo else set()
     for connection in _tcp_sockets():
         with connection, suppress(OSError):  # not connected
             number = os.fstat(connection.fileno()).st_ino
@@ -79,12 +79,15 @@ def close_connections(addresses: Collection[str], *, only_gloo: bool = False) ->
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _python_sockets() -> list[int]:
-    """Return the descriptors of all open Python sockets."""
-    objects = gc.get_objects()
-    # Not isinstance, which would look into lazy modules and dead proxies.
-    found = [each.fileno() for each in objects if issubclass(type(each), socket.socket)]
-    return [fd for fd in found if fd >= 0]
+def _python_sockets() -> set[int]:
+    """Return the inodes of all open Python sockets."""
+    found = set()
+    for each in gc.get_objects():
+        # Not isinstance, which would look into lazy modules and dead proxies.
+        if issubclass(type(each), socket.socket):
+            with suppress(OSError):  # closed, perhaps just now by another thread
+                found.add(os.fstat(each.fileno()).st_ino)
+    return found
 
 
 def _plain(address: str) -> str:
