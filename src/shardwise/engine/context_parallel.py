@@ -131,15 +131,16 @@ class ContextParallel:
             )
         lengths = self.run.lengths_of(sequences)
         own, total = lengths[self.run.group.rank], sequences.length
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor) and not sequences.is_uncut(x)]
         uncut = [x for x in tensors if sequences.dim_of(x, own) is None]
         if len(uncut) == len(tensors) or any(x.ndim > 1 and x.size(1) == total for x in uncut):
             found = ", ".join(str(tuple(x.shape)) for x in tensors if x.ndim > 1) or "none"
             raise UsageError(
                 f"--context {self.size}: the model's inputs (shapes {found}) are not this worker's "
                 f"part of the last batch, {own} of {total} tokens in dimension 1. Pass tensors "
-                "from sw.Loader or world.share. If sequences are along dimension 0, write "
-                "sequence_dim=0 there."
+                "from sw.Loader or world.share. If sequences are along dimension 0, write there "
+                "sw.Loader(..., sequence_dim=0) or world.share(batch, dim=1, sequence_dim=0)."
             )
         self.run.enter(lengths)
         try:
@@ -210,7 +211,7 @@ class ContextParallel:
         if batch is None or not batch.samples or batch.sequence is None or not self.run.lengths:
             return
         own = self.run.lengths[self.run.group.rank]
-        if drops_last(loss, own, {DIM, *batch.sequence.dims.values()}):
+        if drops_last(loss, own, {0, DIM, *batch.sequence.all_dims}):
             raise UsageError(
                 f"--context {self.size}: this loss leaves out the last of this worker's {own} "
                 "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "
@@ -267,7 +268,7 @@ class ContextParallel:
         """Raise UsageError if `engine.forward_backward` would weight its losses by rows."""
         self._refuse_mean_of_means(reduction)
         batch = self._world.current_batch.batch
-        if batch is not None and batch.sequence is not None and 0 in batch.sequence.dims.values():
+        if batch is not None and batch.sequence is not None and 0 in batch.sequence.all_dims:
             raise UsageError(
                 f"engine.forward_backward with --context {self.size} takes its micro-batches from "
                 "dimension 0, along which sequence_dim=0 has split sequences. Pass tensors of "
