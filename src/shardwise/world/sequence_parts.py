@@ -246,15 +246,16 @@ def _given_dims(
                 f"{', '.join(pytree.keystr(path) for path, _ in named) or 'nothing'}."
             )
     for number, (path, leaf) in enumerate(named):
-        each, is_named = dim, not path
         if isinstance(dim, Mapping):
             if not found[number]:
                 continue
             depth, name = found[number][-1]  # the innermost
             each, is_named = dim[name], depth == len(path) - 1
-            if each is None:
-                chosen[number] = None
+        else:
+            each, is_named = dim, not path
         if each is None:
+            if isinstance(dim, Mapping):
+                chosen[number] = None
             continue
         # Without a name of its own, a tensor of one dimension is not split.
         if not is_named and not (isinstance(leaf, Tensor) and leaf.ndim > DIM):
