@@ -17,8 +17,8 @@ from shardwise.messages.printable import in_bytes
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
+from shardwise.parallel.context import flash_attention
 from shardwise.parallel.context.attention import ContextRun, drop_unweighted
-from shardwise.parallel.context.flash_attention import FlashAttention
 from shardwise.parallel.context.planned_attention import ContextPlan, PlannedAttention, names_of
 from shardwise.parallel.context.sequence_trial import SequenceTrial
 from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
@@ -46,7 +46,6 @@ class ContextParallel:
             in_stages=world.pipeline_size > 1,
         )
         self._inputs = TransformersInputs(model)
-        self._flash = FlashAttention(self._inputs.flash, self.run) if self._inputs.flash else None
         self._planned = {name: PlannedAttention(name, self.run) for name in planned}
         self._trial = SequenceTrial(model, self.run, self._inputs, world.device, self._planned)
         for _, layer in find_layers([self._trial.skeleton]):
@@ -86,8 +85,8 @@ class ContextParallel:
     def install(self) -> None:
         """Hook the model, and replace torch's attention function."""
         self.run.install()
-        if self._flash is not None:
-            self._flash.install()
+        if self.flash:
+            flash_attention.install(self.flash, self.run)
         self._handles = [
             module_hooks.attach(
                 self._model.register_forward_pre_hook, self._before, with_kwargs=True
@@ -104,8 +103,8 @@ class ContextParallel:
             handle.remove()
         self._handles = []
         self.run.uninstall()
-        if self._flash is not None:
-            self._flash.uninstall()
+        if self.flash:
+            flash_attention.uninstall(self.flash, self.run)
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -291,7 +290,7 @@ class ContextParallel:
 
     def describe(self) -> str:
         """Describe how attention exchanges data, or return "" if the first batch decides."""
-        return _METHODS.get("ulysses" if self._flash is not None else self._method, "")
+        return _METHODS.get("ulysses" if self.flash else self._method, "")
 
 
 _METHODS = {
