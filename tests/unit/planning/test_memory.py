@@ -79,9 +79,9 @@ def test_peak_of_replicated_states_is_in_backward():
     [
         (0, 4, 0, 0),
         (2, 1, 0, 0),
-        # A quarter of the parameters, their gradients and two moments. The gradients are sent.
-        (1, 4, WEIGHTS, WEIGHTS // 4),
-        (2, 4, WEIGHTS, WEIGHTS // 4),
+        # A quarter of the gradients, which are sent, of two moments, and of sharded parameters.
+        (1, 4, WEIGHTS // 4 * 3, WEIGHTS // 4),
+        (2, 4, WEIGHTS // 4 * 3, WEIGHTS // 4),
         (3, 4, WEIGHTS, WEIGHTS // 4),
         (3, 2, 2 * WEIGHTS, WEIGHTS // 2),
     ],
