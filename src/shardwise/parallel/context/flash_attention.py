@@ -45,6 +45,8 @@ class _Replacement:
 
     def __init__(self, kernel: str) -> None:
         self.runs: list[ContextRun] = []
+        self._positions: Tensor | None = None
+        self._whole_positions: Tensor | None = None
         table = _table()
         self._kernel, self._plain = kernel, table[kernel]
         # A bound method is a new object each time, and the table must have one of them.
@@ -76,7 +78,11 @@ class _Replacement:
         run.note_call("attention", self._problem(run, query, key, options))
         positions = options.get("position_ids")
         if positions is not None:  # the kernel may read from them where documents begin
-            options["position_ids"] = gather(positions, 1, run.lengths, run.group)
+            # Once per forward pass, because all layers get the same tensor.
+            if run.calls == 1 or positions is not self._positions:
+                whole = gather(positions, 1, run.lengths, run.group)
+                self._positions, self._whole_positions = positions, whole
+            options["position_ids"] = self._whole_positions
         query, key, value = whole_heads([query, key, value], run.lengths, run.group)
         result, _ = kernel(module, query, key, value, attention_mask, **options)
         # (rows, length, heads, features)
