@@ -41,8 +41,8 @@ class Sequences:
         length: Their number of tokens.
         rows: Their number.
         dims: The sequence dimensions of the batch's tensors, by number of dims and dtype.
-        uncut: Shape without the first dimension, and dtype, of each tensor that was not split.
-            Those that a part also has are left out.
+        uncut: Shape without the first dimension of each tensor that was not split, and whether it
+            has floating point. Those that a part also has are left out.
     """
 
     length: int
@@ -86,12 +86,13 @@ class Sequences:
         return list(dict.fromkeys(dims))
 
 
-_Form = tuple[tuple[int, ...], torch.dtype]
+_Form = tuple[tuple[int, ...], bool]
 
 
 def _form_of(tensor: Tensor) -> _Form:
-    # Without rows, whose number differs in micro-batches.
-    return tuple(tensor.shape[1:]), tensor.dtype
+    # Without rows, whose number differs in micro-batches, and without the precision, which the
+    # script may change.
+    return tuple(tensor.shape[1:]), tensor.is_floating_point()
 
 
 def rows_of(tensor: Tensor, dim: int) -> int:
