@@ -822,6 +822,17 @@ class OwnAttention(Model):
         return (x @ x.mT).softmax(-1) @ x @ self.words.weight.T
 
 
+class Recurrent(Model):
+    """Has no attention, so that rows may seem to be tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.lstm(self.words(ids))[0] @ self.words.weight.T
+
+
 class Loss(Model):
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         logits = super().forward(ids, positions, mask)
@@ -880,6 +891,7 @@ MODELS = {
     "batch norm": (lambda: Mixing("batch norm"), r"mix\.norm \(BatchNorm1d\)"),
     "convolution": (lambda: Mixing("convolution"), r"mix\.conv \(Conv1d\)"),
     "own attention": (OwnAttention, r"its forward \(OwnAttention\)"),
+    "recurrent": (Recurrent, r"lstm \(LSTM\)"),
     "loss": (Loss, "returns a loss"),
     "local mask": (LocalMask, r"attention mask .* is made from .* of \d+ tokens"),
     "alibi": (Alibi, r"attention mask .*also for ALiBi"),
@@ -895,9 +907,11 @@ def first_forward(world: sw.World, name: str, zero: int) -> str:
     model = MODELS[name][0]()
     engine = sw.Engine(model, torch.optim.SGD(model.parameters()), zero=zero, quiet=True)
     plain = F.scaled_dot_product_attention
-    ids = torch.arange(14).view(2, 7) % WORDS
+    # As many rows as each worker has tokens, or fewer.
+    rows, length = (4, 8) if name == "recurrent" else (2, 7)
+    ids = torch.arange(rows * length).view(rows, length) % WORDS
     try:
-        model(*world.share((ids, torch.arange(7).expand(2, 7))))
+        model(*world.share((ids, torch.arange(length).expand(rows, length))))
     except ModelError as error:
         return str(error)
     finally:
@@ -1094,6 +1108,9 @@ def misuses(world: sw.World) -> dict[str, str]:
     note("mean of rows", lambda: engine.backward(per_row()))
     note("unweighted parts", lambda: engine.forward_backward(lambda *_: None, ids, labels))
     note("ddp parts", lambda: engine.forward_backward(lambda *_: None, ids, reduction="ddp"))
+    late = lambda: model(ids, positions).transpose(0, 1)[:-1]  # noqa: E731
+    shifted = lambda: F.cross_entropy(late().flatten(0, 1), labels.T[1:].flatten())  # noqa: E731
+    note("shifted after a transposition", lambda: engine.backward(shifted()))
     note("outside", lambda: F.scaled_dot_product_attention(*[torch.ones(2, 4, ids.size(1), 2)] * 3))
     note("lengths", lambda: world.share((batch[0], torch.ones(2, 3))))
     note("short", lambda: world.share(torch.ones(2, 3)))
@@ -1112,6 +1129,7 @@ def test_refuses_misuse(group):
             "mean of rows": "UsageError",
             "unweighted parts": "UsageError",
             "ddp parts": "UsageError",
+            "shifted after a transposition": "UsageError",
             "outside": "ModelError",
             "lengths": "DataError",
             "short": "DataError",

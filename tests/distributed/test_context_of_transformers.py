@@ -13,6 +13,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.model.varlen_attention import attend
+from shardwise.parallel.context import flash_attention
+from shardwise.parallel.context.token_exchange import gather
 from shardwise.parallel.context.transformers_inputs import TransformersInputs
 
 transformers = pytest.importorskip("transformers")
@@ -213,10 +215,13 @@ def trained_on_documents(world: sw.World | None, kernel: str, rows: int) -> dict
                 losses.append(loss.item())
         else:
             engine = sw.Engine(model, optimizer, zero=1, quiet=True)
-            for batch in sw.Loader(documents(), batch_size=rows, collate_fn=collate):
-                engine.backward(model(**batch).loss)
-                losses.append(engine.step().loss)
+            with mock.patch.object(flash_attention, "gather", wraps=gather) as gathered:
+                for batch in sw.Loader(documents(), batch_size=rows, collate_fn=collate):
+                    engine.backward(model(**batch).loss)
+                    losses.append(engine.step().loss)
             engine.close()
+            # Positions, once in the trial and in each forward pass.
+            assert gathered.call_count == (1 + len(losses) if "flash" in kernel else 0)
             assert "flash" not in kernel or table[kernel] is attend
     values = {name: p.detach().clone() for name, p in model.named_parameters()}
     return {"losses": losses, "values": values}

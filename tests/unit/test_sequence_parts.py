@@ -10,6 +10,8 @@ from shardwise.world.sequence_parts import cut
 
 IDS = torch.arange(3 * 8).view(3, 8)
 """(rows, length)"""
+SQUARE = torch.arange(8 * 8).view(8, 8)
+"""As many rows as tokens."""
 
 
 def part(batch, rank=1, **options):
@@ -36,11 +38,59 @@ def test_cuts_tensors_by_their_names():
 
 
 def test_cuts_nested_tensors_and_those_of_one_dimension_by_their_places():
-    found, _ = part([(IDS[0], {"x": IDS})], dim={"x": 1, 0: 0})
-    assert torch.equal(found[0][0], IDS[0, 4:])
-    assert torch.equal(found[0][1]["x"], IDS[:, 4:])
+    found, _ = part([IDS.T, {"x": IDS, "y": (IDS,)}], dim={"x": 1, 0: 0, "y": 1})
+    assert torch.equal(found[0], IDS.T[4:])
+    assert torch.equal(found[1]["x"], IDS[:, 4:])
+    assert torch.equal(found[1]["y"][0], IDS[:, 4:])
     tokens, _ = part({"tokens": IDS[0], "labels": IDS[1]}, dim={"tokens": 0, "labels": -1})
     assert torch.equal(tokens["labels"], IDS[1, 4:])
+
+
+def test_positions_are_those_in_the_batch_itself():
+    found, _ = part((SQUARE, (SQUARE, SQUARE)), dim={0: 0})
+    assert torch.equal(found[0], SQUARE[4:])
+    assert torch.equal(found[1][0], SQUARE[:, 4:])
+    assert torch.equal(found[1][1], SQUARE[:, 4:])
+
+
+def test_names_of_containers_hold_for_their_tensors():
+    batch = {"inputs": {"ids": SQUARE, "lengths": torch.ones(8), "n": 5, "y": SQUARE}}
+    found = part(batch, dim={"inputs": 0, "y": 1})[0]["inputs"]
+    assert torch.equal(found["ids"], SQUARE[4:])
+    assert torch.equal(found["y"], SQUARE[:, 4:])
+    assert found["lengths"] is batch["inputs"]["lengths"]
+    assert found["n"] == 5
+
+
+@pytest.mark.parametrize("dim", [0, {"inputs": 0}])
+def test_square_features_are_no_mask(dim):
+    hidden = torch.randn(8, 8, 2, 2)
+    found, _ = part({"inputs": [hidden, SQUARE]}, dim=dim)
+    assert torch.equal(found["inputs"][0], hidden[4:])
+
+
+def test_tokens_of_one_dimension_are_one_row():
+    _, sequences = part({"ids": IDS[0]}, dim={"ids": 0})
+    assert sequences.rows == 1
+    assert sequences.dims_of(IDS[0, 4:], 4) == [0]
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_knows_tensors_that_are_not_split(width):
+    image = torch.ones(3, width)
+    _, sequences = part({"ids": IDS, "image": image}, dim={"image": None})
+    assert sequences.is_uncut(image)
+    assert sequences.dims_of(image[:1].double(), 4) == []
+    assert sequences.dims_of(IDS[:, 4:], 4) == [1]
+    # Of two tensors of one form, the trial decides.
+    _, sequences = part({"ids": IDS, "other": IDS[:, 4:]}, dim={"other": None})
+    assert not sequences.is_uncut(IDS[:, 4:])
+
+
+def test_keeps_all_dimensions_of_a_form():
+    batch = {"x": IDS.T, "y": IDS}
+    for order in (batch, dict(reversed(batch.items()))):
+        assert part(order, dim={"x": 0})[1].all_dims == {0, 1}
 
 
 def test_masks_of_pairs_keep_their_dimension():
@@ -58,6 +108,17 @@ def test_masks_of_pairs_keep_their_dimension():
         ({"a": IDS}, {"dim": {"c": 0}}, r"names 'c', but the batch has \['a'\]"),
         (IDS.T, {"rows_dim": 1}, r"Loader\(batch, dim=1, sequence_dim=0\)"),
         (IDS.T, {"rows_dim": 1, "dim": 1}, r"Loader\(batch, dim=1, sequence_dim=0\)"),
+        (IDS.T, {"rows_dim": 0, "dim": 0}, r"\(8, 3\) would be split .* 0, which are its rows"),
+        (IDS.T, {"rows_dim": -1, "dim": 1}, "dimension 1, which are its rows"),
+        (IDS.T, {"rows_dim": -2, "dim": 0}, "dimension 0, which are its rows"),
+        (
+            {"source": SQUARE, "target": SQUARE},
+            {"rows_dim": 1, "dim": {"source": 0}},
+            r"batch\['target'\] .* dimension 1, which are its rows",
+        ),
+        (IDS, {"dim": "0"}, "sequence_dim='0' is not a dimension"),
+        ({"a": IDS}, {"dim": {"a": "1"}}, "is not a dimension"),
+        ({"a": (IDS, IDS)}, {"dim": {1: None}}, r"names 1, but the batch has \['a'\]\[0\]"),
         (IDS.T, {"dim": 1}, "sequences of 3 token"),
     ],
 )
@@ -93,6 +154,7 @@ def test_one_worker_checks_the_dimensions_too(solo):
     assert torch.equal(solo.share(IDS.T, dim=1, sequence_dim=0), IDS.T)
     with pytest.raises(DataError, match="names 'ids'"):
         solo.share({"words": IDS}, sequence_dim={"ids": 0})
+    assert torch.equal(solo.share(IDS[:, :1], sequence_dim=1), IDS[:, :1])
     loader = Loader(IDS, 3, sequence_dim=2)
     with pytest.raises(DataError, match="sequence_dim=2, but batch is"):
         next(iter(loader))

@@ -17,8 +17,8 @@ from shardwise.messages.printable import in_bytes
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
+from shardwise.parallel.context import flash_attention
 from shardwise.parallel.context.attention import ContextRun, drop_unweighted
-from shardwise.parallel.context.flash_attention import FlashAttention
 from shardwise.parallel.context.planned_attention import ContextPlan, PlannedAttention, names_of
 from shardwise.parallel.context.sequence_trial import SequenceTrial
 from shardwise.parallel.context.transformers_inputs import Inputs, TransformersInputs
@@ -46,7 +46,6 @@ class ContextParallel:
             in_stages=world.pipeline_size > 1,
         )
         self._inputs = TransformersInputs(model)
-        self._flash = FlashAttention(self._inputs.flash, self.run) if self._inputs.flash else None
         self._planned = {name: PlannedAttention(name, self.run) for name in planned}
         self._trial = SequenceTrial(model, self.run, self._inputs, world.device, self._planned)
         for _, layer in find_layers([self._trial.skeleton]):
@@ -86,8 +85,8 @@ class ContextParallel:
     def install(self) -> None:
         """Hook the model, and replace torch's attention function."""
         self.run.install()
-        if self._flash is not None:
-            self._flash.install()
+        if self.flash:
+            flash_attention.install(self.flash, self.run)
         self._handles = [
             module_hooks.attach(
                 self._model.register_forward_pre_hook, self._before, with_kwargs=True
@@ -104,8 +103,8 @@ class ContextParallel:
             handle.remove()
         self._handles = []
         self.run.uninstall()
-        if self._flash is not None:
-            self._flash.uninstall()
+        if self.flash:
+            flash_attention.uninstall(self.flash, self.run)
 
     @contextmanager
     def whole_sequences(self) -> Iterator[None]:
@@ -131,15 +130,16 @@ class ContextParallel:
             )
         lengths = self.run.lengths_of(sequences)
         own, total = lengths[self.run.group.rank], sequences.length
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor) and not sequences.is_uncut(x)]
         uncut = [x for x in tensors if sequences.dim_of(x, own) is None]
         if len(uncut) == len(tensors) or any(x.ndim > 1 and x.size(1) == total for x in uncut):
             found = ", ".join(str(tuple(x.shape)) for x in tensors if x.ndim > 1) or "none"
             raise UsageError(
                 f"--context {self.size}: the model's inputs (shapes {found}) are not this worker's "
                 f"part of the last batch, {own} of {total} tokens in dimension 1. Pass tensors "
-                "from sw.Loader or world.share. If sequences are along dimension 0, write "
-                "sequence_dim=0 there."
+                "from sw.Loader or world.share. If sequences are along dimension 0, write there "
+                "sw.Loader(..., sequence_dim=0) or world.share(batch, dim=1, sequence_dim=0)."
             )
         self.run.enter(lengths)
         try:
@@ -210,7 +210,7 @@ class ContextParallel:
         if batch is None or not batch.samples or batch.sequence is None or not self.run.lengths:
             return
         own = self.run.lengths[self.run.group.rank]
-        if drops_last(loss, own, {DIM, *batch.sequence.dims.values()}):
+        if drops_last(loss, own, {0, DIM, *batch.sequence.all_dims}):
             raise UsageError(
                 f"--context {self.size}: this loss leaves out the last of this worker's {own} "
                 "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "
@@ -267,7 +267,7 @@ class ContextParallel:
         """Raise UsageError if `engine.forward_backward` would weight its losses by rows."""
         self._refuse_mean_of_means(reduction)
         batch = self._world.current_batch.batch
-        if batch is not None and batch.sequence is not None and 0 in batch.sequence.dims.values():
+        if batch is not None and batch.sequence is not None and 0 in batch.sequence.all_dims:
             raise UsageError(
                 f"engine.forward_backward with --context {self.size} takes its micro-batches from "
                 "dimension 0, along which sequence_dim=0 has split sequences. Pass tensors of "
@@ -290,7 +290,7 @@ class ContextParallel:
 
     def describe(self) -> str:
         """Describe how attention exchanges data, or return "" if the first batch decides."""
-        return _METHODS.get("ulysses" if self._flash is not None else self._method, "")
+        return _METHODS.get("ulysses" if self.flash else self._method, "")
 
 
 _METHODS = {

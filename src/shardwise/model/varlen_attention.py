@@ -79,8 +79,8 @@ def attend(
     ends = [length * (number + 1) for number in range(rows)]
     if cu_seq_lens_q is not None:
         ends = cu_seq_lens_q[1:].tolist()
-    document = torch.bucketize(torch.arange(rows * length), torch.tensor(ends), right=True)
-    place = torch.arange(rows * length)
+    place = torch.arange(rows * length, device=query.device)
+    document = torch.bucketize(place, torch.tensor(ends, device=query.device), right=True)
     sees = (document[:, None] == document[None]) & (place[:, None] >= place[None])
     if sliding_window is not None:
         sees &= place[:, None] - place[None] < sliding_window

@@ -13,7 +13,7 @@ with 4 dimensions are split along their sequence dimension:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -40,12 +40,24 @@ class Sequences:
     Attributes:
         length: Their number of tokens.
         rows: Their number.
-        dims: The sequence dimension of the batch's tensors, by number of dims and dtype.
+        dims: The sequence dimensions of the batch's tensors, by number of dims and dtype.
+        uncut: Shape without the first dimension of each tensor that was not split, and whether it
+            has floating point. Those that a part also has are left out.
     """
 
     length: int
     rows: int
-    dims: Mapping[tuple[int, torch.dtype], int] = field(default_factory=dict)
+    dims: Mapping[tuple[int, torch.dtype], tuple[int, ...]] = field(default_factory=dict)
+    uncut: frozenset[_Form] = frozenset()
+
+    @property
+    def all_dims(self) -> set[int]:
+        """All dimensions along which tensors of the batch were split."""
+        return {dim for each in self.dims.values() for dim in each}
+
+    def is_uncut(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` looks like a tensor of the batch that was not split."""
+        return _form_of(tensor) in self.uncut
 
     def dim_of(self, tensor: Tensor, length: int) -> int | None:
         """Return the likely sequence dimension of an input of the model, or None if it has none.
@@ -59,22 +71,42 @@ class Sequences:
 
         The script may have transposed the batch's tensors, or computed others from them.
         """
+        return [] if self.is_uncut(tensor) else self.dims_by_shape(tensor, [length])
+
+    def dims_by_shape(self, tensor: Tensor, lengths: Collection[int]) -> list[int]:
+        """Return the dimensions that may have one of these `lengths` of sequences or parts."""
         shape = tensor.shape
         # Masks first: a mask may have as many heads as there are tokens.
-        if (dim := _dim_of_mask(shape, length, self.length)) is not None:
+        if (dim := _dim_of_mask(shape, lengths, self.length)) is not None:
             return [dim]
-        given = self.dims.get((tensor.ndim, tensor.dtype), DIM)
-        dims = [dim for dim in (given, DIM) if len(shape) > dim and shape[dim] == length]
-        if len(shape) > 1 and tuple(shape[:2]) == (length, self.rows):
+        given = self.dims.get((tensor.ndim, tensor.dtype), ())
+        dims = [dim for dim in (*given, DIM) if len(shape) > dim and shape[dim] in lengths]
+        if len(shape) > 1 and shape[0] in lengths and shape[1] == self.rows:
             dims.append(0)
         return list(dict.fromkeys(dims))
 
 
-def _dim_of_mask(shape: Sequence[int], length: int, keys: int) -> int | None:
+_Form = tuple[tuple[int, ...], bool]
+
+
+def _form_of(tensor: Tensor) -> _Form:
+    # Without rows, whose number differs in micro-batches, and without the precision, which the
+    # script may change.
+    return tuple(tensor.shape[1:]), tensor.is_floating_point()
+
+
+def rows_of(tensor: Tensor, dim: int) -> int:
+    """Return the number of rows of a `tensor` whose sequences are along dimension `dim`."""
+    if tensor.ndim == 1:
+        return 1
+    return tensor.size(0 if dim else 1)
+
+
+def _dim_of_mask(shape: Sequence[int], lengths: Collection[int], keys: int) -> int | None:
     """Return the sequence dimension of an attention mask, or None if `shape` is not that of one."""
-    if len(shape) == 4 and tuple(shape[2:]) == (length, keys):
+    if len(shape) == 4 and shape[2] in lengths and shape[3] == keys:
         return 2
-    return 3 if len(shape) == 4 and tuple(shape[1:]) == (1, 1, length) else None
+    return 3 if len(shape) == 4 and tuple(shape[1:3]) == (1, 1) and shape[3] in lengths else None
 
 
 def lengths_of(total: int, size: int) -> list[int]:
@@ -90,7 +122,7 @@ def cut(
     *,
     call: str,
     dim: SequenceDim | None = None,
-    rows_dim: int = 0,
+    rows_dim: int | None = None,
 ) -> tuple[Any, Sequences]:
     """Return part number `rank` of every sequence in `batch`, and the full sequences.
 
@@ -103,16 +135,11 @@ def cut(
         rows_dim: Dimension of the rows, if the caller knows it.
 
     Raises:
-        DataError: Tensors have different lengths, or a part has fewer than two tokens.
+        DataError: Tensors have different lengths, a part has fewer than two tokens, or a sequence
+            dimension is that of the rows.
     """
     named, nest = pytree.tree_flatten_with_path(batch)
-    given = _given_dims(named, dim, call)
-    if rows_dim != 0 and (not given or rows_dim in given.values()):
-        raise DataError(
-            f"{call}(dim={rows_dim}) with --context {size}: rows are along dimension {rows_dim}, "
-            "so write along which dimension sequences are split: "
-            f"{call}(batch, dim={rows_dim}, sequence_dim=0)."
-        )
+    given, beside = _given_dims(named, dim, call)
     tensors = {
         number: leaf
         for number, (_, leaf) in enumerate(named)
@@ -129,10 +156,21 @@ def cut(
         (total,) = lengths
         for number, leaf in tensors.items():
             if number not in dims:
-                found = _dim_of_mask(leaf.shape, total, total)
-                is_other = found is None and leaf.shape[DIM] != total
-                lengths |= {-1} if is_other else set()
-                dims[number] = DIM if found is None else found
+                found = _dim_of_mask(leaf.shape, [total], total)
+                if found is None:  # it only looks like a mask
+                    found = beside.get(number, DIM)
+                    lengths.add(leaf.size(found))
+                dims[number] = found
+    for number, each in dims.items():
+        leaf = tensors[number]
+        if each is not None and rows_dim is not None and each == rows_dim % leaf.ndim:
+            shown = f"batch{pytree.keystr(named[number][0])} of shape {tuple(leaf.shape)}"
+            raise DataError(
+                f"{call}(dim={rows_dim}) with --context {size}: {shown} would be split along "
+                f"dimension {each}, which are its rows. For tensors of shape (length, rows, ...), "
+                f"write {call}(batch, dim=1, sequence_dim=0). A dict as sequence_dim must name all "
+                "of them. For tensors of shape (rows, length, ...), leave out both."
+            )
     if len(lengths) != 1:
         found_shapes = ", ".join(
             f"batch{pytree.keystr(named[number][0])}: {tuple(leaf.shape)}"
@@ -144,12 +182,13 @@ def cut(
             f"two or more dimensions do not have one length there ({found_shapes or 'none'}). "
             "Pass tensors of shape (rows, length, ...), also for positions. Masks may have the "
             "shape (rows, 1, length, length). For another dimension, pass sequence_dim= to "
-            "sw.Loader or world.share: sequence_dim=0 for (length, rows, ...), or "
+            "sw.Loader or world.share: for (length, rows, ...) sw.Loader(..., sequence_dim=0) or "
+            "world.share(batch, dim=1, sequence_dim=0), and otherwise "
             "sequence_dim={name: dimension, name: None} by the names of the batch's tensors, with "
             "None for one that is not split."
         )
     # Models treat a sequence of one token as the next token of a cache, without a causal mask.
-    if total < 2 * size:
+    if size > 1 and total < 2 * size:
         raise DataError(
             f"{call}: sequences of {total} token(s) are too short for --context {size}, which "
             f"needs {2 * size}. Pad the batch, or start without --context."
@@ -157,59 +196,91 @@ def cut(
     cuts = even_cuts(total, size)
     first, length = cuts[rank], cuts[rank + 1] - cuts[rank]
     leaves = [leaf for _, leaf in named]
-    forms: dict[tuple[int, torch.dtype], int] = {}
-    rows = 0
+    forms: dict[tuple[int, torch.dtype], tuple[int, ...]] = {}
+    rows, parts = 0, set()
     for number, each in dims.items():
         if each is None:
             continue
         leaf = tensors[number]
         # A part must be contiguous like the tensor itself, because user code may call `view`.
         leaves[number] = leaf.narrow(each, first, length).contiguous()
-        forms.setdefault((leaf.ndim, leaf.dtype), each)
+        form = leaf.ndim, leaf.dtype
+        forms[form] = tuple(dict.fromkeys([*forms.get(form, ()), each]))
+        # All ranks must find the same, so these are the forms of all of their parts.
+        parts |= {_form_of(leaf.narrow(each, 0, own)) for own in lengths_of(total, size)}
         # Of the first tensor that is not a mask.
-        rows = rows or leaf.size(0 if each else min(1, leaf.ndim - 1))
-    return pytree.tree_unflatten(leaves, nest), Sequences(total, rows, forms)
+        rows = rows or rows_of(leaf, each)
+    uncut = {
+        _form_of(leaf)
+        for number, (_, leaf) in enumerate(named)
+        if isinstance(leaf, Tensor) and leaf.ndim and dims.get(number) is None
+    }
+    return (
+        pytree.tree_unflatten(leaves, nest),
+        Sequences(total, rows, forms, frozenset(uncut - parts)),
+    )
 
 
 def _given_dims(
     named: Sequence[tuple[Any, Any]], dim: SequenceDim | None, call: str
-) -> dict[int, int | None]:
+) -> tuple[dict[int, int | None], dict[int, int]]:
     """Return the sequence dimension of tensors by their number, where the user has passed one.
+
+    Also returns that of tensors that may be masks, if they are none.
 
     Raises DataError if a tensor does not have the dimension, or if no tensor has a name of `dim`.
     """
-    if dim is None:
-        return {}
+    chosen: dict[int, int | None] = {}
+    beside: dict[int, int] = {}
+    for each in dim.values() if isinstance(dim, Mapping) else [dim]:
+        if each is not None and type(each) is not int:
+            raise DataError(
+                f"{call}: sequence_dim={dim!r} is not a dimension. Write a number such as "
+                "sequence_dim=0, or sequence_dim={name: dimension, name: None}."
+            )
+    found = [_names_in(path, dim) for path, _ in named]
     if isinstance(dim, Mapping):
-        keys = [[_key_of(step) for step in path] for path, _ in named]
-        if unknown := [name for name in dim if not any(name in path for path in keys)]:
+        used = {name for names in found for _, name in names}
+        if unknown := [name for name in dim if name not in used]:
             raise DataError(
                 f"{call}: sequence_dim names {unknown[0]!r}, but the batch has "
                 f"{', '.join(pytree.keystr(path) for path, _ in named) or 'nothing'}."
             )
-        chosen = {
-            number: next(dim[name] for name in dim if name in path)
-            for number, path in enumerate(keys)
-            if any(name in path for name in dim)
-        }
-    else:
-        chosen = {
-            number: dim
-            for number, (_, leaf) in enumerate(named)
-            if isinstance(leaf, Tensor) and leaf.ndim > DIM and not _may_be_mask(leaf.shape)
-        }
-    for number, each in chosen.items():
-        path, leaf = named[number]
+    for number, (path, leaf) in enumerate(named):
+        if isinstance(dim, Mapping):
+            if not found[number]:
+                continue
+            depth, name = found[number][-1]  # the innermost
+            each, is_named = dim[name], depth == len(path) - 1
+        else:
+            each, is_named = dim, not path
         if each is None:
+            if isinstance(dim, Mapping):
+                chosen[number] = None
+            continue
+        # Without a name of its own, a tensor of one dimension is not split.
+        if not is_named and not (isinstance(leaf, Tensor) and leaf.ndim > DIM):
             continue
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= each < leaf.ndim:
-            found = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+            shown = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
             raise DataError(
-                f"{call}: sequence_dim={each}, but batch{pytree.keystr(path)} is {found}. Write "
+                f"{call}: sequence_dim={each}, but batch{pytree.keystr(path)} is {shown}. Write "
                 "the dimension of each tensor by its name: sequence_dim={name: dimension}."
             )
-        chosen[number] = each % leaf.ndim
-    return chosen
+        may_be_mask = not is_named and _may_be_mask(leaf.shape)
+        (beside if may_be_mask else chosen)[number] = each % leaf.ndim
+    return chosen, beside
+
+
+def _names_in(path: Sequence[Any], dim: SequenceDim | None) -> list[tuple[int, Any]]:
+    """Return the names of `dim` in the `path` to a tensor, with their places, the outermost first.
+
+    A number is a position in the batch itself.
+    """
+    if not isinstance(dim, Mapping):
+        return []
+    keys = list(enumerate(map(_key_of, path)))
+    return [(n, key) for n, key in keys if key in dim and (n == 0 or not isinstance(key, int))]
 
 
 def _key_of(step: Any) -> Any:

@@ -79,10 +79,9 @@ def test_peak_of_replicated_states_is_in_backward():
     [
         (0, 4, 0, 0),
         (2, 1, 0, 0),
-        # The gradients and two moments of a quarter of the parameters. The gradients are sent.
-        # Replicated parameters are their own copies.
-        (1, 4, 3 * WEIGHTS // 4, WEIGHTS // 4),
-        (2, 4, 3 * WEIGHTS // 4, WEIGHTS // 4),
+        # A quarter of the gradients, which are sent, of two moments, and of sharded parameters.
+        (1, 4, WEIGHTS // 4 * 3, WEIGHTS // 4),
+        (2, 4, WEIGHTS // 4 * 3, WEIGHTS // 4),
         (3, 4, WEIGHTS, WEIGHTS // 4),
         (3, 2, 2 * WEIGHTS, WEIGHTS // 2),
     ],

@@ -83,3 +83,29 @@ def test_a_failure_with_split_experts_does_not_stop_the_search_without(spread):
     assert set(steps) == {PLAIN, *(Way(tensor=n, spread=not spread) for n in (2, 4, 8))}
     beside = " together with --expert" if spread else ""
     assert notes[0] == f"--tensor 2 was not tried{beside}: no"
+
+
+def test_a_failure_with_split_layers_and_sequences_does_not_stop_the_search():
+    def observe(way):
+        if way.tensor == 2 or (way.activations, way.context) == ("recomputed", 2):
+            raise LaunchError("no")
+        return ObservedStep(record(8, "mm"))
+
+    steps = {way: ObservedStep(record(8, "mm")) for way in (PLAIN, Way(tensor=2), Way(tensor=4))}
+    cluster = parse_cluster("8xH100", read_catalogue(()))
+    request = plans.PlanRequest(Script(("train.py",), ()), "8xH100", context=2)
+    notes = list(plans._observe_contexts(request, cluster, steps, observe, splits=True))
+    assert notes == [
+        f"--context 2 with {method} and --tensor 2 was not tried: no" for method in plans.METHODS
+    ]
+    assert {Way(tensor=4, context=2, method=method) for method in plans.METHODS} < set(steps)
+    notes = list(plans._observe_recomputed(steps, observe))
+    assert len(notes) == 1 + 4  # --tensor 2, and all with --context 2
+    assert f"{Way('recomputed', context=2, method='gathered')} was not tried: no" in notes
+    assert Way("recomputed", tensor=4) in steps
+
+
+@pytest.mark.parametrize("shape", [(8, 12), (12, 8)])
+def test_reads_tokens_per_sample_of_either_order_of_dimensions(shape):
+    ids = TensorLife(768, 0, 0, -1, "", "batch", shape, "int64", saved=False)
+    assert plans.tokens_per_sample(replace(record(8, "mm"), tensors=(ids,))) == 12

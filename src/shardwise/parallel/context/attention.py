@@ -216,7 +216,8 @@ class ContextRun:
                 f"attention over queries, keys and values of lengths {lengths}, but this worker "
                 f"has {own} of {total} tokens. Cross-attention and caches of keys are not possible "
                 "yet: train without --context. If the batch's sequences are not along dimension 1, "
-                "pass their dimension to sw.Loader or world.share: sequence_dim=0"
+                "pass their dimension: sw.Loader(..., sequence_dim=0) or world.share(batch, dim=1, "
+                "sequence_dim=0)"
             )
         heads, groups = query.size(1), key.size(1)
         if self._method == "ulysses" and heads % self.group.size:

@@ -11,7 +11,6 @@ runs in fp64, which the kernels do not support, and replaces them with plain ari
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,29 +22,40 @@ from shardwise.parallel.context.methods import whole_heads
 from shardwise.parallel.context.token_exchange import gather, to_parts
 
 
-class FlashAttention:
-    """The replacement of one kernel in the table of Transformers.
+def install(kernel: str, run: ContextRun) -> None:
+    """Replace `kernel`, a model's `attn_implementation`, unless it is already replaced."""
+    if kernel not in _REPLACEMENTS:
+        _REPLACEMENTS[kernel] = _Replacement(kernel)
+    _REPLACEMENTS[kernel].runs.append(run)
 
-    Args:
-        kernel: Name of the kernel, the model's `attn_implementation`.
-        run: The engine's context run.
-    """
 
-    def __init__(self, kernel: str, run: ContextRun) -> None:
-        self._kernel, self._run = kernel, run
-        self._plain: Callable[..., Any] | None = None
-        # A bound method is a new object each time, and the table must have one of them.
-        self._function = self._attend
+def uninstall(kernel: str, run: ContextRun) -> None:
+    """Restore `kernel`, unless another run still needs the replacement. Safe to call twice."""
+    found = _REPLACEMENTS.get(kernel)
+    if found is None or run not in found.runs:
+        return
+    found.runs.remove(run)
+    if not found.runs:
+        del _REPLACEMENTS[kernel]
+        found.restore()
 
-    def install(self) -> None:
-        """Replace the kernel."""
+
+class _Replacement:
+    """The replacement of one kernel in the table of Transformers, for the runs of all engines."""
+
+    def __init__(self, kernel: str) -> None:
+        self.runs: list[ContextRun] = []
+        self._positions: Tensor | None = None
+        self._whole_positions: Tensor | None = None
         table = _table()
-        self._plain = table[self._kernel]
-        table[self._kernel] = self._function
+        self._kernel, self._plain = kernel, table[kernel]
+        # A bound method is a new object each time, and the table must have one of them.
+        self._function = table[kernel] = self._attend
 
-    def uninstall(self) -> None:
-        """Restore the kernel, unless another engine has replaced it since. Safe to call twice."""
-        if self._plain is not None and _table()[self._kernel] is self._function:
+    def restore(self) -> None:
+        # If other code has replaced the function since, it still calls this replacement, which then
+        # passes all calls on.
+        if _table()[self._kernel] is self._function:
             _table()[self._kernel] = self._plain
 
     @untraced
@@ -58,26 +68,30 @@ class FlashAttention:
         attention_mask: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        run = self._run
-        assert self._plain is not None
-        if active_run() is not run:
+        run = active_run()
+        if run is None or run not in self.runs:
             return self._plain(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
         is_trial = run.agree is not None or run.is_on_whole_sequences
         kernel = varlen_attention.attend if is_trial else self._plain
         if run.is_on_whole_sequences:
             return kernel(module, query, key, value, attention_mask, **options)
-        run.note_call("attention", self._problem(query, key, options))
+        run.note_call("attention", self._problem(run, query, key, options))
         positions = options.get("position_ids")
         if positions is not None:  # the kernel may read from them where documents begin
-            options["position_ids"] = gather(positions, 1, run.lengths, run.group)
+            # Once per forward pass, because all layers get the same tensor.
+            if run.calls == 1 or positions is not self._positions:
+                whole = gather(positions, 1, run.lengths, run.group)
+                self._positions, self._whole_positions = positions, whole
+            options["position_ids"] = self._whole_positions
         query, key, value = whole_heads([query, key, value], run.lengths, run.group)
         result, _ = kernel(module, query, key, value, attention_mask, **options)
         # (rows, length, heads, features)
         return to_parts(result.transpose(1, 2), run.lengths, run.group).transpose(1, 2), None
 
-    def _problem(self, query: Tensor, key: Tensor, options: dict[str, Any]) -> str | None:
+    def _problem(
+        self, run: ContextRun, query: Tensor, key: Tensor, options: dict[str, Any]
+    ) -> str | None:
         """Return a message saying why the kernel cannot run on full sequences, or None."""
-        run = self._run
         own, heads = run.lengths[run.group.rank], query.size(1)
         if (query.size(2), key.size(2)) != (own, own):
             return (
@@ -96,6 +110,10 @@ class FlashAttention:
                 'attn_implementation="sdpa"'
             )
         return None
+
+
+_REPLACEMENTS: dict[str, _Replacement] = {}
+"""The replacements of kernels that the engines of this process use, by kernel."""
 
 
 def _table() -> Any:

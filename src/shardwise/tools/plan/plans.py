@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import product
@@ -311,9 +311,8 @@ def make_plan(request: PlanRequest, on_run: OnRun = lambda _: None) -> Plan:
         if is_short:
             # Recomputation adds a second forward pass, about a third of the work. Try it only if
             # memory is short.
-            for way in list(steps):
-                recomputed = way._replace(activations="recomputed")
-                steps[recomputed] = observe(recomputed)
+            excluded += _observe_recomputed(steps, observe)
+            question = replace(question, excluded=tuple(excluded))
             lines = search.search(question)
     return Plan(request, question, lines)
 
@@ -358,9 +357,18 @@ def _observe_contexts(
                 try:
                     steps[split] = observe(split)
                 except LaunchError as error:
-                    both = f"--context {size} with {method} and --tensor {split.tensor}"
-                    yield f"{both} was not tried: {error}"
-                    break
+                    axes = f"--tensor {split.tensor}" + " --expert" * split.spread
+                    yield f"--context {size} with {method} and {axes} was not tried: {error}"
+
+
+def _observe_recomputed(steps: dict[Way, ObservedStep], observe: Observe) -> Iterator[str]:
+    """Observe each of `steps` with recomputation, and add the results. Yield why one fails."""
+    for way in list(steps):
+        recomputed = way._replace(activations="recomputed")
+        try:
+            steps[recomputed] = observe(recomputed)
+        except LaunchError as error:
+            yield f"{recomputed} was not tried: {error}"
 
 
 def _split_ways(way: Way, cluster: Cluster, steps: Mapping[Way, ObservedStep]) -> list[Way]:
@@ -418,14 +426,19 @@ def _observe_parts(
 def tokens_per_sample(record: StepRecord) -> int:
     """Return the number of tokens per sample: the row length of an int64 tensor in the batch, or 1.
 
-    If the batch contains several such tensors, the longest row length counts.
+    If the batch contains several such tensors, the longest row length counts. Their shape is (rows,
+    length) or, with `sequence_dim=0`, (length, rows).
     """
-    rows = [
-        each.shape[1]
+    shapes = [
+        each.shape
         for each in record.tensors
         if each.source == "batch" and each.dtype == "int64" and len(each.shape) == 2
     ]
-    return max(rows, default=1)
+    return max((_length_of(shape, record.batch_size) for shape in shapes), default=1)
+
+
+def _length_of(shape: Sequence[int], rows: int) -> int:
+    return shape[0] if shape[1] == rows != shape[0] else shape[1]
 
 
 def saved_bytes(line: Line, record: StepRecord) -> int:
