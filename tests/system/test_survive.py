@@ -153,6 +153,9 @@ MORE_REPLICAS = [
     (2, EXPERT, "gloo", "plain", "experts", ["3:reduce:6"], [0, 1]),
     (3, EXPERT, "auto", "steps", "experts", ["1:backward:5"], [2, 3]),
     (3, EXPERT, "gloo", "plain", "experts", ["2:begun:4"], [0, 1]),
+    # In the update before the evaluation: the other part of the model gathers without this rank.
+    (1, TENSOR, "auto", "steps", "split", [f"3:update:{STEPS - 1}"], [0, 1]),
+    (2, PIPELINE, "auto", "steps", "stages", [f"3:update:{STEPS - 1}"], [0, 1]),
 ]
 
 
