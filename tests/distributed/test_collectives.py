@@ -51,7 +51,7 @@ def verbs(world, dtype, cuts):
 
     # Each rank already holds the next one's interval.
     held = (world.rank + 1) % world.size
-    buffer = torch.zeros(numel)
+    buffer = torch.zeros(numel, dtype=dtype)
     for rank in (world.rank, held):
         buffer[cuts[rank] : cuts[rank + 1]] = total[cuts[rank] : cuts[rank + 1]]
     group.all_gather_others(buffer, cuts, held).wait()
