@@ -1,5 +1,6 @@
 """The collectives of each CPU transport, compared with torch's, for many sizes and dtypes."""
 
+import random
 import re
 import socket
 import sys
@@ -11,7 +12,8 @@ from operator import add
 import pytest
 import torch
 
-from shardwise.comm import Sum, gloo, gloo_exchange, ordered_sums
+from shardwise.comm import Sum, gloo, gloo_exchange, ordered_sums, shared_memory
+from shardwise.comm.socket_mesh import INLINE
 from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout import sum_tree
 from shardwise.layout.bucket_layout import even_cuts
@@ -188,6 +190,66 @@ def many_in_flight(world, length):
 def test_many_in_flight_waited_for_in_any_order(group, transport, length):
     for _ in range(5):
         group(3, transport=transport)(many_in_flight, length)
+
+
+def overlapping(world, rounds):
+    """Overwrite the buffers of overlapping all-reduces once they are reusable, in any order."""
+    group, size = world.collectives, world.size
+    common, own = random.Random(5), random.Random(world.rank)
+    longest = shared_memory.SUMMED_EVERYWHERE // 8 // size
+    for _ in range(rounds):
+        calls = []
+        for number in range(common.randint(1, 4)):
+            numel = common.randint(INLINE // 8 + 1, longest)
+            buffer = torch.empty(numel, dtype=torch.float64)
+            if common.random() < 0.5:
+                buffer = group.allocate(numel, torch.float64, torch.device("cpu"))
+            everyone = [values(rank + 10 * number, numel, torch.float64) for rank in range(size)]
+            buffer.copy_(everyone[world.rank])
+            calls.append((group.all_reduce(buffer), buffer, sum(everyone)))
+        own.shuffle(calls)
+        for handle, buffer, total in calls:
+            if own.random() < 0.1:
+                time.sleep(0.002)
+            handle.wait()
+            assert torch.equal(buffer, total)
+            handle.reusable()
+            buffer.fill_(-1)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buffers_of_overlapping_sums_may_be_overwritten_once_reusable(group, size):
+    group(size, transport="shared")(overlapping, 30)
+
+
+def allocations(world, numel):
+    """Return how often this rank allocates shared memory in 30 calls that publish copies."""
+    group, arena = world.collectives, world.collectives.buffers.arena
+    ours = group.allocate(numel, torch.float32, torch.device("cpu"))
+    private, count, allocate = torch.zeros(numel), 0, arena.allocate
+
+    def counted(*given, **keywords):
+        nonlocal count
+        count += 1
+        return allocate(*given, **keywords)
+
+    arena.allocate = counted
+    try:
+        for buffer in (ours, private):
+            for _ in range(15):
+                handle = group.all_reduce(buffer)
+                handle.wait()
+                handle.reusable()
+        group.barrier()
+    finally:
+        del arena.allocate
+    return count
+
+
+@pytest.mark.parametrize("numel", [12_000, 400_000])
+def test_copies_reuse_shared_memory(group, numel):
+    """A rank may start a call before the others have finished the one before."""
+    assert max(group(2, transport="shared")(allocations, numel)) <= 3
 
 
 def many_calls(world):

@@ -125,6 +125,28 @@ def test_loss_while_the_script_writes_parameters_is_named(shardwise: Launcher, z
     assert "Start again from the last checkpoint" in ran.err
 
 
+@pytest.mark.full
+def test_one_rank_may_read_replicated_parameters(shardwise: Launcher) -> None:
+    """A block that runs no collective without `--survive` runs none with it."""
+    (shardwise.folder / "reads.py").write_text(
+        "import torch, shardwise as sw\n"
+        "world = sw.init(seed=0)\n"
+        "model = torch.nn.Linear(4, 1)\n"
+        "engine = sw.Engine(model, torch.optim.SGD(model.parameters(), lr=0.1))\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(8, 4))\n"
+        "for (x,) in sw.Loader(data, batch_size=4):\n"
+        "    engine.backward(model(x).square().mean())\n"
+        "    engine.step()\n"
+        "if world.is_main:\n"
+        "    with engine.full_parameters():\n"
+        "        print('weights', model.weight.shape)\n"
+        "world.barrier()\n"
+    )
+    ran = shardwise.run("run", "-n", "2", "--survive", "1", "--timeout", "20", "reads.py")
+    assert ran.code == 0, ran.err
+    assert "weights torch.Size([1, 4])" in ran.out
+
+
 TENSOR = ["--tensor", "2"]
 PIPELINE = ["--pipeline", "2", "--stages", "2"]
 CONTEXT = ["--context", "2"]
@@ -153,6 +175,9 @@ MORE_REPLICAS = [
     (2, EXPERT, "gloo", "plain", "experts", ["3:reduce:6"], [0, 1]),
     (3, EXPERT, "auto", "steps", "experts", ["1:backward:5"], [2, 3]),
     (3, EXPERT, "gloo", "plain", "experts", ["2:begun:4"], [0, 1]),
+    # In the update before the evaluation: the other part of the model gathers without this rank.
+    (1, TENSOR, "auto", "steps", "split", [f"3:update:{STEPS - 1}"], [0, 1]),
+    (2, PIPELINE, "auto", "steps", "stages", [f"3:update:{STEPS - 1}"], [0, 1]),
 ]
 
 

@@ -29,12 +29,14 @@ class SharedBuffers:
         self._size = size
         self._announced: set[int] = set()
         self._spare: list[Tensor] = []
+        self._borrowed: dict[int, Tensor] = {}
+        """By address: the copy buffers in use. Their views of another dtype have no `_base`."""
 
     def place_for(self, tensor: Tensor) -> Tensor:
         """Return `tensor` if all ranks can read it, else readable memory of the same length."""
         if not tensor.numel() or self.arena.locate(tensor) is not None:
             return tensor
-        return self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+        return self._borrow(tensor)
 
     def publish(
         self,
@@ -57,7 +59,7 @@ class SharedBuffers:
         public = tensor
         place = None if copy else self.arena.locate(tensor, written=written)
         if place is None:
-            public = self._borrow(tensor.nbytes)[: tensor.nbytes].view(tensor.dtype)
+            public = self._borrow(tensor)
             public.copy_(tensor)
             place = self.arena.locate(public)
             assert place is not None  # not forkable, so no fork makes it private
@@ -71,9 +73,9 @@ class SharedBuffers:
 
     def take_back(self, public: Tensor, tensor: Tensor) -> None:
         """Return `public` to the pool after all ranks have read it, if it is a copy of `tensor`."""
-        # Sort by size, so that `_borrow` finds the smallest buffer that is large enough.
-        whole = public._base
-        if public is not tensor and whole is not None and whole.numel() <= POOLED:
+        whole = None if public is tensor else self._borrowed.pop(public.data_ptr(), None)
+        if whole is not None and whole.numel() <= POOLED:
+            # Sort by size, so that `_borrow` finds the smallest buffer that is large enough.
             self._spare.append(whole)
             self._spare.sort(key=Tensor.numel)
 
@@ -106,9 +108,16 @@ class SharedBuffers:
     def close(self) -> None:
         """Free the pooled buffers."""
         self._spare.clear()
+        self._borrowed.clear()
 
-    def _borrow(self, size: int) -> Tensor:
-        """Return at least `size` bytes of shared memory, if possible from the pool."""
+    def _borrow(self, like: Tensor) -> Tensor:
+        """Return shared memory with the length and dtype of `like`, if possible from the pool."""
+        whole = self._take(like.nbytes)
+        self._borrowed[whole.data_ptr()] = whole
+        return whole[: like.nbytes].view(like.dtype)
+
+    def _take(self, size: int) -> Tensor:
+        """Return at least `size` bytes from the pool or the arena."""
         for index, spare in enumerate(self._spare):
             if spare.numel() >= size:
                 return self._spare.pop(index)

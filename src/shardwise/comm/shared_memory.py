@@ -4,7 +4,10 @@ The messages between ranks are small: they announce the stages of a call (shared
 reads directly from the other ranks' buffers (shared_buffers.py).
 
     reduce-scatter   all ready ─▶ sum the own interval ─▶ done
-    all-reduce       all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
+    all-reduce
+      small          all ready with their values ─▶ sum everything
+      medium         all ready with a copy ─▶ sum everything ─▶ done
+      large          all ready ─▶ sum the own interval ─▶ all halfway ─▶ copy the rest ─▶ done
     all-gather       all ready ─▶ copy the others' intervals ─▶ done
 
 A rank may read the result as soon as it is done. It may overwrite its buffer only when all ranks

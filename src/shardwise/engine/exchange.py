@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.comm import Collectives, Solo
+from shardwise.comm import Collectives, SurvivorGroup
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport
 from shardwise.model.buffers import Buffers
@@ -77,7 +77,9 @@ def exchange(
         experts=[float(count) for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
-    if type(group) is Solo and mine.is_near and not buffers.averages:
+    # With `--survive`, the last remaining rank keeps to the path that it took with the others.
+    alone = group.size == 1 and not isinstance(group, SurvivorGroup)
+    if alone and mine.is_near and not buffers.averages:
         # A small model's step on one worker would spend a large part of its time on the vectors.
         everyone = mine.totals_of_one(aggregation)
         buffers.rows = sum(mine.buffer_rows)

@@ -320,10 +320,9 @@ class RepeatableSteps(StepRunner):
                     handle.wait()
                 for handle in gathers:
                     handle.reusable()
-                is_unnoticed = not gathers or self._spec.placement.is_sharded("parameters")
-                if is_unnoticed and self._has_confirmed:
-                    # No all-gather has noticed a loss in the update. The next collective may be
-                    # part of an evaluation, which cannot be repeated. Ranks that have already
+                if self._has_confirmed and not (gathers and self._gathers_span_all()):
+                    # Some ranks cannot have noticed a loss in the update. The next collective may
+                    # be part of an evaluation, which cannot be repeated. Ranks that have already
                     # connected to the remaining ones skip this, as the others have updated before.
                     survival.group.barrier()
         # The ranks that stay may already have closed their connections to one that leaves.
@@ -332,6 +331,16 @@ class RepeatableSteps(StepRunner):
         elif survival.loss is not None:
             survival.replace_group(self._state.steps + 1, is_updated=True)
         self._lay_out()
+
+    def _gathers_span_all(self) -> bool:
+        """Return whether all ranks together gather a bucket after the update.
+
+        With `--tensor` and `--pipeline`, only the ranks with the same part of the model do.
+        """
+        if self._spec.placement.is_sharded("parameters"):
+            return False
+        groups, buckets = self._spec.shard_groups, self._objects.states.parameters.buckets
+        return any(groups.of(bucket).size == self._survival.group.size for bucket in buckets)
 
 
 class _StepStart:

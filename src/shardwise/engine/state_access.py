@@ -36,7 +36,7 @@ class StateAccess:
                 "full_parameters(write=True) inside engine.ema() or anchor(): leaving that block "
                 "would undo the writes. Write before or after it."
             )
-        self._notice_losses()
+        self._notice_losses(write=write)
         with self._ending_after_loss(write=write):
             with (
                 self._on_whole_sequences(),
@@ -46,15 +46,18 @@ class StateAccess:
             if write and state.states.shown is not None and state.states.copies is not None:
                 state.states.copies.renew(state.states.optimizer)
 
-    def _notice_losses(self) -> None:
+    def _notice_losses(self, *, write: bool) -> None:
         """With `--survive`, continue on the remaining ranks if some were lost since the last step.
 
-        Otherwise a block of `full_parameters` would be the first to notice, and end the run.
+        Otherwise a block of `full_parameters` would be the first to notice, and end the run. A
+        block that only reads replicated parameters runs no collective, and cannot notice.
         """
         spec, shown = self._state.spec, self._state.states.shown
         in_block = spec.is_whole or (shown is not None and shown.residency.in_block)
+        is_split = any(split is not None for split in (spec.tensor, spec.pipeline, spec.experts))
+        is_collective = write or shown is not None or is_split
         survival = self._state.world.survival
-        if survival is not None and not survival.in_step and not in_block:
+        if survival is not None and not survival.in_step and not in_block and is_collective:
             spec.world_group.steadily(lambda: None)
 
     @contextmanager

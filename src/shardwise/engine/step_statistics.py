@@ -169,7 +169,7 @@ class StepReport:
             unsaved=self.unsaved,
             asked=self.asked,
             written=self.written,
-            divisor=max(self.divisor, 0.0),
+            divisor=self.divisor if self.divisor >= 0 else 0.0,
             experts=tuple(map(int, self.experts)),
         )
 
