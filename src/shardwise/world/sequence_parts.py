@@ -60,7 +60,7 @@ class Sequences:
         return _form_of(tensor) in self.uncut
 
     def dim_of(self, tensor: Tensor, length: int) -> int | None:
-        """Return the likely sequence dimension of an input of the model, or None if it has none.
+        """Return the sequence dimension that an input of the model probably has, or None.
 
         `length` is the number of tokens along this dimension, in full sequences or in a part.
         """
@@ -103,7 +103,7 @@ def rows_of(tensor: Tensor, dim: int) -> int:
 
 
 def _dim_of_mask(shape: Sequence[int], lengths: Collection[int], keys: int) -> int | None:
-    """Return the sequence dimension of an attention mask, or None if `shape` is not that of one."""
+    """Return the sequence dimension of an attention mask, or None if `shape` fits no mask."""
     if len(shape) == 4 and shape[2] in lengths and shape[3] == keys:
         return 2
     return 3 if len(shape) == 4 and tuple(shape[1:3]) == (1, 1) and shape[3] in lengths else None
@@ -136,7 +136,7 @@ def cut(
 
     Raises:
         DataError: Tensors have different lengths, a part has fewer than two tokens, or a sequence
-            dimension is that of the rows.
+            dimension is also the dimension of the rows.
     """
     named, nest = pytree.tree_flatten_with_path(batch)
     given, beside = _given_dims(named, dim, call)
@@ -224,9 +224,10 @@ def cut(
 def _given_dims(
     named: Sequence[tuple[Any, Any]], dim: SequenceDim | None, call: str
 ) -> tuple[dict[int, int | None], dict[int, int]]:
-    """Return the sequence dimension of tensors by their number, where the user has passed one.
+    """Return the sequence dimensions that the user has passed, by the number of the tensor.
 
-    Also returns that of tensors that may be masks, if they are none.
+    The second dict holds tensors that could be masks by their shape. Its dimensions apply only if
+    they turn out to be ordinary tensors.
 
     Raises DataError if a tensor does not have the dimension, or if no tensor has a name of `dim`.
     """
@@ -258,7 +259,7 @@ def _given_dims(
             if isinstance(dim, Mapping):
                 chosen[number] = None
             continue
-        # Without a name of its own, a tensor of one dimension is not split.
+        # A tensor of one dimension is only split if `dim` names it.
         if not is_named and not (isinstance(leaf, Tensor) and leaf.ndim > DIM):
             continue
         if not isinstance(leaf, Tensor) or not -leaf.ndim <= each < leaf.ndim:
