@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def strike(name: str) -> None:
         return
     if name == "HOST":
         network = os.readlink("/proc/self/ns/net")
-        for folder in Path("/proc").glob("[0-9]*"):
+        # Several times, because a process may start another one after /proc was read.
+        for folder in chain.from_iterable(Path("/proc").glob("[0-9]*") for _ in range(3)):
             with suppress(OSError):  # it has ended
                 is_here = os.readlink(folder / "ns" / "net") == network
                 is_server = (folder / "comm").read_text().startswith("sshd")
