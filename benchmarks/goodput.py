@@ -1,15 +1,20 @@
 """The accuracy of `shardwise simulate`: a real training with kill -9 at exponential gaps.
 
     python benchmarks/goodput.py [--gaps 60,30,15] [--steps 400] [--ranks 2] [--json FILE] [--docs]
+    python benchmarks/goodput.py --survive --ranks 3
 
 Ranks of a small training are killed by a Poisson process of each mean gap, in seconds, and started
 again by `--restarts`. The durations of a step, a save and a restart are measured before, in a
 separate run with a few kills; nothing is fitted to the reported runs. Two figures are simulated:
 for the same moments of the kills, and for any moments with that mean gap. `--docs` puts the table
 into docs/simulate.md.
+
+With `--survive`, the training runs with `--survive 1 --spares 1`. A killed rank is replaced by the
+spare, and is started again as the next spare. In the simulation, each rank is a host.
 """
 
 import argparse
+import math
 import os
 import random
 import re
@@ -55,20 +60,27 @@ GOAL = 3.0
 
 @dataclass(frozen=True)
 class Lengths:
-    """Durations of one step, one save and one restart, in seconds."""
+    """Durations in seconds.
+
+    `restart` is the time from a kill to the next step, without that step, also with `--survive`.
+    With `--survive`, `admission` is the time for which the other ranks wait for a spare, and
+    `start` the time from a kill until the lost rank waits as a spare.
+    """
 
     step: float
     save: float
     restart: float
+    admission: float = 0.0
+    start: float = 0.0
 
 
 @dataclass(frozen=True)
 class Event:
-    """A line of rank 0 (`what` with a number of steps), or a kill."""
+    """A line of a rank (`what` with a number), or a kill."""
 
     second: float
     what: str
-    steps: int = 0
+    number: int = 0
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -88,9 +100,12 @@ class Training:
 
     def __init__(self, options: argparse.Namespace, steps: int, folder: Path) -> None:
         self.events: list[Event] = []
+        self._survives = options.survive
         self._words = [sys.executable, "-m", "shardwise", "run", "-n", str(options.ranks)]
+        self._words += ["--survive", "1", "--spares", "1"] if options.survive else []
         self._words += ["--restarts", "1000", str(WORKER), str(folder), "--steps", str(steps)]
         self._words += ["--every", str(EVERY), "--pause", str(PAUSE)]
+        self._words += ["--ranks", str(options.ranks)]
         self._start()
 
     def _start(self) -> None:
@@ -133,9 +148,16 @@ class Training:
         return False
 
     def _kill(self, dice: random.Random) -> None:
-        """Kill a rank, or the next one to start if none runs now."""
+        """Kill a rank, or the next one to start if none runs now.
+
+        With `--survive`, kill a rank that trains, unless it is the last one.
+        """
         while self._process.poll() is None:
-            if ranks := ranks_of(self._process.pid):
+            ranks = ranks_of(self._process.pid)
+            if self._survives:
+                training = {each.number for each in self.events if each.what == "trains"}
+                ranks = [rank for rank in ranks if rank in training]
+            if len(ranks) > self._survives:
                 self.events.append(Event(time.monotonic(), "kill"))
                 os.kill(dice.choice(ranks), signal.SIGKILL)
                 return
@@ -144,29 +166,81 @@ class Training:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if told := re.search(r"(start|step) (\d+)$", line.rstrip()):
+            if told := re.search(r"(start|step|ready|trains) (\d+)$", line.rstrip()):
                 self.events.append(Event(time.monotonic(), told[1], int(told[2])))
 
 
 def measured_lengths(options: argparse.Namespace) -> Lengths:
     """Measure the durations in a separate run that is killed a few times."""
+    gap = 2 * EVERY * PAUSE + RESTARTS
+    gaps = [gap] * CALIBRATED
     steps = 2 * EVERY * (CALIBRATED + 1)
-    gaps = [2 * EVERY * PAUSE + RESTARTS] * CALIBRATED
+    if options.survive:  # the others train while a lost rank is started again
+        steps = math.ceil(gap / PAUSE) * (CALIBRATED + 1)
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         events = Training(options, steps, Path(folder)).run([*gaps, LIMIT], random.Random(0))
     made = [each for each in events if each.what == "step"]
-    pairs = [(a, b) for a, b in pairwise(made) if b.steps == a.steps + 1]
+    pairs = [(a, b) for a, b in pairwise(made) if b.number == a.number + 1]
     # Rank 0 prints a step before it saves: the save is in the time of the next step.
-    even = [b.second - a.second for a, b in pairs if a.steps % EVERY]
-    with_save = [b.second - a.second for a, b in pairs if a.steps % EVERY == 0]
+    even = [b.second - a.second for a, b in pairs if a.number % EVERY]
+    with_save = [b.second - a.second for a, b in pairs if a.number % EVERY == 0]
     step = statistics.median(even)
+    save = statistics.median(with_save) - step
+    if options.survive:
+        return _lengths_of_losses(options, events, step, save)
     # From the kill to the end of the first step after it, without that step.
     restarts = [
         next(each.second for each in made if _follows(each, events, kill)) - kill.second - step
         for kill in events
         if kill.what == "kill"
     ]
-    return Lengths(step, statistics.median(with_save) - step, statistics.median(restarts))
+    return Lengths(step, save, statistics.median(restarts))
+
+
+def _lengths_of_losses(
+    options: argparse.Namespace, events: Sequence[Event], step: float, save: float
+) -> Lengths:
+    """Return the durations with `--survive`, from the lines after each kill."""
+    reconnects, admissions, starts = [], [], []
+    for kill in (each for each in events if each.what == "kill"):
+        # The first step has a rank less. The spare joins before the second one.
+        made = (each.second for each in events if each.what == "step" and each.second > kill.second)
+        first, second = next(made, math.nan), next(made, math.nan)
+        if math.isnan(second):  # the training ended
+            continue
+        ready = (e.second for e in events if e.what == "ready" and e.second > kill.second)
+        starts.append(next(ready, kill.second) - kill.second)
+        reconnects.append(first - kill.second - step * options.ranks / (options.ranks - 1))
+        admissions.append(second - first - step)
+    return Lengths(step, save, *map(statistics.median, (reconnects, admissions, starts)))
+
+
+def _model(options: argparse.Namespace, gap: float, lengths: Lengths) -> RunModel:
+    """Return the model of a training whose ranks are killed `gap` seconds apart in the mean."""
+    steps = {
+        "work": options.steps * lengths.step,
+        "step": lengths.step,
+        "interval": EVERY * lengths.step,
+        "save": lengths.save,
+    }
+    if not options.survive:
+        return RunModel(
+            topology=Topology(1, options.ranks, 1, 1),
+            failures=(FailureClass("kill", "kill -9", "job", 1 / gap, "job"),),
+            restart=lengths.restart,
+            **steps,
+        )
+    rate = 1 / gap / options.ranks
+    return RunModel(
+        topology=Topology(options.ranks, 1, options.ranks, 1),
+        failures=(FailureClass("kill", "kill -9", "host", rate, "host", repair=lengths.start),),
+        restart=lengths.start,
+        reconnect=lengths.restart,
+        # The simulation admits a host in the time of a save, of this, and of a reconnection.
+        background=max(0.0, lengths.admission - lengths.save - lengths.restart),
+        spares=1,
+        **steps,
+    )
 
 
 def _follows(step: Event, events: Sequence[Event], kill: Event) -> bool:
@@ -184,15 +258,7 @@ def row(options: argparse.Namespace, gap: float, lengths: Lengths) -> dict[str, 
     began = next(each.second for each in events if each.what == "start")
     wall = max(each.second for each in events if each.what == "step") - began
     kills = [each.second - began for each in events if each.what == "kill"]
-    model = RunModel(
-        topology=Topology(1, options.ranks, 1, 1),
-        failures=(FailureClass("kill", "kill -9", "job", 1 / gap, "job"),),
-        work=options.steps * lengths.step,
-        step=lengths.step,
-        interval=EVERY * lengths.step,
-        save=lengths.save,
-        restart=lengths.restart,
-    )
+    model = _model(options, gap, lengths)
     same = Trial(model, 0, moments=kills).run()
     found = simulate(model, TRIALS, options.seed)
     measured = options.steps * lengths.step / wall
@@ -213,16 +279,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--survive", action="store_true", help="train with --survive and a spare")
     parser.add_argument("--docs", action="store_true", help="write docs/simulate.md")
     options = parser.parse_args(arguments)
     facts, lengths = figure.begin(), measured_lengths(options)
     gaps = ",".join(f"{gap:g}" for gap in options.gaps)
+    survive = " --survive" if options.survive else ""
+    what, how = "a restart", "`--restarts` starts them again"
+    if options.survive:
+        what, how = "continuing after a loss", "`--survive 1 --spares 1` replaces them"
+    more = ""
+    if options.survive:
+        more = f", admitting a spare {lengths.admission:.2f} s, starting it {lengths.start:.2f} s"
     head = (
-        f"`python benchmarks/goodput.py --gaps {gaps} --steps {options.steps} --ranks "
+        f"`python benchmarks/goodput.py{survive} --gaps {gaps} --steps {options.steps} --ranks "
         f"{options.ranks}`: {facts['machine']}, {facts['date']}. A Poisson process kills ranks "
-        "(`kill -9`), and `--restarts` starts them again. The durations are from a separate run: "
-        f"a step takes {lengths.step:.4f} s, a save {lengths.save:.4f} s, a restart "
-        f"{lengths.restart:.2f} s; {EVERY} steps between checkpoints, {options.steps} in all.\n"
+        f"(`kill -9`), and {how}. The durations are from a separate run: a step takes "
+        f"{lengths.step:.4f} s, a save {lengths.save:.4f} s, {what} {lengths.restart:.2f} s{more}. "
+        f"A run has {options.steps} steps, and saves a checkpoint every {EVERY} steps.\n"
     )
     rows = []
     for gap in options.gaps:
@@ -237,7 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figure.show(*lines)
     figure.keep(options, facts, lengths=vars(lengths), rows=rows)
     if options.docs:
-        plan_docs.put(TITLE, lines, plan_docs.PAGE.with_name("simulate.md"))
+        title = f"{TITLE} under --survive" if options.survive else TITLE
+        plan_docs.put(title, lines, plan_docs.PAGE.with_name("simulate.md"))
     return 0
 
 
