@@ -42,7 +42,7 @@ from shardwise.comm.base import (
     slice_of,
 )
 from shardwise.comm.ordered_sums import PLAIN, Sum, sum_in_rank_order
-from shardwise.comm.shared_buffers import SharedBuffers, as_bytes, real_buffer
+from shardwise.comm.shared_buffers import SharedBuffers, real_buffer
 from shardwise.comm.shared_work import (
     DONE,
     HALFWAY,
@@ -157,12 +157,11 @@ class SharedMemory(MappedMemory):
         begin = self.opening("all-reduce", buffer)
         # A small buffer is sent inside the message. A medium one is summed on every rank. Both save
         # a round of messages, which takes longer than the additional reads.
-        if buffer.nbytes <= INLINE:
-            return self._work.start(begin, self._exchange(begin, buffer, how))
-        if buffer.nbytes * self.size > SUMMED_EVERYWHERE:
+        small = buffer.nbytes <= INLINE
+        if not small and buffer.nbytes * self.size > SUMMED_EVERYWHERE:
             return self._work.start(begin, self._all_reduce(begin, buffer, how))
-        work = self._work.start(begin, self._all_reduce_copy(begin, buffer, how))
-        work.reads_copy = True
+        work = self._work.start(begin, self._exchange(begin, buffer, how, small=small))
+        work.reads_copy = not small
         return work
 
     def broadcast(self, buffer: Tensor, source: int = 0) -> Handle:
@@ -205,23 +204,17 @@ class SharedMemory(MappedMemory):
 
     # -- steps of the calls ---------------------------------------------------------------
 
-    def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
-        """All-reduce a small buffer in one exchange: every rank sends its values to all others."""
-        self._work.post(begin._replace(payload=as_bytes(buffer)))
-        messages = yield READY
-        rows = self.buffers.rows(messages, buffer, 0)
-        sum_in_rank_order(rows, buffer, how)
-
-    def _all_reduce_copy(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
-        """All-reduce in one exchange: every rank reads copies of all others' buffers."""
+    def _exchange(self, begin: MeshMessage, buffer: Tensor, how: Sum, *, small: bool) -> Steps:
+        """All-reduce in one exchange: every rank sums the values of all ranks."""
         # The sum overwrites `buffer`, so the other ranks must read a copy.
-        public = self.buffers.publish(begin, buffer, copy=True)
+        public = self.buffers.publish(begin, buffer, small=small, copy=True)
         messages = yield READY
         rows = self.buffers.rows(messages, buffer, 0)
         sum_in_rank_order(rows, buffer, how)
-        self._work.announce(begin, DONE)
-        yield DONE
-        self.buffers.take_back(public, buffer)
+        if not small:
+            self._work.announce(begin, DONE)
+            yield DONE
+            self.buffers.take_back(public, buffer)
 
     def _all_reduce(self, begin: MeshMessage, buffer: Tensor, how: Sum) -> Steps:
         cuts = even_cuts(buffer.numel(), self.size)
