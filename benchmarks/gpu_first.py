@@ -114,6 +114,7 @@ def _run(
             "folder": folder,
             "seconds": seconds,
             "measured": figures["steps"],
+            "contenders": options.contenders,
         }
         (Path(folder) / "job.json").write_text(json.dumps(job))
         # The step imports the tests on a GPU from the root of the repository.
@@ -159,6 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--budget", type=float, default=BUDGET, metavar="S", help=f"seconds ({BUDGET:.0f})")
     add("--scale", choices=("full", "tiny"), default="full")
     add("--steps", nargs="+", choices=names, default=names, metavar="STEP", help="some steps only")
+    add("--contenders", nargs="+", default=[], metavar="KEY", help="in races these alone")
     add("--docs", type=Path, metavar="FILE", help="publish this first.json instead of measuring")
     return parser
 

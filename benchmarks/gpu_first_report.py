@@ -199,9 +199,11 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 
 def publish(file: Path, results: Path) -> Path:
     """Keep `file` among the results under its date, and write the section of docs/speed.md."""
-    figures = json.loads(file.read_text())
-    kept = results / f"{figures['machine']['date'][:10]}-gpu-first.json"
-    if file.resolve() != kept.resolve():
+    kept = file.resolve()
+    if kept.parent != results.resolve():
+        day = json.loads(file.read_text())["machine"]["date"][:10]
+        names = (f"{day}{number}-gpu-first.json" for number in ("", *"bcdefghijklmnopqrstuvwxyz"))
+        kept = next(results / name for name in names if not (results / name).exists())
         shutil.copyfile(file, kept)
     before, _, _ = PAGE.read_text().partition(TITLE)
     PAGE.write_text(before + section(results))
@@ -209,27 +211,36 @@ def publish(file: Path, results: Path) -> Path:
 
 
 def section(results: Path) -> str:
-    """Return the section of docs/speed.md for the newest figures in the folder `results`."""
-    found = sorted(results.glob("*-gpu-first.json"))
-    if not found:
+    """Return the section of docs/speed.md: of each step, the newest figures in `results`."""
+    newest: dict[str, tuple[Path, Row]] = {}
+    for file in sorted(results.glob("*-gpu-first.json")):
+        figures = json.loads(file.read_text())
+        newest |= {n: (file, figures) for n, s in figures["steps"].items() if _table(n, s)}
+    if not newest:
         return (
             f"{TITLE}\n\nSpeed on a GPU has not been measured yet. `scripts/gpu first` measures it "
             "in nine minutes ([its steps](../benchmarks/README.md#in-nine-minutes)). The order of "
             "operations, host synchronisations and byte counts are tested on a simulated device.\n"
         )
-    figures = json.loads(found[-1].read_text())
-    facts = figures["machine"]
     made = [
         TITLE,
         "",
-        f"One {facts['device']}, {facts['date']}, {facts['versions']}, commit {facts['commit']}: "
-        f"`scripts/gpu first` ([all figures](../benchmarks/results/{found[-1].name})). "
-        "*x plain* is the speed relative to the plain loop of the same round.",
+        "`scripts/gpu first` measures these. *x plain* is the speed relative to the plain loop of "
+        "the same round.",
     ]
-    for name, step in figures["steps"].items():
-        if table := _table(name, step):
-            made += ["", f"**{_heading(name, step)}.**", "", *figure.table(table[0], table[1:])]
-    if wrong := failures(figures):
-        made += ["", "What failed:", ""]
-        made += [f"- {line}" for line in wrong]
+    origin = None
+    for name in HEADINGS:
+        if name not in newest:
+            continue
+        file, figures = newest[name]
+        if file != origin:
+            origin, facts = file, figures["machine"]
+            words = f"One {facts['device']}, {facts['date']}, {facts['versions']}"
+            link = f"[all figures](../benchmarks/results/{file.name})"
+            made += ["", f"{words}, commit {facts['commit']} ({link}):"]
+        step = figures["steps"][name]
+        table = _table(name, step)
+        made += ["", f"**{_heading(name, step)}.**", "", *figure.table(table[0], table[1:])]
+        wrong = failures({"steps": {name: step}})
+        made += [f"\nFailed: {line.partition(': ')[2]}" for line in wrong]
     return "\n".join(made) + "\n"

@@ -56,6 +56,7 @@ FIELD = (
     contenders.row(0),
     contenders.row(3),
     FSDP2,
+    contenders.in_bf16(contenders.row(0)),
     *contenders.PEERS["accelerate"],
     *contenders.PEERS["lightning"],
 )
@@ -75,6 +76,8 @@ class Run:
     """On the monotonic clock."""
     measured: dict[str, Any]
     """Records of earlier steps by name."""
+    contenders: list[str]
+    """Keys of those that take part in the races; empty: all."""
 
     def tell(self, key: str, **row: Any) -> None:
         """Write a row at once; a later one with the same key replaces it."""
@@ -84,6 +87,10 @@ class Run:
     def workload(self, name: str) -> Workload:
         """The workload of this run's scale."""
         return WORKLOADS[self.scale][name]
+
+    def chosen(self, field: Sequence[Contender]) -> list[Contender]:
+        """Return those of `field` that take part."""
+        return [each for each in field if not self.contenders or each.key in self.contenders]
 
     @property
     def is_tiny(self) -> bool:
@@ -105,6 +112,7 @@ def main(folder: Path) -> None:
         folder=folder,
         until=time.monotonic() + job["seconds"],
         measured=job["measured"],
+        contenders=job["contenders"],
     )
     STEPS[job["step"]](run)
 
@@ -292,6 +300,7 @@ def uncompiled(run: Run) -> None:
 
 def _race(run: Run, field: Sequence[Contender], compiled: str) -> None:
     """Interleave two rounds of all contenders, which stay alive between their turns."""
+    field = run.chosen(field)
     result = _result(run, "gpt", field, compiled=compiled)
     # Ranks of ZERO_3 agree on an order of gathers in their first twenty steps.
     first = 3 if run.is_tiny else 20
@@ -338,9 +347,11 @@ def offload(run: Run) -> None:
     options = dict(contenders.FSDP2_ON_HOST.options) | {"own_cast": True}
     cpu = replace(contenders.FSDP2_ON_HOST, options=options)
     plain = replace(contenders.PLAIN, label="plain PyTorch, all on the device")
-    field = [contenders.offloaded(2, "cpu"), cpu, plain, contenders.offloaded(3, "cpu")]
+    ours = contenders.offloaded(2, "cpu")
+    field = [ours, cpu, plain, contenders.in_bf16(ours), contenders.offloaded(3, "cpu")]
     if run.device == "cpu":
         field.remove(cpu)  # FSDP2 offloads from an accelerator only
+    field = run.chosen(field)
     result = _result(run, "llama", field)
     plan = Plan(rounds=1, steps=2 if run.is_tiny else 4, warm_up=3)
     with _started(run, field, result) as started:

@@ -115,6 +115,17 @@ def row(zero: int, transport: str = "auto") -> Contender:
     )
 
 
+def in_bf16(taker: Contender) -> Contender:
+    """Return one of ours with parameters and arithmetic in bf16 and masters in fp32, as FSDP2's
+    policy `param_dtype=torch.bfloat16` has it, instead of autocast."""
+    return replace(
+        taker,
+        key=f"{taker.key}-bf16",
+        label=f"{taker.label}, bf16 with fp32 masters",
+        options=dict(taker.options) | {"precision": "bf16"},
+    )
+
+
 def timed(taker: Contender) -> Contender:
     """Return the contender with a timeline that is recorded."""
     return replace(

@@ -518,7 +518,15 @@ def test_gpu_first_whole_on_the_cpu(tmp_path):
     assert code == 0, shown
     assert_all_equal(figures["steps"]["right"])
     assert_trained(figures["steps"]["fast"], "plain", "shardwise-0")
-    keys = ("plain", "shardwise-0", "shardwise-3", "fsdp2", "accelerate", "lightning")
+    keys = (
+        "plain",
+        "shardwise-0",
+        "shardwise-3",
+        "fsdp2",
+        "shardwise-0-bf16",
+        "accelerate",
+        "lightning",
+    )
     assert_trained(figures["steps"]["uncompiled"], *keys)
     assert all(not step["cut"] for step in figures["steps"].values())
 

@@ -374,7 +374,25 @@ class Collectives(ABC):
         host, so `read` waits for all work that is queued on the current stream. That stream must
         have computed `rows`, or must already wait for it.
         """
-        return rows.cpu()
+        return self.start_read(rows)()
+
+    def start_read(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Start copying `rows` to the CPU. Return a function that waits for the copy.
+
+        The function returns the copy. It doesn't wait for work that was queued after this call.
+        """
+        if rows.device.type == "cpu":
+            return lambda: rows
+        copied = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        copied.copy_(rows, non_blocking=True)
+        event = torch.get_device_module(rows.device).Event()
+        event.record()
+
+        def finish() -> Tensor:
+            event.synchronize()
+            return copied
+
+        return finish
 
     @property
     def small_device(self) -> torch.device:

@@ -170,13 +170,18 @@ class Nccl(Collectives):
         _gather(rows.view(-1), row, group=self._group)
         return rows
 
-    def read(self, rows: Tensor) -> Tensor:
-        # The host cannot tell whether it waits for the other ranks or for earlier work of its own
-        # device. An event could not distinguish these, because that work itself waits for earlier
-        # collectives.
-        others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
-        with self.status_server.waits.noted(NOTED, lambda: others):
-            return rows.cpu()
+    def start_read(self, rows: Tensor) -> Callable[[], Tensor]:
+        wait = super().start_read(rows)
+
+        def finish() -> Tensor:
+            # The host cannot tell whether it waits for the other ranks or for earlier work of its
+            # own device. An event could not distinguish these, because that work itself waits for
+            # earlier collectives.
+            others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
+            with self.status_server.waits.noted(NOTED, lambda: others):
+                return wait()
+
+        return finish
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from shardwise.comm import Collectives, SurvivorGroup
+from shardwise.engine.early_update import EarlyUpdate
 from shardwise.engine.loss_accumulation import LossAccumulation
 from shardwise.engine.step_statistics import Aggregation, StepReport
 from shardwise.model.buffers import Buffers
@@ -32,6 +33,7 @@ def exchange(
     written: bool,
     counts: bool = True,
     experts: Sequence[int] = (),
+    early: EarlyUpdate | None = None,
 ) -> StepTotals:
     """Exchange the step's statistics, and return their totals across all ranks. Collective.
 
@@ -47,12 +49,17 @@ def exchange(
     counts    True on exactly one rank per replica, because all ranks of a replica see the same
               batches
     experts   number of token copies per expert that this rank reports
+    early     launches the update before the host waits for the totals, if this is the only rank
 
     Raises UsageError on all ranks if gradients are late and `aggregation` does not allow that.
     """
     # Keep the length, because all ranks' vectors must have the same layout.
     nothing = [0.0] * accumulation.backwards
     no_mix = math.inf, -math.inf
+    # With `--survive`, the last remaining rank keeps to the path that it took with the others.
+    alone = group.size == 1 and not isinstance(group, SurvivorGroup)
+    # There is nothing that a single number could differ from.
+    has_mix = counts and not (alone and accumulation.mixes == 1)
     mine = StepReport(
         weights=aggregation.report(accumulation.weights if counts else nothing),
         losses=aggregation.report(accumulation.losses if counts else nothing),
@@ -63,7 +70,7 @@ def exchange(
         calls=calls.number(),
         rows=calls.rows,
         shown=sum(accumulation.shown) if counts else 0.0,
-        mix=accumulation.mix_range() if counts else no_mix,
+        mix=accumulation.mix_range() if has_mix else no_mix,
         copies=buffers.checksum(),
         used=gradients.used,
         late=[number in gradients.late for number in range(len(gradients.buckets))],
@@ -77,11 +84,12 @@ def exchange(
         experts=[float(count) for count in experts],
         buffer_rows=buffers.shares(counts=counts),
     )
-    # With `--survive`, the last remaining rank keeps to the path that it took with the others.
-    alone = group.size == 1 and not isinstance(group, SurvivorGroup)
-    if alone and mine.is_near and not buffers.averages:
+    if alone and not buffers.averages:
         # A small model's step on one worker would spend a large part of its time on the vectors.
-        everyone = mine.totals_of_one(aggregation)
+        read = mine.start_read(group)
+        if early is not None:
+            early.launch(mine)
+        everyone = read().totals_of_one(aggregation)
         buffers.rows = sum(mine.buffer_rows)
     else:
         everyone = _gather(mine, aggregation, buffers, group, counts=counts)
@@ -94,6 +102,8 @@ def exchange(
         squared = squared_norm(aggregation, gradients, group, copies)
     # The squares may overflow fp32 even if the gradients are finite.
     elif not math.isfinite(squared):
+        if early is not None:
+            early.has_updated = False  # the device saw that the norm is not finite
         squared = _squared_in_fp64(aggregation, gradients, group, copies)
     if squared == everyone.squared_norm:
         return everyone

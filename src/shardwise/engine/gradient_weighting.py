@@ -252,6 +252,11 @@ class GradientWeighting:
         """
         return share * self._scale.value if is_sole else total / self._divisor
 
+    @property
+    def knows_divisor(self) -> bool:
+        """True if `divisor` doesn't depend on the weight, because the step has a single loss."""
+        return self._sole is not None
+
     def divisor(self, total_weight: float) -> float:
         """Return the divisor that turns summed gradients into the mean gradient."""
         if self._sole is not None:

@@ -18,6 +18,7 @@ from shardwise.checkpoint.atomic_folders import complete
 from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.engine import diagnosis
 from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.early_update import EarlyUpdate
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.step import StepRunner
 from shardwise.errors import GuardError
@@ -63,6 +64,7 @@ class GuardedSteps(StepRunner):
 
     guard: EngineGuard
     _searches = False
+    _updates_early = False
 
     def step(self, max_norm: float | None, closure: Callable[[], Any] | None) -> StepStats:
         """See Engine.step."""
@@ -117,11 +119,11 @@ class GuardedSteps(StepRunner):
                 return
         super()._check_finite(totals)
 
-    def _reduced(self, call: str) -> StepTotals:
+    def _reduced(self, call: str, early: EarlyUpdate | None = None) -> StepTotals:
         if self._state.totals is None and self._accumulation.backwards:
             with self._abandoning_if_found():
                 self.guard.check_memory()
-        return super()._reduced(call)
+        return super()._reduced(call, early)
 
     @contextmanager
     def _abandoning_if_found(self) -> Iterator[None]:

@@ -220,6 +220,11 @@ class LossAccumulation:
                     mix = mix - first.terms.mix(first.weight.factor)
                 self._mixes[key] = self._mixes.get(key, 0.0) + (ordinal + 1) * mix
 
+    @property
+    def mixes(self) -> int:
+        """Number of values that `mix_range` compares."""
+        return len(self._mixes)
+
     def mix_range(self) -> tuple[Number, Number]:
         """Return the minimum and maximum of this rank's values in `_mixes`.
 

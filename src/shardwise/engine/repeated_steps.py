@@ -274,14 +274,21 @@ class RepeatableSteps(StepRunner):
             self._follow_group(rebuilds=True)
             self._survival.announce_left(surplus)
 
-    def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
+    def _update(
+        self,
+        totals: StepTotals,
+        stats: StepStats,
+        max_norm: float | None,
+        *,
+        is_done: bool = False,
+    ) -> None:
         """Update this rank's optimizer state, and the second copy that it holds.
 
         Losing a rank no longer changes the result.
         """
         copies = self._objects.states.copies
         if copies is None:
-            super()._update(totals, stats, max_norm)
+            super()._update(totals, stats, max_norm, is_done=is_done)
             self._wait_for_updates([])
         else:
             self._update_with_copies(copies, totals, self._factor(totals, stats, max_norm))

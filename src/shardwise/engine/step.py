@@ -25,6 +25,7 @@ from shardwise.checkpoint.checkpoints import Checkpoints
 from shardwise.comm import Handle
 from shardwise.engine import closures, consistency, diagnosis, start_lines, usage_checks
 from shardwise.engine.backward import BackwardRunner
+from shardwise.engine.early_update import EarlyUpdate
 from shardwise.engine.engine_state import EngineState
 from shardwise.engine.exchange import exchange, over_stages
 from shardwise.engine.random_state import RandomState
@@ -50,6 +51,9 @@ class StepRunner:
         timing: Measures the time per layer, or None.
         recording: Records each step for `shardwise verify`, or None.
     """
+
+    _updates_early = True
+    """False if a subclass decides itself whether a step is applied."""
 
     def __init__(
         self,
@@ -99,11 +103,13 @@ class StepRunner:
         closures.check_given(self._objects.states, given=closure is not None)
         # After the exchange all ranks have the same totals, so they make the same decision to skip,
         # raise or update. They must, because the all-gathers of an update need every rank.
-        totals = self._reduced("engine.step()")
+        early = self._early_update(max_norm)
+        totals = self._reduced("engine.step()", early)
         stats = self._decide(totals)
         if not stats.skipped:
             self._call_before_step()
-            self._update(totals, stats, max_norm)
+            is_done = early is not None and early.has_updated
+            self._update(totals, stats, max_norm, is_done=is_done)
             usage_checks.call_after_step(self._spec.optimizers)
         return self._finish(totals, stats)
 
@@ -218,7 +224,16 @@ class StepRunner:
 
     # -- reduce and exchange ----------------------------------------------------------------
 
-    def _reduced(self, call: str) -> StepTotals:
+    def _early_update(self, max_norm: float | None) -> EarlyUpdate | None:
+        """Return the update to launch before the totals are read, or None if they are needed."""
+        # Hooks of users may change the gradients, and expect that the step is not skipped.
+        needs_totals = self._hooks is not None or usage_checks.has_pre_hooks(self._spec.optimizers)
+        if not self._updates_early or needs_totals:
+            return None
+        state, abandoning = self._state, self._backward.abandoning
+        return EarlyUpdate(state.states, state.aggregation, state.weighting, max_norm, abandoning)
+
+    def _reduced(self, call: str, early: EarlyUpdate | None = None) -> StepTotals:
         """Reduce this step's gradients unless this was already done. Return the global totals."""
         state, states = self._state, self._objects.states
         self._check_begun(call)
@@ -234,7 +249,7 @@ class StepRunner:
             with span("reduce"):
                 states.gradients.reduce()
             with span("exchange"):
-                totals = self._exchange()
+                totals = self._exchange(early)
             self._check_consistent(totals)
             if self._hooks is not None:
                 if self._hooks.replaces_sums:
@@ -245,7 +260,7 @@ class StepRunner:
             state.totals = totals
         return state.totals
 
-    def _exchange(self) -> StepTotals:
+    def _exchange(self, early: EarlyUpdate | None) -> StepTotals:
         """Report this rank's statistics of the step, and return the totals across all ranks."""
         try:
             totals = exchange(
@@ -263,6 +278,7 @@ class StepRunner:
                 # Tensor-parallel ranks share a batch, which must be counted once.
                 counts=self._spec.tensor_rank == 0,
                 experts=() if self._spec.routing is None else self._spec.routing.step_counts,
+                early=early,
             )
             line = self._spec.pipeline
             return totals if line is None else over_stages(totals, line.group)
@@ -323,8 +339,18 @@ class StepRunner:
             self._backward.abandon()
             raise
 
-    def _update(self, totals: StepTotals, stats: StepStats, max_norm: float | None) -> None:
-        """Update the buckets in turn. Each is all-gathered while the next one is updated."""
+    def _update(
+        self,
+        totals: StepTotals,
+        stats: StepStats,
+        max_norm: float | None,
+        *,
+        is_done: bool = False,
+    ) -> None:
+        """Update the buckets in turn. Each is all-gathered while the next one is updated.
+
+        If `is_done`, the optimizers have been called already.
+        """
         factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
         publishes = self._spec.placement.is_sharded("optimizer")
@@ -337,7 +363,8 @@ class StepRunner:
                     self._world.seed, self._state.number, "rounding", self._state.steps
                 )
             for inner in states.optimizer.inners:
-                inner.step(totals.used, factor)
+                if not is_done:
+                    inner.step(totals.used, factor)
                 if publishes:
                     gathers += [states.parameters.publish(number) for number in inner.buckets]
             states.optimizer.write_back_options()

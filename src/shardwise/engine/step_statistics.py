@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, groupby
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, islice
 
 import torch
 from torch import Tensor
@@ -135,17 +135,46 @@ class StepReport:
         known += [self.shown, *self.mix, self.copies, *numbers]
         return _row([*self.weights, *self.losses, self.squared_norm, *known], device)
 
+    def start_read(self, group: Collectives) -> Callable[[], StepReport]:
+        """Start copying the numbers on an accelerator to the host, in one copy.
+
+        Returns a function that waits for the copy and returns this report with all numbers on the
+        host.
+        """
+        numbers = [*self.weights, *self.losses, *self.mix, self.rows, self.shown, self.copies]
+        far = [n for n in (*numbers, self.squared_norm) if isinstance(n, Tensor) and _is_far(n)]
+        if not far:
+            return lambda: self
+        wait = group.start_read(torch.cat([number.double().reshape(-1) for number in far]))
+
+        def finish() -> StepReport:
+            read = iter(wait().tolist())
+            near = iter([next(read) if _is_far(number) else number for number in numbers])
+            return replace(
+                self,
+                weights=list(islice(near, len(self.weights))),
+                losses=list(islice(near, len(self.losses))),
+                mix=(next(near), next(near)),
+                rows=next(near),
+                shown=next(near),
+                copies=next(near),
+                squared_norm=torch.tensor(list(read), dtype=torch.float64)
+                if _is_far(self.squared_norm)
+                else self.squared_norm,
+            )
+
+        return finish
+
     @property
     def is_near(self) -> bool:
         """True if no number is on an accelerator."""
-        squared, others = self.squared_norm, [*self.weights, *self.losses, *self.mix]
-        others += [self.rows, self.shown, self.copies]
-        return squared.device.type == "cpu" and not any(isinstance(n, Tensor) for n in others)
+        numbers = [*self.weights, *self.losses, self.squared_norm, *self.mix]
+        return not any(map(_is_far, [*numbers, self.rows, self.shown, self.copies]))
 
     def totals_of_one(self, aggregation: Aggregation) -> StepTotals:
         """Return what `join` returns if there is only this rank, in a fraction of the time.
 
-        `is_near` must be true.
+        All numbers must be on the host.
         """
         lowest, highest = map(float, self.mix)
         return StepTotals(

@@ -402,16 +402,25 @@ def allow(optimizer: optim.Optimizer) -> None:
         optimizer.__dict__.pop(name, None)
 
 
+def has_pre_hooks(optimizers: Sequence[optim.Optimizer]) -> bool:
+    """Return whether there are step pre-hooks of users, of an optimizer or of all of them."""
+    return any(_users_pre_hooks(optimizer) for optimizer in optimizers)
+
+
+def _users_pre_hooks(optimizer: optim.Optimizer) -> list[Any]:
+    # Without our own pre-hook, which raises if the user calls step().
+    ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
+    return [hook for number, hook in pre_hooks(optimizer) if number not in ours]
+
+
 def call_before_step(optimizers: Sequence[optim.Optimizer]) -> None:
     """Call the step pre-hooks of each optimizer, and torch's global ones.
 
     Raises UsageError if a hook returns new arguments for `step`, because `engine.step` passes none.
     """
     for optimizer in optimizers:
-        # Skip our own pre-hook, which raises if the user calls step().
-        ours = {handle.id for handle in optimizer.__dict__.get(_HOOKS, [])}
-        for number, hook in pre_hooks(optimizer):
-            if number not in ours and hook(optimizer, (optimizer,), {}) is not None:
+        for hook in _users_pre_hooks(optimizer):
+            if hook(optimizer, (optimizer,), {}) is not None:
                 raise UsageError(
                     f"A step pre-hook of {type(optimizer).__name__} returned new arguments for "
                     "step(), which engine.step() calls without arguments. Return None from it."

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn, optim
 
-from shardwise.states.optimizer.optimizer_kind import bare_copy
+from shardwise.states.optimizer.optimizer_kind import FUSED, bare_copy
 from shardwise.states.optimizer.optimizer_options import (
     FollowedAttributes,
     FollowedOptions,
@@ -57,6 +57,29 @@ class SplitTensors(Protocol):
     ) -> None: ...
 
 
+@dataclass(frozen=True)
+class DeviceFactor:
+    """A factor for gradients that is known on the device only. See `engine/early_update.py`.
+
+    torch's fused kernels read both tensors, which are fp32 scalars on the device.
+    """
+
+    divisor: Tensor | None
+    """The reciprocal of the factor; None means 1."""
+    skips: Tensor
+    """1 if the update must leave everything unchanged, otherwise 0."""
+
+    @classmethod
+    def of(cls, factor: float | Tensor, *, skips: Tensor) -> DeviceFactor:
+        """Return the `factor`, a number or an fp64 scalar on the device of `skips` (bool)."""
+        divisor = None
+        if isinstance(factor, Tensor):
+            divisor = (torch.ones_like(factor) / factor).float()
+        elif factor != 1.0:
+            divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=skips.device)
+        return cls(divisor, skips.float())
+
+
 class InnerOptimizer:
     """A copy of the user's optimizer that updates the segments of `intervals`.
 
@@ -93,7 +116,9 @@ class InnerOptimizer:
         self.intervals = intervals
         self._groups = groups
         self._parts = parts
-        self._divides = fused and all(i.master.dtype == torch.float32 for i in intervals)
+        self._is_fused = fused
+        self._divides = False
+        """True if torch's fused kernel divides the gradients of this step."""
         self.inner = self._make_optimizer()
         device = intervals[0].master.device
         self.options = FollowedOptions(groups, self.inner, device, fused=fused)
@@ -126,7 +151,30 @@ class InnerOptimizer:
 
     # -- the update -----------------------------------------------------------------------
 
-    def step(self, used: Sequence[bool], factor: float) -> None:
+    @property
+    def _may_divide(self) -> bool:
+        # The kernel is fused by choice of the user or, if they chose nothing, of this class.
+        return (
+            type(self.inner) in FUSED
+            and (self._is_fused or all(group.options.get("fused") for group in self._groups))
+            and all(i.master.dtype == torch.float32 for i in self.intervals)
+        )
+
+    @property
+    def skips_on_device(self) -> bool:
+        """True if `step` takes a `DeviceFactor`.
+
+        The first step must not, because it creates the state.
+        """
+        return (
+            self._may_divide
+            and self._split is None
+            and self._parts is in_memory
+            and type(self.inner) in (optim.Adam, optim.AdamW)
+            and all(s.tensor in self.inner.state for i in self.intervals for s in i.segments)
+        )
+
+    def step(self, used: Sequence[bool], factor: float | DeviceFactor) -> None:
         """Update the parameters with the reduced gradients, multiplied by `factor`.
 
         `used` holds a flag for each parameter: whether it had a gradient on any rank.
@@ -135,23 +183,26 @@ class InnerOptimizer:
             cut = [cut_by_use(self.inner, interval, used) for interval in self.intervals]
             if any(cut):
                 self._regroup()
+        self._divides = self._may_divide
         self._set_divisor(factor)
         for parts in self._parts(self):
             self._update(parts, used, factor)
 
-    def _set_divisor(self, factor: float) -> None:
-        # torch's fused kernels read this attribute in `step`, so clear the divisor of the last
-        # step.
-        self.inner.grad_scale = None  # type: ignore[attr-defined]
-        if self._divides and factor != 1.0:
-            # torch's fused kernels divide the gradient by `grad_scale` as they read it, in fp32.
-            # This saves a separate pass over the gradient.
+    def _set_divisor(self, factor: float | DeviceFactor) -> None:
+        divisor = skips = None
+        if isinstance(factor, DeviceFactor):
+            divisor, skips = factor.divisor, factor.skips
+        elif self._divides and factor != 1.0:
             device = self.intervals[0].master.device
             divisor = torch.full((), 1.0 / factor, dtype=torch.float32, device=device)
-            self.inner.grad_scale = divisor  # type: ignore[attr-defined]
-            self.inner.found_inf = None  # type: ignore[attr-defined]
+        # torch's fused kernels read these attributes in `step`. They divide the gradient by
+        # `grad_scale` as they read it, in fp32, which saves a separate pass over the gradient.
+        self.inner.grad_scale = divisor  # type: ignore[attr-defined]
+        self.inner.found_inf = skips  # type: ignore[attr-defined]
 
-    def _update(self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float) -> None:
+    def _update(
+        self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float | DeviceFactor
+    ) -> None:
         for part in parts:
             self._offer(part, used, factor)
         tensors = [segment.tensor for part in parts for segment in part.segments]
@@ -169,7 +220,7 @@ class InnerOptimizer:
         for part in parts:
             part.changed = bool(offered)
 
-    def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float) -> None:
+    def _offer(self, part: UpdatePart, used: Sequence[bool], factor: float | DeviceFactor) -> None:
         """Set `grad` on the tensor of each segment whose parameters had a gradient."""
         if not part.segments:
             return
@@ -177,7 +228,7 @@ class InnerOptimizer:
         # dtypes.
         tensor = part.segments[0].tensor
         grad = part.gradient.to(tensor.device, tensor.dtype)
-        if not self._divides and factor != 1.0:
+        if not self._divides and not isinstance(factor, DeviceFactor) and factor != 1.0:
             # In place, even if `to` returned the sum itself: a step uses its sums only once.
             grad = grad.mul_(factor)
         for segment in part.segments:
@@ -254,6 +305,7 @@ class InnerOptimizer:
         `evaluate` must call `offer_again` each time. Every interval must consist of a single part.
         """
         for parts in self._parts(self):
+            self._divides = False
             self._set_divisor(1.0)
             self._follow()
             self._call(evaluate)

@@ -252,9 +252,10 @@ def may_fuse(
     # A learning rate that is a tensor would round results to its own dtype.
     rate = options.get("lr")
     plain &= not isinstance(rate, Tensor) or rate.dtype == dtype
-    known = {"cpu": (*_FUSED, optim.Adagrad), "cuda": _FUSED}.get(device.type, ())
+    known = {"cpu": (*FUSED, optim.Adagrad), "cuda": FUSED}.get(device.type, ())
     real = dtype in (torch.float32, torch.float64)
     return unchosen and plain and real and type(optimizer) in known
 
 
-_FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+FUSED = (optim.Adam, optim.AdamW, optim.SGD)
+"""Optimizers that have a fused kernel in torch, on every device."""

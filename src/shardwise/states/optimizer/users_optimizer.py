@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import optim
 
-from shardwise.states.optimizer.inner_optimizer import InnerOptimizer, UpdatePart
+from shardwise.states.optimizer.inner_optimizer import DeviceFactor, InnerOptimizer, UpdatePart
 from shardwise.states.optimizer.optimizer_options import ParameterGroup
 
 
@@ -37,10 +37,12 @@ class UsersOptimizer(InnerOptimizer):
         """Return the options of the user's own group."""
         return group.options
 
-    def _set_divisor(self, factor: float) -> None:
+    def _set_divisor(self, factor: float | DeviceFactor) -> None:
         """No-op: the user's optimizer receives gradients that are already divided."""
 
-    def _update(self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float) -> None:
+    def _update(
+        self, parts: Sequence[UpdatePart], used: Sequence[bool], factor: float | DeviceFactor
+    ) -> None:
         # Step even if no parameter had a gradient, as a single process would.
         with self._masters_shown():
             self._clear(parts)  # `param.grad` still has the guards
