@@ -200,7 +200,7 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 def publish(file: Path, results: Path) -> Path:
     """Keep `file` among the results under its date, and write the section of docs/speed.md."""
     kept = file.resolve()
-    if kept.parent != results.resolve():
+    if not (kept.parent == results.resolve() and kept.match("*-gpu-first.json")):
         day = json.loads(file.read_text())["machine"]["date"][:10]
         names = (f"{day}{number}-gpu-first.json" for number in ("", *"bcdefghijklmnopqrstuvwxyz"))
         kept = next(results / name for name in names if not (results / name).exists())
