@@ -107,8 +107,11 @@ def accepted(
         for connection in _joining(meeting, secret):
             joined.append(connection)
             connection.socket.settimeout(ANSWER_LIMIT)
-            said = rpc.decode(connection.receive() or b"{}")
             address = str(connection.socket.getpeername()[0])
+            try:
+                said = rpc.decode(connection.receive() or b"{}")
+            except (OSError, ValueError) as error:
+                raise LaunchError(f"{address} has joined, but then failed: {error}.") from None
             if said.get("command") != rpc.decode(rpc.encode(command)):
                 raise LaunchError(
                     f"{address} has joined with another command, or without one: "
@@ -201,7 +204,7 @@ def serve(meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequen
 
 def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
     """Connect to the first host, which may start later than this one."""
-    until = time.monotonic() + JOIN_LIMIT
+    until, is_first = time.monotonic() + JOIN_LIMIT, True
     while True:
         try:
             return rpc.connect(place, secret, _JOIN, until)
@@ -216,6 +219,10 @@ def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
                     f"{place[0]}:{place[1]} (--rdzv-endpoint) cannot be reached: {error}. Run the "
                     "same command there, and check the address."
                 ) from None
+            if is_first:
+                words = f"shardwise: waiting for {place[0]}:{place[1]} (--rdzv-endpoint): {error}"
+                print(words, file=sys.stderr, flush=True)
+                is_first = False
             time.sleep(AGAIN)
 
 
