@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm import GroupRanks
+from shardwise.comm import Collectives, GroupRanks
+from shardwise.comm.base import Solo
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
@@ -31,6 +32,7 @@ from shardwise.comm.survivors.membership import (
     leader,
     stands,
 )
+from shardwise.comm.survivors.replaceable import PartGroup, Parts, ReplaceableGroup
 from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
@@ -384,6 +386,26 @@ def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
         for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
             assert [len(rows) for rows in loader] == [4, 4]
     assert builds == [2]
+
+
+class LostPeers(Solo):
+    """A group that has lost a rank."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        raise PeerLost("a rank is gone")
+
+
+@pytest.mark.parametrize("tolerates", [True, False])
+def test_a_channel_may_be_opened_after_a_loss_in_a_step(tolerates: bool) -> None:
+    """Stages open their channels in the forward pass, which the script cannot repeat."""
+    part = PartGroup(ReplaceableGroup(Solo()), None, Parts(lambda error: tolerates))
+    part.inner = LostPeers()
+    with nullcontext() if tolerates else pytest.raises(PeerLost):
+        channel = part.split([[0]])
+        value = torch.ones(2)
+        channel.broadcast(value, 0).wait()
+        assert value.tolist() == [1, 1]
+        assert part.split([[0]]) is not channel, "without another attempt"
 
 
 def test_ranks_that_leave_wait_for_the_others_of_their_host() -> None:
