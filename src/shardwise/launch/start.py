@@ -168,7 +168,7 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Replace this process with torch's elastic agent, which starts this host's ranks.
 
-    Returns only for a dry run.
+    Returns only for a dry run, or with `--survive` the exit code of the run (see `_by_nodes`).
     """
     assert request.nnodes is not None
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
