@@ -120,7 +120,9 @@ def judge(run: Run, ran: Ran, folder: Path, *, lost: set[int], is_pair: bool) ->
     together with its second copy.
     """
     last = ran.err.strip().splitlines()[-1][:300] if ran.err.strip() else ""
-    if ran.code == SAVED and [loss.name for loss in run.losses] == ["TERM", "TERM"]:
+    names = [loss.name for loss in run.losses]
+    # The second signal leaves no complete replica, or reaches the last rank.
+    if ran.code == SAVED and (names == ["TERM", "TERM"] or (run.replica > 1 and "TERM" in names)):
         return "saved", last
     if ran.code:
         # Two ranks that were lost at nearly the same time may have been lost at once.

@@ -134,8 +134,8 @@ class Lab:
         """Return the processes (except sshd) and files that a run leaves after `limit` seconds."""
         until = time.monotonic() + limit
         while True:
-            alive = [_name(pid) for pid in self.processes()]
-            found = [name for name in alive if name not in ("", "sshd")]
+            alive = {pid: _name(pid) for pid in self.processes()}
+            found = [_describe(pid) for pid, name in alive.items() if name not in ("", "sshd")]
             found += [path.name for path in self.temporary.glob("shardwise-*")]
             if not found or time.monotonic() > until:
                 return found
@@ -157,6 +157,16 @@ def _name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
+
+
+def _describe(pid: int) -> str:
+    """Return the command line of a process, its number and its parent's."""
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:
+        return f"process {pid}, which has just ended"
+    return f"process {pid} of parent {parent}: {line}"
 
 
 def missing() -> str | None:

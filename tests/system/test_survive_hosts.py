@@ -173,6 +173,50 @@ def test_a_replica_is_lost(
     ends(shardwise, ran, kind, left)
 
 
+def on_each_host(shardwise: Launcher, hosts: Lab, *words: str, count: int = 2) -> list[Ran]:
+    """Start the same command on `count` hosts, and return how each has ended."""
+    started = []
+    for node in reversed(hosts.nodes[:count]):  # the first host may start last
+        shardwise.enter = node.enter(shardwise.folder)
+        meeting = ("--nnodes", str(count), "--rdzv-endpoint", "node1:29500")
+        secret = {"SHARDWISE_SECRET": "of these hosts, long enough"}
+        started.append(shardwise.start("run", *meeting, *words, env=secret))
+    return [shardwise.finish(process) for process in reversed(started)]
+
+
+@pytest.mark.parametrize(
+    ("kill", "left"),
+    [
+        ("2:reduce:6", [0, 1, 3]),
+        pytest.param("2:backward:5:HOST", [0, 1], marks=pytest.mark.full),
+    ],
+)
+def test_command_was_started_on_each_host(
+    shardwise: Launcher, hosts: Lab, kill: str, left: list[int]
+) -> None:
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", kill)
+    ran, other = on_each_host(shardwise, hosts, *flags, *words)
+    hosts.clear()
+    ends(shardwise, ran, "adamw", left)
+    assert other.code == (-9 if "HOST" in kill else 0), other.err
+
+
+@pytest.mark.full
+def test_cable_of_a_host_that_has_joined_is_cut(shardwise: Launcher, hosts: Lab) -> None:
+    thread = threading.Thread(target=cut_when_asked, args=(hosts, shardwise.folder, 2))
+    thread.start()
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = ("--timeout", "60", script("survives"), "steps", "sgd", "out", "2:backward:5:CUT")
+    try:
+        ran, other = on_each_host(shardwise, hosts, *flags, *words)
+    finally:
+        thread.join()
+        hosts.mend(2)
+    ends(shardwise, ran, "sgd", [0, 1])
+    assert "Lost the connection to node1, where the launcher of this run is" in other.err
+
+
 def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
     """Cut the cable of a node once a rank has reached its moment."""
     wait_until((folder / "cut").exists, 60)

@@ -59,7 +59,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["-H", "a" * 300], "is too long for a host name"),
         (["-x", "RANK=1"], "shardwise run sets"),
         (["-x", "A=1", "-x", "A=2"], "-x A is given twice"),
-        (["--nnodes", "1", "--survive", "1"], "--survive 1 cannot be combined with --nnodes"),
+        (
+            ["--nnodes", "2:4", "--rdzv-endpoint", "h:1", "--survive", "1"],
+            "a fixed number of hosts, and continues if some are lost. Write --nnodes 4",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--survive", "1"],
+            "--survive with --nnodes 2 needs a secret that is the same on all hosts",
+        ),
+        (
+            ["--nnodes", "2", "--survive", "1", "--ssh", "rsh"],
+            "--ssh rsh has no effect in a run with --nnodes and --survive",
+        ),
         (["-H", "h1,h2", "--survive", "1", "--spares", "2"], "--spares 2 needs all workers on"),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
     ],

@@ -290,6 +290,26 @@ class TestTable:
         with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
             reaching.get("key")
 
+    def test_waits_fail_after_a_rank_has_disconnected(self, listener: socket.socket) -> None:
+        """With `--survive`, two ranks may connect to each other while a third one is lost."""
+        place = listener.getsockname()
+        hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 60.0, survives=True)
+        left, lost = (
+            ClientStore(
+                rpc.prove(socket.create_connection(place), KNOWN, role_of(place[1]), soon()), 60.0
+            )
+            for _ in range(2)
+        )
+        left.set("here", "")
+        lost.close()
+        with pytest.raises(dist.DistStoreError, match="a rank is gone"):
+            hosted.get("address of the lost rank")
+        with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
+            left.get("address of the lost rank")
+        assert hosted.get("here") == b""
+        hosted.close()
+        left.close()
+
     def test_accept_no_more_refuses_connections(self, listener: socket.socket) -> None:
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 5.0)

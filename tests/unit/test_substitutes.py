@@ -18,6 +18,7 @@ from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.local_workers import RankExit
 from shardwise.launch.supervisor import EARLY, MOST_EARLY, Supervisor
 from shardwise.net.progress import Progress
+from shardwise.net.restarts import SAVED
 
 
 class Substitutes:
@@ -114,6 +115,17 @@ def test_a_rank_that_always_ends_early_is_not_started_again(run: Run) -> None:
     )
     run.kill(2, joined=60, step=61)
     assert run.substitutes.started[-1] == 2
+
+
+def test_a_run_that_saves_after_a_loss_ends_as_saved(run: Run) -> None:
+    run.substitutes.limit = 0
+    run.kill(1, joined=None, step=2)
+    for rank in (0, 2):
+        end = ExitStatus(rank=rank, code=SAVED, time=1)
+        progress = Progress(step=6, kept=6, ended=True)
+        exit_ = RankExit(end=end, how="", report=None, progress=progress, alone=True)
+        run.supervisor.left(exit_)
+    assert run.supervisor._conclude().code == SAVED
 
 
 def test_the_others_do_not_wait_for_a_rank_that_was_killed_before_it_joined(run: Run) -> None:

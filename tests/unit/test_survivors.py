@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm import GroupRanks
+from shardwise.comm import Collectives, GroupRanks
+from shardwise.comm.base import Solo
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
@@ -31,6 +32,7 @@ from shardwise.comm.survivors.membership import (
     leader,
     stands,
 )
+from shardwise.comm.survivors.replaceable import PartGroup, Parts, ReplaceableGroup
 from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
@@ -312,7 +314,7 @@ def test_a_rank_lost_together_with_its_copy_is_refused(left: tuple[int, ...], na
 
 
 def test_a_break_ends_the_step_whose_passes_may_be_cut_off(solo: World) -> None:
-    solo.survival = survival = Survival(SimpleNamespace(generation=0), print)  # type: ignore[arg-type]
+    solo.survival = survival = Survival(SimpleNamespace(generation=0, admission=0), print)  # type: ignore[arg-type]
     for _ in Loader(list(range(8)), 4):
         assert survival.in_step
         break
@@ -374,7 +376,7 @@ def test_a_late_request_of_a_member_does_not_invite_it_again() -> None:
 def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
     solo: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    group = SimpleNamespace(generation=0)
+    group = SimpleNamespace(generation=0, admission=0)
     solo.survival = Survival(group, print)  # type: ignore[arg-type]
     loader = Loader(torch.arange(8), batch_size=4)
     builds: list[int] = []
@@ -384,6 +386,42 @@ def test_all_ranks_divide_the_rows_again_even_if_their_numbers_stay_the_same(
         for group.generation in (0, 0, 2, 2):  # a loss, and the admission of a spare
             assert [len(rows) for rows in loader] == [4, 4]
     assert builds == [2]
+
+
+def test_datasets_are_compared_again_after_an_admission_but_not_after_a_loss(
+    solo: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss, only some of the ranks might still be in the comparison."""
+    group = SimpleNamespace(generation=0, admission=0)
+    solo.survival = Survival(group, print)  # type: ignore[arg-type]
+    loader = Loader(torch.arange(8), batch_size=4)
+    compared: list[int] = []
+    name = "shardwise.data.batch_schedule.check_same_dataset"
+    monkeypatch.setattr(name, lambda world, dataset: compared.append(group.generation))
+    with torch.no_grad():
+        for group.generation, group.admission in ((0, 0), (1, 0), (2, 2), (3, 2)):
+            assert len(list(loader)) == 2
+    assert compared == [0, 2]
+
+
+class LostPeers(Solo):
+    """A group that has lost a rank."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
+        raise PeerLost("a rank is gone")
+
+
+@pytest.mark.parametrize("tolerates", [True, False])
+def test_a_channel_may_be_opened_after_a_loss_in_a_step(tolerates: bool) -> None:
+    """Stages open their channels in the forward pass, which the script cannot repeat."""
+    part = PartGroup(ReplaceableGroup(Solo()), None, Parts(lambda error: tolerates))
+    part.inner = LostPeers()
+    with nullcontext() if tolerates else pytest.raises(PeerLost):
+        channel = part.split([[0]])
+        value = torch.ones(2)
+        channel.broadcast(value, 0).wait()
+        assert value.tolist() == [1, 1]
+        assert part.split([[0]]) is not channel, "without another attempt"
 
 
 def test_ranks_that_leave_wait_for_the_others_of_their_host() -> None:

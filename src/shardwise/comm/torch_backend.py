@@ -69,18 +69,21 @@ def split_group(
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
-    if len(group_ranks.ranks) < dist.get_world_size():
-        # torch's default group has more ranks than this group, and those do not make this call. So
-        # only the members create their group.
-        with _fresh_name(group):
-            if len(mine) > 1:
-                ranks = group_ranks.part(mine).of_torch
-                made = dist.new_group(ranks, use_local_synchronization=True, **options)
-    else:
-        for members in groups:  # torch requires that every rank creates every group
-            if len(members) > 1:
-                found = dist.new_group(list(members), **options)
-                made = found if rank in members else made
+    try:
+        if len(group_ranks.ranks) < dist.get_world_size():
+            # torch's default group has more ranks than this group, and those do not make this call.
+            # So only the members create their group.
+            with _fresh_name(group):
+                if len(mine) > 1:
+                    ranks = group_ranks.part(mine).of_torch
+                    made = dist.new_group(ranks, use_local_synchronization=True, **options)
+        else:
+            for members in groups:  # torch requires that every rank creates every group
+                if len(members) > 1:
+                    found = dist.new_group(list(members), **options)
+                    made = found if rank in members else made
+    except RuntimeError as error:
+        raise explain(error, group_ranks.speaker(rank), "connecting a group") from error
     # Every member is connected now, so an open listener would only accept strangers.
     listeners.shut()
     if len(mine) == 1:
@@ -89,7 +92,14 @@ def split_group(
     return make(mine, made)
 
 
-_GONE = ("closed by peer", "connection reset", "broken pipe", "connection refused", "eof")
+_GONE = (
+    "is gone",
+    "closed by peer",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "eof",
+)
 
 
 def explain(

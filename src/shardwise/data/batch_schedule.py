@@ -43,13 +43,23 @@ class BatchSchedule(ABC):
 
 
 class InOrder(BatchSchedule):
-    """The Loader's own order, shuffled or not. It depends only on (seed, epoch, length)."""
+    """The Loader's own order, shuffled or not. It depends only on (seed, epoch, length).
+
+    Ranks compare their datasets once for each `world.admission`, and add it to `compared`.
+    """
 
     def __init__(
-        self, dataset: Any, batch_size: int, *, world: World, shuffle: bool, drop_last: bool
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        world: World,
+        shuffle: bool,
+        drop_last: bool,
+        compared: set[int],
     ) -> None:
         length, seed = samples_per_epoch(dataset), world.seed
-        self._dataset, self._world, self._checked = dataset, world, False
+        self._dataset, self._world, self._compared = dataset, world, compared
         self._batch_size = batch_size
         self.epoch_length = order.used_length(length, batch_size, drop_last=drop_last)
         self.steps = order.steps_per_epoch(length, batch_size, drop_last=drop_last)
@@ -58,9 +68,11 @@ class InOrder(BatchSchedule):
     def batches(self, epoch: int, offset: int) -> Iterator[Sequence[Any]]:
         # Check here and not in __init__, because creating a Loader is not collective and a script
         # may do it on some ranks only. Iterating over a Loader is collective anyway.
-        if not self._checked:
+        # Not again after a loss: a rank that was ahead of the others may repeat this call, and then
+        # divide the rows again, while the others only divide them. But again after an admission.
+        if (admission := self._world.admission) not in self._compared:
             check_same_dataset(self._world, self._dataset)
-            self._checked = True
+            self._compared.add(admission)
         whole = epoch_order(self._dataset, self._seed, epoch, shuffle=self._shuffle)
         assert self.epoch_length is not None
         for rows in order.steps(self.epoch_length, self._batch_size, offset):

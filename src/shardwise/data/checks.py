@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DistributedSampler, IterableDataset
@@ -43,6 +43,8 @@ class LoaderArguments:
     size: int
     rank: int
     budget: TokenBudget | None = None
+    compared: set[int] = field(default_factory=set)
+    """The admissions after which the ranks have compared their datasets."""
 
     @property
     def cut(self) -> BatchCut:

@@ -429,7 +429,8 @@ class Loader(HintsAtAttributes):
     def _is_shared_now(self) -> bool:
         """True if the rows are divided among the current ranks. The same on all ranks."""
         # After a loss and an admission, the size may be the same as before, and only some ranks may
-        # have another number. But all must divide the rows again, because this is collective.
+        # have another number. But all must divide the rows again, because this is collective after
+        # an admission.
         return self._mesh == self._world.mesh and self._generation == self._world.generation
 
     def _share_anew(self) -> None:

@@ -336,7 +336,12 @@ def _schedule(arguments: LoaderArguments, world: World) -> BatchSchedule:
     if arguments.sampler is not None:
         return FromSampler(arguments.sampler, size, world=world, drop_last=drop_last)
     return InOrder(
-        arguments.dataset, size, world=world, shuffle=arguments.shuffle, drop_last=drop_last
+        arguments.dataset,
+        size,
+        world=world,
+        shuffle=arguments.shuffle,
+        drop_last=drop_last,
+        compared=arguments.compared,
     )
 
 

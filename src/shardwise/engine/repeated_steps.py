@@ -288,7 +288,16 @@ class RepeatableSteps(StepRunner):
         """
         copies = self._objects.states.copies
         if copies is None:
-            super()._update(totals, stats, max_norm, is_done=is_done)
+            loss = None
+            try:
+                super()._update(totals, stats, max_norm, is_done=is_done)
+            except PeerLost as error:
+                loss = error
+            if loss is not None:
+                # States are sharded without second copies only if no rank may be lost, for example
+                # in the last group that holds all experts. So this raises an error that says so.
+                self._survival.replace_group(self._state.steps + 1, is_updated=True)
+                raise loss
             self._wait_for_updates([])
         else:
             self._update_with_copies(copies, totals, self._factor(totals, stats, max_norm))

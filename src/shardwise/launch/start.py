@@ -6,6 +6,7 @@ a Slurm allocation          srun                          slurm.py
 the same, with --survive    an agent on each, by srun     allocations.py, ssh/many_hosts.py
 another allocation          ssh to each of its hosts      allocations.py, ssh/many_hosts.py
 --nnodes                    torch's elastic agent         elastic.py
+the same, with --survive    an agent on each              nodes.py, ssh/many_hosts.py
 """
 
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from shardwise.errors import LaunchError
-from shardwise.launch import allocations, elastic, flags, one_host, program, resources
+from shardwise.launch import allocations, elastic, flags, nodes, one_host, program, resources
 from shardwise.launch.allocations import Allocation
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import many_hosts
@@ -77,12 +78,18 @@ def run(request: LaunchRequest) -> int:
     return _by_ourselves(request, passed)
 
 
-def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
-    """Start the ranks: directly on this host, and over ssh on other hosts. Return the exit code."""
+def _by_ourselves(
+    request: LaunchRequest, passed: Mapping[str, str], shares: Sequence[Share] = ()
+) -> int:
+    """Start the ranks: directly on this host, and over ssh on other hosts. Return the exit code.
+
+    `shares` are the ranks of each host, if they are known.
+    """
     allocation = None
-    if request.hosts is None and request.hostfile is None:
-        allocation = _allocation(request)
-    shares = _shares(request, allocation)
+    if not shares:
+        if request.hosts is None and request.hostfile is None:
+            allocation = _allocation(request)
+        shares = _shares(request, allocation)
     here = [share for share in shares if network.is_here(share.host)]
     is_alone = list(shares) == here[:1]
     # With -H or --hostfile, accept the flags for ssh even if this is the only host.
@@ -105,7 +112,7 @@ def _by_ourselves(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         flags=settings,
         passed=passed,
         size=size,
-        shares=shares,
+        shares=tuple(shares),
         port=request.port or 0,
         interface=request.interface,
         folder=environment.working_folder(os.environ),
@@ -161,7 +168,7 @@ def _by_srun(request: LaunchRequest, passed: Mapping[str, str]) -> int:
 def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     """Replace this process with torch's elastic agent, which starts this host's ranks.
 
-    Returns only for a dry run.
+    Returns only for a dry run, or with `--survive` the exit code of the run (see `_by_nodes`).
     """
     assert request.nnodes is not None
     if request.hosts is not None or request.hostfile is not None or request.shown is not None:
@@ -170,15 +177,11 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
             "the command on each host, with the others one command starts all ranks. Use one or "
             "the other."
         )
-    flags.refuse_without_effect(flags.BY_TORCH, {**vars(request), **request.settings})
+    survives = request.settings.get("survive", "0") != "0"
+    way = flags.BY_NODES if survives else flags.BY_TORCH
+    flags.refuse_without_effect(way, {**vars(request), **request.settings})
     if request.part_runner is not None:
         raise flags.started_by_others("with --nnodes")
-    if request.settings.get("survive", "0") != "0":
-        raise LaunchError(
-            f"--survive {request.settings['survive']} cannot be combined with --nnodes: torch's "
-            "elastic agent ends all ranks when one is lost. Start the run once, from one host: "
-            f"shardwise run -H HOST1,HOST2 --survive {request.settings['survive']} train.py"
-        )
     if request.size is not None:
         raise LaunchError(
             f"-n {request.size} cannot be combined with --nnodes, which may change the total "
@@ -188,6 +191,8 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
     meeting = elastic.ElasticRendezvous.of(
         request.nnodes, request.rdzv_endpoint, request.node_rank, name
     )
+    if survives:
+        return _by_nodes(request, passed, meeting)
     command = program.command(request.words[0], request.words[1:], module=request.module)
     address = elastic.own_address(meeting, request.interface)
     words = elastic.agent_command(
@@ -208,6 +213,39 @@ def _by_torch(request: LaunchRequest, passed: Mapping[str, str]) -> int:
         elastic.run(words, elastic.agent_environment(base, request.settings, leads))
     print(shlex.join(words))
     return 0
+
+
+def _by_nodes(
+    request: LaunchRequest, passed: Mapping[str, str], meeting: elastic.ElasticRendezvous
+) -> int:
+    """Join the other hosts, and start the ranks of all hosts if this is the first one.
+
+    Returns the exit code of the run.
+    """
+    if meeting.fewest < meeting.most:
+        raise LaunchError(
+            f"--nnodes {request.nnodes} with --survive: the run starts with a fixed number of "
+            f"hosts, and continues if some are lost. Write --nnodes {meeting.most}."
+        )
+    count = request.per_host or _ranks_of_a_host(request)
+    if meeting.host is None or meeting.most == 1:
+        return _by_ourselves(request, passed, [Share(Host("localhost"), 0, count)])
+    secret = nodes.find_secret(meeting.most)
+    is_first = network.is_here(Host(meeting.host))
+    if request.dry_run:
+        does = "accepts the other hosts and starts all ranks" if is_first else "joins"
+        print(
+            f"{count} ranks on this host, which {does}: {meeting.most} hosts meet at "
+            f"{meeting.host}, port {meeting.port}"
+        )
+        return 0
+    command = [request.words, request.module, dict(request.settings), meeting.most]
+    if not is_first:
+        return nodes.serve(meeting, secret, count, command)
+    with nodes.accepted(meeting, secret, count, command) as found:
+        joined = {**vars(request), "ssh": shlex.join(found.ssh)}
+        found.code = _by_ourselves(LaunchRequest(**joined), passed, found.shares)
+        return found.code
 
 
 def _with_secret(environ: Mapping[str, str]) -> dict[str, str]:

@@ -456,11 +456,11 @@ class Supervisor:
                 output = self._outputs[rank]
                 (output.keep if refused else output.hear)(STDERR, as_utf8(found.text))
         ends = self._ends()
-        left = [end for end in ends if end.rank not in self._killed]
-        if left and all(end.code in (0, SAVED) for end in left):
-            ends = left  # they have finished without those that were killed
-        judged = failure_report.judge(ends, reports)
         saved = any(rank_exit.saved for rank_exit in self._exits.values())
+        left = [end for end in ends if end.rank not in self._killed]
+        if (left or saved) and all(end.code in (0, SAVED) for end in left):
+            ends = left  # the others have finished, or saved, without those that were killed
+        judged = failure_report.judge(ends, reports)
         # If a second signal has killed ranks before they saved, the run has not succeeded.
         ended_well = all(end.code == 0 for end in ends)
         if judged is None and not lost and (saved or (self._saving and ended_well)):

@@ -177,7 +177,8 @@ def _host(terms: _Terms) -> Rendezvous:
     # In an open run, ranks know no secret before they connect. They prove that they know the empty
     # secret, and receive the generated secret through the store.
     proven = b"" if terms.is_open else secret.encode()
-    store = HostStore(listening, proven, terms.timeout)
+    survives = environment.SURVIVES_VARIABLE in os.environ
+    store = HostStore(listening, proven, terms.timeout, survives=survives)
     try:
         if terms.is_open:
             store.set("secret", secret)

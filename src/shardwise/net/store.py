@@ -42,6 +42,14 @@ class KeyValueTable:
         self._lock = threading.Lock()
         self._values: dict[str, bytes] = {}
         self._arrivals: dict[str, threading.Condition] = {}
+        self._is_final = False
+
+    def give_up(self) -> None:
+        """Make all waits for missing keys fail, because a rank has disconnected."""
+        with self._lock:
+            self._is_final = True
+            for arrival in self._arrivals.values():
+                arrival.notify_all()
 
     def set(self, key: str, value: bytes) -> None:
         with self._lock:
@@ -78,11 +86,13 @@ class KeyValueTable:
     def absent(self, keys: Sequence[str], until: float = 0.0) -> list[str]:
         """Wait for `keys` until the monotonic time `until`.
 
-        Returns the keys that are still missing.
+        Returns the keys that are still missing. Raises DistStoreError after `give_up`.
         """
         with self._lock:
             for key in keys:
                 while key not in self._values:
+                    if self._is_final:
+                        raise dist.DistStoreError("a rank is gone: it has disconnected")
                     left = until - time.monotonic()
                     # One condition per key, so that `set` wakes only the threads waiting for that
                     # key.
@@ -164,11 +174,14 @@ class HostStore(_TableStore):
     """Rank 0's side of the store, which holds the table.
 
     It owns `listener`. Until `accept_no_more` is called, it accepts connections from ranks that
-    know `secret`.
+    know `secret`. If `survives` is true, no rank waits for a key after a rank has disconnected.
     """
 
-    def __init__(self, listener: socket.socket, secret: bytes, timeout: float) -> None:
+    def __init__(
+        self, listener: socket.socket, secret: bytes, timeout: float, *, survives: bool = False
+    ) -> None:
         super().__init__(timeout)
+        self._survives = survives
         self._table = KeyValueTable()
         role = role_of(listener.getsockname()[1])
         self._server = rpc.Server(listener, secret, role, self._serve, name="shardwise-store")
@@ -189,9 +202,16 @@ class HostStore(_TableStore):
 
     def _serve(self, connection: rpc.Connection) -> None:
         """Answer a rank's requests until the rank disconnects."""
-        while (request := connection.receive()) is not None:
-            verb, *given = rpc.decode(request)
-            connection.send(rpc.encode(self._answer(verb, given)))
+        try:
+            while (request := connection.receive()) is not None:
+                verb, *given = rpc.decode(request)
+                connection.send(rpc.encode(self._answer(verb, given)))
+        except dist.DistStoreError:  # the rank notices that the connection ends
+            return
+        finally:
+            # With --survive, two ranks may connect to each other while a third one is lost.
+            if self._survives:
+                self._table.give_up()
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":

@@ -258,6 +258,11 @@ class World(BatchRows, HintsAtAttributes):
         return 0 if self.survival is None else self.survival.group.generation
 
     @property
+    def admission(self) -> int:
+        """The `generation` in which spares were last admitted, or 0. The same on all ranks."""
+        return 0 if self.survival is None else self.survival.group.admission
+
+    @property
     def expert_size(self) -> int:
         """Number of ranks across which a layer's experts are divided."""
         return self.mesh.expert

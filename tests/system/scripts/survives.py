@@ -80,6 +80,18 @@ engine.track(loader=loader)
 held_out = sw.Loader(dataset, batch_size=8)
 
 
+def kill_host() -> None:
+    """Kill all processes on this host, except this one and sshd."""
+    network, own = os.readlink("/proc/self/ns/net"), os.getpid()
+    # Several times, because a process may start another one after /proc was read.
+    for folder in chain.from_iterable(Path("/proc").glob("[0-9]*") for _ in range(3)):
+        with suppress(OSError):  # it has ended
+            is_here = os.readlink(folder / "ns" / "net") == network
+            is_server = (folder / "comm").read_text().startswith("sshd")
+            if is_here and not is_server and int(folder.name) != own:
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
 def strike(name: str) -> None:
     """Send this process its signal, or lose its whole host."""
     if name == "CUT":
@@ -88,15 +100,13 @@ def strike(name: str) -> None:
             time.sleep(0.01)
         return
     if name == "HOST":
-        network = os.readlink("/proc/self/ns/net")
-        # Several times, because a process may start another one after /proc was read.
-        for folder in chain.from_iterable(Path("/proc").glob("[0-9]*") for _ in range(3)):
-            with suppress(OSError):  # it has ended
-                is_here = os.readlink(folder / "ns" / "net") == network
-                is_server = (folder / "comm").read_text().startswith("sshd")
-                if is_here and not is_server and int(folder.name) != process:
-                    os.kill(int(folder.name), signal.SIGKILL)
-        name = "KILL"
+        # In a process of another group. A warm Python kills the group of this process once the
+        # process that has requested it is killed, so this one might not get to the end.
+        if os.fork() == 0:
+            os.setsid()
+            kill_host()
+            os._exit(0)
+        signal.pause()
     os.kill(process, getattr(signal, f"SIG{name}"))
 
 

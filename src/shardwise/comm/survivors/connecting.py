@@ -91,7 +91,7 @@ def connect(
         return None, Solo(), [Solo() for _ in parts]
     store: RunStore
     if listener is not None:
-        store = HostStore(listener, server.secret, timeout)
+        store = HostStore(listener, server.secret, timeout, survives=True)
     else:
         place, role = (decision.address, decision.port), role_of(decision.port)
         until = time.monotonic() + timeout

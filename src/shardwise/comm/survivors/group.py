@@ -79,6 +79,7 @@ class SurvivorGroup(ReplaceableGroup):
         stop_limit: Maximum time in seconds for which a rank may be stopped. The launcher then kills
             it.
         confirmed: Number of commits that every rank was prepared for, as far as this one knows.
+        admission: The generation of the latest group that spares have joined, or 0.
         between_steps: Called after a loss in `steadily`.
         tolerates: Called if a rank is lost in a collective of a forward or backward pass. Returns
             True if the pass belongs to a step, which will be repeated.
@@ -100,7 +101,7 @@ class SurvivorGroup(ReplaceableGroup):
         """The ranks of the run that are left. Their numbers in the run never change."""
         self._trained = self.members
         """The members in the latest group without surplus ranks."""
-        self.generation = 0
+        self.generation = self.admission = 0
         self.prepared = self.confirmed = 0
         self.between_steps: Callable[[Loss], None] | None = None
         self.tolerates: Callable[[PeerLost], bool] = lambda error: False
@@ -382,6 +383,8 @@ class SurvivorGroup(ReplaceableGroup):
         for changed in self._changed:
             changed()
         stands = membership.stands(decision, mine)
+        if decision.admits:
+            self.admission = decision.generation
         self.prepared = self.confirmed = decision.confirmed
         self.joins_due = False
         self._awaited = 0  # some ranks may not have received the last confirmation

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Collectives, Counts, Cuts, Handle
+from shardwise.comm.base import Collectives, Counts, Cuts, Handle, Solo
 from shardwise.comm.ordered_sums import PLAIN, Sum
 from shardwise.errors import PeerLost
 
@@ -132,6 +132,7 @@ class PartGroup(ReplaceableGroup):
             all its ranks, which ranks that join later become part of.
         parts: The parts of the run, to which this one is added.
         is_temporary: True if the group is not used any more after a loss.
+        inner: The transport. By default, `parent` is split.
     """
 
     def __init__(
@@ -141,8 +142,11 @@ class PartGroup(ReplaceableGroup):
         parts: Parts,
         *,
         is_temporary: bool = False,
+        inner: Collectives | None = None,
     ) -> None:
-        super().__init__(parent.inner.split([range(parent.size)] if groups is None else groups))
+        super().__init__(
+            inner or parent.inner.split([range(parent.size)] if groups is None else groups)
+        )
         self.status_server = parent.status_server
         self.parent = parent
         self._groups = None if groups is None else [[parent.places[i] for i in g] for g in groups]
@@ -189,7 +193,11 @@ class PartGroup(ReplaceableGroup):
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         # The two ends of a pipeline's channel may abandon a pass at different times, so they could
         # not connect the channel again together.
-        return PartGroup(self, groups, self._parts, is_temporary=True)
+        alone: Collectives = Solo()
+        inner = self._attempt(lambda: self.inner.split(groups), alone)
+        part = PartGroup(self, groups, self._parts, is_temporary=True, inner=inner)
+        part._is_cut = self._is_cut
+        return part
 
     def second_group(self) -> Collectives:
         return PartGroup(self, None, self._parts)

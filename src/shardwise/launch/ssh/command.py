@@ -19,6 +19,9 @@ WITHOUT_FLAGS: dict[str, Callable[[str], list[str]]] = {
 """Programs for --ssh that run a command on a host but do not accept ssh's flags, such as Grid
 Engine's `qrsh -inherit HOST COMMAND`. With the words between the program and the command."""
 
+LINK = "shardwise.launch.nodes"
+"""The module that takes the place of ssh with `--nnodes` and `--survive`."""
+
 NO_FOLDER = 81
 """Exit code of the remote command if the working directory does not exist."""
 
@@ -85,8 +88,7 @@ def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str
         code: Exit code of ssh or the agent, or None if it is still running.
         said: What ssh and the agent have written to standard error.
     """
-    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
-    login = shlex.join([*spec.ssh, *port, host.login])
+    login = _login(spec, host)
     last = _last_line(said)
     if code == NO_FOLDER:
         return (
@@ -112,6 +114,11 @@ def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str
             advice = f"Log in once by hand to accept the key of the host: {login}"
         else:
             advice = f"Check its spelling, and that this works: {login} true"
+        if LINK in spec.ssh:
+            return (
+                f"The connection to {host.name} fails: {last or 'no reason given'}. Does the "
+                "command still run there, and can this host reach its ports?"
+            )
         return f"ssh to {host.name} fails: {last or 'no reason given'}. {advice}"
     return (
         f"The agent on {host.name} ended ({'signal' if (code or 0) < 0 else 'exit code'} "
@@ -168,13 +175,20 @@ def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
         share: The host's ranks.
         pid: The agent's process id.
     """
-    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
-    login = shlex.join([*spec.ssh, *port, share.host.login])
+    login = _login(spec, share.host)
     return (
         f"{share.host.name} ({share.ranks}) is lost: {_silence(spec)}, although the connection "
         f"works. Its agent (process {pid}) may be stopped, or the host overloaded. Try: "
         f"{login} ps -o pid,stat,args -p {pid}. {_own_end(spec)}"
     )
+
+
+def _login(spec: RunSpec, host: Host) -> str:
+    """Return the command with which the user can log in to `host`."""
+    if LINK in spec.ssh:
+        return f"ssh {host.login}"
+    port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
+    return shlex.join([*spec.ssh, *port, host.login])
 
 
 def _silence(spec: RunSpec) -> str:

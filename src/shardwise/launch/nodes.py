@@ -1,0 +1,308 @@
+"""Joins the hosts of `shardwise run --nnodes N --survive K`, which the user starts on each host.
+
+    the host of --rdzv-endpoint                            another host
+    accepts N - 1 hosts              ◀── its ranks ───────  listens, and joins
+    starts a link for each of them   ─── connects ───────▶  starts an agent
+    launcher ◀─ pipe ─▶ link         ◀── messages ───────▶  ◀─ pipe ─▶ agent
+    the run ends                     ─── exit code ──────▶  ends
+
+The first host runs the launcher for several hosts (ssh/many_hosts.py). A link takes the place of
+ssh there: it is a process that connects to another host, and forwards the standard streams of an
+agent. Every message is authenticated with the secret in SHARDWISE_SECRET.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, Any
+
+from shardwise.errors import LaunchError
+from shardwise.launch.elastic import ElasticRendezvous
+from shardwise.launch.ssh.command import LINK
+from shardwise.net import authentication, environment, network, rpc
+from shardwise.net.hosts import Host, Share
+
+JOIN_LIMIT = 600.0
+"""Seconds until all hosts must have joined. Also the default of torch's elastic agent."""
+
+ANSWER_LIMIT = 10.0
+"""Seconds within which a connected process must send its first message."""
+
+AGAIN = 0.5
+"""Seconds after which a host tries again to reach the first one."""
+
+LOST = 255
+"""Exit code of a link whose connection has ended, as of ssh."""
+
+_JOIN, _AGENT = b"join", b"agent"
+_OUT, _ERR, _CODE = b"o", b"e", b"c"
+"""The first byte of a message to a link: output of the agent, or its exit code."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What a host reports when it joins: its number, its ranks, and the port for its link."""
+
+    address: str
+    number: int | None
+    count: int
+    port: int
+
+
+@dataclass
+class Nodes:
+    """The hosts of a run, from the view of the first one.
+
+    Args:
+        shares: The ranks of each host.
+        ssh: The command that replaces ssh.
+        code: Exit code of the run, which is sent to all hosts at the end.
+    """
+
+    shares: tuple[Share, ...]
+    ssh: tuple[str, ...]
+    code: int = 1
+
+
+def find_secret(nnodes: int) -> bytes:
+    """Return the secret of the run. Raises LaunchError if the user has not set one."""
+    secret = environment.given_secret(os.environ)
+    if not secret:
+        raise LaunchError(
+            f"--survive with --nnodes {nnodes} needs a secret that is the same on all hosts, "
+            f"because they start programs for each other: export {environment.SECRET_VARIABLE}="
+            "$(openssl rand -hex 32)"
+        )
+    return secret.encode()
+
+
+@contextmanager
+def accepted(
+    meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any]
+) -> Iterator[Nodes]:
+    """Wait on the first host until all others have joined. At the end, send them `Nodes.code`.
+
+    Args:
+        meeting: The number of hosts, and the address where they join.
+        secret: The secret of the run.
+        count: Number of ranks on this host.
+        command: The program and the settings, which must be the same on all hosts.
+
+    Raises:
+        LaunchError: A host does not join in time, or does not fit.
+    """
+    assert meeting.host is not None
+    found = [Node("", meeting.node_rank, count, 0)]
+    with ExitStack() as stack:
+        joined: list[rpc.Connection] = []
+        result = Nodes((), ())
+        # Also if this host raises an error, so that the others do not wait for it.
+        stack.callback(lambda: _send_code(joined, result.code))
+        for connection in _joining(meeting, secret):
+            joined.append(connection)
+            connection.socket.settimeout(ANSWER_LIMIT)
+            address = str(connection.socket.getpeername()[0])
+            try:
+                said = rpc.decode(connection.receive() or b"{}")
+            except (OSError, ValueError) as error:
+                raise LaunchError(f"{address} has joined, but then failed: {error}.") from None
+            if said.get("command") != rpc.decode(rpc.encode(command)):
+                raise LaunchError(
+                    f"{address} has joined with another command, or without one: "
+                    f"{said.get('command')}. This host has: {command}. Run the same command on "
+                    "each host."
+                )
+            found.append(Node(address, said["number"], said["count"], said["port"]))
+        result.shares, result.ssh = _shares(found), _link_words(found)
+        yield result
+
+
+def _joining(meeting: ElasticRendezvous, secret: bytes) -> Iterator[rpc.Connection]:
+    """Yield a connection to each other host. Then listen no longer."""
+    address = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
+    until = time.monotonic() + JOIN_LIMIT
+    with (
+        network.listen(address, meeting.port) as listener,
+        rpc.Acceptor(listener, secret, _JOIN) as acceptor,
+    ):
+        for joined in range(1, meeting.most):
+            if (connection := acceptor.accept(until)) is None:
+                raise LaunchError(
+                    f"Only {joined} of {meeting.most} hosts have joined within {JOIN_LIMIT:g} s. "
+                    "Run the same command on each host."
+                )
+            yield connection
+
+
+def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
+    """Number the ranks, by --node-rank or in the order in which the hosts have joined."""
+    numbers = [node.number for node in found]
+    given = [number for number in numbers if number is not None]
+    if given and len(set(given)) < len(numbers):
+        raise LaunchError(
+            f"--node-rank must be a different number on each host, not {numbers}. Or leave it out "
+            "on all of them."
+        )
+    ordered = sorted(found, key=lambda node: node.number or 0)  # stable: in order of arrival
+    shares: list[Share] = []
+    first = 0
+    for node in ordered:
+        shares.append(Share(Host(node.address or "localhost", node.count), first, node.count))
+        first += node.count
+    return tuple(shares)
+
+
+def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
+    places = [f"{node.address}={node.port}" for node in found[1:]]
+    return (sys.executable, "-P", "-m", LINK, *places)
+
+
+def _send_code(connections: Sequence[rpc.Connection], code: int) -> None:
+    for connection in connections:
+        with suppress(OSError):  # the host is lost
+            connection.socket.settimeout(ANSWER_LIMIT)
+            connection.send(rpc.encode({"code": code}))
+        connection.close()
+
+
+def serve(meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any]) -> int:
+    """Join the first host, and run this host's ranks for it. Return the exit code of the run.
+
+    For the arguments and errors, see `accepted`.
+    """
+    assert meeting.host is not None
+    place = meeting.host, meeting.port
+    with _reach(place, secret) as connection:
+        listener = rpc.listen(str(connection.socket.getsockname()[0]))
+        port = listener.getsockname()[1]
+        server = rpc.Server(listener, secret, _AGENT, _run_agent, name="shardwise-agent")
+        message = {"command": command, "number": meeting.node_rank, "count": count, "port": port}
+        connection.send(rpc.encode(message))
+        # If the first host loses power, its socket seems to stay open.
+        connection.socket.settimeout(None)
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            if hasattr(socket, option):
+                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        answer = None
+        with suppress(OSError):  # as if it had closed the connection
+            answer = connection.receive()
+        server.close()
+    if answer is None:
+        raise LaunchError(
+            f"Lost the connection to {meeting.host}, where the launcher of this run is. This host "
+            "has ended its ranks."
+        )
+    return int(rpc.decode(answer)["code"])
+
+
+def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
+    """Connect to the first host, which may start later than this one."""
+    until, is_first = time.monotonic() + JOIN_LIMIT, True
+    while True:
+        try:
+            return rpc.connect(place, secret, _JOIN, until)
+        except rpc.Unproven as error:
+            raise LaunchError(
+                f"{place[0]}:{place[1]} does not accept this host: {error}. Set the same "
+                f"{environment.SECRET_VARIABLE} on all hosts."
+            ) from None
+        except OSError as error:
+            if time.monotonic() > until:
+                raise LaunchError(
+                    f"{place[0]}:{place[1]} (--rdzv-endpoint) cannot be reached: {error}. Run the "
+                    "same command there, and check the address."
+                ) from None
+            if is_first:
+                words = f"shardwise: waiting for {place[0]}:{place[1]} (--rdzv-endpoint): {error}"
+                print(words, file=sys.stderr, flush=True)
+                is_first = False
+            time.sleep(AGAIN)
+
+
+def _run_agent(connection: rpc.Connection) -> None:
+    """Run an agent until it ends, and forward its standard streams."""
+    connection.socket.settimeout(None)
+    theirs, ours = connection.socket.getpeername(), connection.socket.getsockname()
+    # From this variable of sshd, an agent learns its own address.
+    variable = f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "shardwise.launch.ssh.agent"],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        bufsize=0,
+        start_new_session=True,  # Ctrl-C must not kill it before its ranks
+        env={**os.environ, "SSH_CONNECTION": variable},
+    ) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        assert agent.stderr is not None
+        lock = threading.Lock()
+        errors = _start(_send_stream, agent.stderr, _ERR, connection, lock)
+        _start(_write_input, connection, agent.stdin)
+        _send_stream(agent.stdout, _OUT, connection, lock)
+        errors.join()
+        code = agent.wait()
+        connection.send(_CODE + str(code if code >= 0 else 128 - code).encode())
+
+
+def _send_stream(
+    stream: IO[bytes], kind: bytes, connection: rpc.Connection, lock: threading.Lock
+) -> None:
+    while data := stream.read(2**16):
+        with lock, suppress(OSError):  # without a connection, the agent ends soon
+            connection.send(kind + data)
+
+
+def _write_input(connection: rpc.Connection, stdin: IO[bytes]) -> None:
+    """Forward the launcher's messages to the agent. Its input ends with the connection."""
+    with suppress(OSError, authentication.Forged), stdin:
+        while data := connection.receive():
+            stdin.write(data)
+
+
+def _start(target: Any, *given: Any) -> threading.Thread:
+    thread = threading.Thread(target=target, args=given, daemon=True)
+    thread.start()
+    return thread
+
+
+def link(words: Sequence[str]) -> int:
+    """Run a link, which takes ssh's arguments, and return the exit code of the agent."""
+    address = words[words.index("--") - 1]
+    port = next(int(word.rpartition("=")[2]) for word in words if word.startswith(f"{address}="))
+    secret = find_secret(2)
+    try:
+        connection = rpc.connect((address, port), secret, _AGENT, time.monotonic() + ANSWER_LIMIT)
+        connection.socket.settimeout(None)
+        _start(_send_input, connection)
+        while message := connection.receive():
+            kind, data = message[:1], message[1:]
+            if kind == _CODE:
+                return int(data)
+            os.write(1 if kind == _OUT else 2, data)
+    except (OSError, authentication.Forged) as error:
+        sys.stderr.write(f"{error}\n")
+        return LOST
+    # With a reason, because the agent may still run if only the other process has ended.
+    sys.stderr.write("the connection has ended\n")
+    return LOST
+
+
+def _send_input(connection: rpc.Connection) -> None:
+    with suppress(OSError):
+        while data := os.read(0, 2**16):
+            connection.send(data)
+        connection.socket.shutdown(socket.SHUT_WR)
+
+
+if __name__ == "__main__":
+    os._exit(link(sys.argv[1:]))
