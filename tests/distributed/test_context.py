@@ -514,6 +514,35 @@ def test_encoder_of_torch_on_sequences_along_dimension_0(group):
         assert losses == pytest.approx(expected, rel=1e-8)
 
 
+def shifted(world: sw.World, when: str) -> list[str]:
+    """Train on labels that are shifted before or after the split. Return the messages."""
+    said: list[str] = []
+    with mock.patch.object(sw.World, "say_once", lambda _, line: said.append(line)):
+        problem = Problem(rows=(4,))
+        model = problem.model()
+        engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+        for step in range(5):
+            ids, positions, _, labels = problem.batches(step)[0]
+            labels[:, ::3] = 1  # some tokens before each cut have a label
+            if when == "before":
+                labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            ids, positions, labels = world.share((ids, positions, labels))
+            if when == "after":
+                labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            logits = model(ids, positions)
+            engine.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            engine.step()
+        engine.close()
+    return said
+
+
+def test_says_that_labels_were_shifted_after_the_split(group):
+    assert group(2, context=2)(shifted, "before") == [[], []]
+    (said,), others = group(2, context=2)(shifted, "after")
+    assert "the first label of the next worker's part is lost" in said
+    assert others == []
+
+
 class Features(Model):
     """Takes tokens with `features` features, and a mask over pairs of tokens."""
 

@@ -186,7 +186,8 @@ class TransformersInputs:
                 continue
             longest = getattr(config, "max_position_embeddings", 0)
             if kind == "longrope":
-                longest = each.get("original_max_position_embeddings", longest)
+                name = "original_max_position_embeddings"
+                longest = each.get(name) or getattr(config, name, None) or longest
             if total > longest:
                 raise ModelError(
                     f"rotary positions of the type {kind!r} change their frequencies for sequences "
