@@ -514,6 +514,70 @@ def test_encoder_of_torch_on_sequences_along_dimension_0(group):
         assert losses == pytest.approx(expected, rel=1e-8)
 
 
+def shifted(world: sw.World, when: str) -> list[str]:
+    """Train on labels that are shifted before or after the split. Return the messages."""
+    said: list[str] = []
+    with mock.patch.object(sw.World, "say_once", lambda _, line: said.append(line)):
+        problem = Problem(rows=(4,))
+        model = problem.model()
+        engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+        for step in range(5):
+            ids, positions, _, labels = problem.batches(step)[0]
+            labels[:, ::3] = 1  # some tokens before each cut have a label
+            if when == "before":
+                labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            ids, positions, labels = world.share((ids, positions, labels))
+            if when == "after":
+                labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            logits = model(ids, positions)
+            engine.backward(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            engine.step()
+        engine.close()
+    return said
+
+
+def test_says_that_labels_were_shifted_after_the_split(group):
+    assert group(2, context=2)(shifted, "before") == [[], []]
+    (said,), others = group(2, context=2)(shifted, "after")
+    assert "the first label of the next worker's part is lost" in said
+    assert others == []
+
+
+class Features(Model):
+    """Takes tokens with `features` features, and a mask over pairs of tokens."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.inward = nn.Linear(features, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = self.inward(x)
+        for block in self.blocks:
+            x = block(x, None if mask is None else mask[:, None])
+        return x
+
+
+def outputs_of_features(world: sw.World, features: int) -> list[Tensor]:
+    """Return the output for a part of sequences of 12 tokens, and the part it should equal."""
+    torch.manual_seed(3)
+    model = Features(features).double()
+    whole = {"x": torch.randn(3, 12, features).double()}
+    if features != 12:
+        bias = torch.full((12, 12), -torch.inf).triu(1)
+        whole["mask"] = bias.double().expand(3, 12, 12)
+    expected = world.share(model(**whole).detach())
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    found = model(**world.share(whole)).detach()
+    engine.close()
+    return [found, expected]
+
+
+@pytest.mark.parametrize("features", [5, 12])
+def test_tells_features_from_masks_of_pairs(group, features):
+    for found, expected in group(2, context=2)(outputs_of_features, features):
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
 class Offsets(Model):
     """Computes the attention of each document outside of a module of its own."""
 
@@ -779,7 +843,7 @@ class Mixing(Model):
 
     def __init__(self, kind: str, **options: int) -> None:
         super().__init__(**options)
-        self.mix = {"shift": Shift, "pool": Pool, "batch norm": Norm, "convolution": Conv}[kind]()
+        self.mix = MIXING[kind]()
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         x = self.mix(self.words(ids) + self.places(positions))
@@ -791,6 +855,26 @@ class Mixing(Model):
 class Shift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class FarShift(nn.Module):
+    """Looks at tokens that are farther away than the trial has tokens."""
+
+    def __init__(self, pad: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pad = pad
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.pad(x)[:, : x.size(1)]
+
+
+class FarConv(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=5, dilation=5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
 
 
 class Pool(nn.Module):
@@ -814,6 +898,17 @@ class Conv(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+MIXING = {
+    "shift": Shift,
+    "far shift": lambda: FarShift(lambda x: F.pad(x, (0, 0, 9, 0))),
+    "far cat": lambda: FarShift(lambda x: torch.cat([x.new_zeros(len(x), 9, WIDTH), x], 1)),
+    "pool": Pool,
+    "batch norm": Norm,
+    "convolution": Conv,
+    "far convolution": FarConv,
+}
 
 
 class OwnAttention(Model):
@@ -887,6 +982,9 @@ class LocalMask(Model):
 MODELS = {
     "own positions": (OwnPositions, r"places \(Embedding\)"),
     "shift": (lambda: Mixing("shift"), r"mix \(Shift\)"),
+    "far shift": (lambda: Mixing("far shift"), "constant_pad_nd .* 9 places apart"),
+    "far cat": (lambda: Mixing("far cat"), "cat .* 9 places apart"),
+    "far convolution": (lambda: Mixing("far convolution"), "convolution .* 10 places apart"),
     "pool": (lambda: Mixing("pool"), r"mix \(Pool\)"),
     "batch norm": (lambda: Mixing("batch norm"), r"mix\.norm \(BatchNorm1d\)"),
     "convolution": (lambda: Mixing("convolution"), r"mix\.conv \(Conv1d\)"),
@@ -908,7 +1006,7 @@ def first_forward(world: sw.World, name: str, zero: int) -> str:
     engine = sw.Engine(model, torch.optim.SGD(model.parameters()), zero=zero, quiet=True)
     plain = F.scaled_dot_product_attention
     # As many rows as each worker has tokens, or fewer.
-    rows, length = (4, 8) if name == "recurrent" else (2, 7)
+    rows, length = (4, 8) if name == "recurrent" else (2, 16 if name.startswith("far") else 7)
     ids = torch.arange(rows * length).view(rows, length) % WORDS
     try:
         model(*world.share((ids, torch.arange(length).expand(rows, length))))

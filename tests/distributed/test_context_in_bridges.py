@@ -301,9 +301,11 @@ def refused_by_trainer(world: Any, folder: str) -> dict[str, str]:
             loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
             return (loss, logits) if return_outputs else loss
 
-    # TRL is not installed here. Its class is found by the name of its module.
-    names = {"__module__": "trl.trainer.sft_trainer"}
-    of_trl = type("SFTTrainer", (transformers.Trainer,), names)
+    # TRL is not installed here. Its classes are found by the names of their modules.
+    names = {"__module__": "trl.trainer.any"}
+    trl = {
+        name: type(name, (transformers.Trainer,), names) for name in ("SFTTrainer", "DPOTrainer")
+    }
 
     def error_of(**options: Any) -> str:
         try:
@@ -316,7 +318,8 @@ def refused_by_trainer(world: Any, folder: str) -> dict[str, str]:
         "smoothing": error_of(label_smoothing_factor=0.1),
         "function": error_of(compute_loss_func=lambda *a, **k: None),
         "override": error_of(base=Shifts),
-        "trl": error_of(base=of_trl),
+        "sft": error_of(base=trl["SFTTrainer"]),
+        "dpo": error_of(base=trl["DPOTrainer"]),
         "sum": error_of(base=Divides),
     }
 
@@ -326,7 +329,8 @@ def test_trainer_refuses_losses_outside_of_the_model(group, tmp_path):
         assert errors["smoothing"].startswith("label_smoothing_factor cannot be combined")
         assert errors["function"].startswith("compute_loss_func cannot be combined")
         assert "compute_loss must not shift labels" in errors["override"]
-        assert errors["trl"].startswith("SFTTrainer of TRL cannot be combined with --context 2")
+        assert errors["sft"].startswith("compute_metrics of SFTTrainer cannot be combined")
+        assert errors["dpo"].startswith("DPOTrainer of TRL cannot be combined with --context 2")
         assert "compute_loss must not shift labels" in errors["sum"]
 
 

@@ -13,7 +13,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.errors import ModelError
 from shardwise.model.varlen_attention import attend
-from shardwise.parallel.context import flash_attention
+from shardwise.parallel.context import flash_attention, transformers_inputs
 from shardwise.parallel.context.token_exchange import gather
 from shardwise.parallel.context.transformers_inputs import TransformersInputs
 
@@ -342,18 +342,99 @@ def test_equals_one_process(group, kind, zero):
             torch.testing.assert_close(ours["values"][name], value.detach(), rtol=1e-8, atol=1e-10)
 
 
-def grouped(world: sw.World) -> float:
-    """Make a step of a model whose default kernel for experts does not know fp64."""
+IMAGES = {
+    "text_config": LLAMA | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 0]}},
+    "vision_config": {"depth": 1, "embed_dim": 8, "hidden_size": 16, "num_heads": 2},
+}
+IN_FP32 = {
+    # The default kernel for experts does not know fp64.
+    "Mixtral": ("MixtralForCausalLM", LLAMA | {"num_local_experts": 2}),
+    # The gradients of these norms are sums over tokens in fp32.
+    "Cohere": ("CohereForCausalLM", LLAMA),
+    "Qwen2VL": ("Qwen2VLForConditionalGeneration", IMAGES),
+}
+
+
+def first_step(world: sw.World, kind: str, axes: int) -> tuple[float, float]:
+    """Make a step of a model that computes in fp32 even during the trial.
+
+    `axes` is the size of dimension 0 of its positions, or 0 to leave them out. With 4, each row has
+    two documents.
+    """
     torch.manual_seed(3)
-    config = transformers.MixtralConfig(**LLAMA, num_local_experts=2)
-    model = transformers.MixtralForCausalLM(config)
+    name, options = IN_FP32[kind]
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, name)(config)
+    model.config.get_text_config().use_cache = False
+
+    def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        positions = torch.cat([torch.arange(5), torch.arange(6)]) if axes == 4 else torch.arange(11)
+        places = (
+            positions.expand(axes, len(rows), 11) // torch.tensor([1, 1, 1, 2])[:axes, None, None]
+        )
+        return ({"position_ids": places} if axes else {}) | batch
+
     engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
-    engine.backward(model(**world.share(labelled_batch(0, ()))).loss)
-    loss = engine.step().loss
+    whole = labelled_batch(0, ())
+    data = [{key: value[row % 2] for key, value in whole.items()} for row in range(3)]
+    dims = {"position_ids": 2} if axes else None
+    for batch in sw.Loader(data, batch_size=3, collate_fn=collate, sequence_dim=dims):
+        engine.backward(model(**batch).loss)
+        stats = engine.step(max_norm=1e9)
     engine.close()
-    return loss
+    return stats.loss, stats.grad_norm
 
 
-def test_grouped_products_of_experts_pass_the_trial(group):
-    expected = group(1)(grouped)[0]
-    assert group(2, context=2)(grouped) == pytest.approx([expected] * 2, rel=1e-5)
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("Mixtral", 0),
+        pytest.param("Cohere", 0, marks=pytest.mark.full),
+        pytest.param("Qwen2VL", 0, marks=pytest.mark.full),
+        pytest.param("Qwen2VL", 3, marks=pytest.mark.full),
+        ("Qwen2VL", 4),
+    ],
+)
+def test_models_that_compute_in_fp32_pass_the_trial(group, kind, axes):
+    (expected,) = group(1)(first_step, kind, axes)
+    for ours in group(2, context=2)(first_step, kind, axes):
+        assert ours == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "factor": 2.0,
+            "original_max_position_embeddings": 8,
+            "short_factor": [1.0, 1.0],
+            "long_factor": [3.0, 3.0],
+        },
+    ],
+)
+def test_refuses_frequencies_that_depend_on_the_length(scaling):
+    model = model_of("Llama", max_position_embeddings=8, rope_scaling=scaling)
+    inputs = TransformersInputs(model)
+    with pytest.raises(ModelError, match=f"{scaling['rope_type']}.* more than 8 tokens"):
+        inputs.complete(((), {"input_ids": torch.zeros(2, 5, dtype=torch.long)}), [5, 4], None)
+    inputs._check_frequencies(8)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_flash_attention_refuses_padding_of_later_batches(solo, monkeypatch, is_read):
+    model = model_of("Llama")
+    model.config._attn_implementation = "flash_attention_2"
+    inputs, mask = TransformersInputs(model), torch.ones(2, 4)
+    if not is_read:  # as on a GPU, where reading a mask waits for the kernels
+        monkeypatch.setattr(transformers_inputs, "_is_free_to_read", lambda _: False)
+    for _ in range(transformers_inputs.CHECKED):
+        inputs._check_no_padding(mask, [4], solo.context)
+    with (
+        mock.patch.object(transformers_inputs, "gather", wraps=gather) as gathered,
+        pytest.raises(ModelError if is_read else RuntimeError, match="takes no padding"),
+    ):
+        inputs._check_no_padding(mask.tril(2), [4], solo.context)
+    assert gathered.call_count == is_read

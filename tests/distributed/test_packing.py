@@ -270,6 +270,10 @@ def test_batch_has_positions_mask_and_labels():
     batch = PackedCollate(7, "cu_seqlens")([[(text, len(text["input_ids"])) for text in texts]])
     assert batch["cu_seqlens"].tolist() == [0, 3, 5, 7]
     assert batch["max_seqlen"] == 3
+    shifted = {"input_ids": [1, 2], "shift_labels": [2, -100], "number": [7, 8]}
+    batch = PackedCollate(4, "positions")([[(shifted, 2)]])
+    assert batch["shift_labels"].tolist() == [[2, -100, -100, -100]]
+    assert batch["number"].tolist() == [[7, 8, 0, 0]]
 
 
 class WithoutMask(Causal):

@@ -100,8 +100,8 @@ def ours(world, folder, each, model=None, zero=0, kind=None, data=None, **option
     )
 
 
-def figures(trainer):
-    names = ("loss", "grad_norm", "learning_rate")
+def figures(trainer, *others):
+    names = ("loss", "grad_norm", "learning_rate", *others)
     return [[float(log[n]) for n in names] for log in trainer.state.log_history if "loss" in log]
 
 
@@ -694,7 +694,10 @@ def packed_case(world, zero, folder):
             model=model, args=args, train_dataset=data, processing_class=tokenizer, **extra
         )
         trainer.train()
-        found = figures(trainer), len(trainer.train_dataset)
+        # Otherwise, TRL averages these over the workers' batches or over micro-batches.
+        others = ("entropy", "mean_token_accuracy", "num_tokens")
+        found = figures(trainer, *(others if world.data_size == 1 else ()))
+        found = found, len(trainer.train_dataset)
         if extra:
             trainer.accelerator.free_memory()
         return found
@@ -705,7 +708,7 @@ def packed_case(world, zero, folder):
         for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
             patch.delenv(name)
         patch.setattr(transformers.TrainingArguments, "_setup_devices", STOCK)
-        expected, _ = trained(trl.SFTTrainer, gradient_accumulation_steps=world.size)
+        expected, _ = trained(trl.SFTTrainer, gradient_accumulation_steps=world.data_size)
     assert len(seen) == len(expected) > 3
     for mine, theirs in zip(seen, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-5)
@@ -715,6 +718,11 @@ def test_texts_packed_by_trl(group, tmp_path):
     pytest.importorskip("trl", reason="the trl package is not there")
     for zero in (0, 3):
         ranks(group, 2)(packed_case, zero, str(tmp_path))
+
+
+def test_parts_of_sequences_in_trl(group, tmp_path):
+    pytest.importorskip("trl", reason="the trl package is not there")
+    group(2, context=2, reseed=False)(packed_case, 2, str(tmp_path), limit=300)
 
 
 def resized_case(world, zero, folder):

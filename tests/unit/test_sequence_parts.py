@@ -1,8 +1,11 @@
 """Parts of the sequences of a batch, along the dimension that the user has named."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise.data import Loader
 from shardwise.errors import DataError
@@ -73,6 +76,35 @@ def test_tokens_of_one_dimension_are_one_row():
     _, sequences = part({"ids": IDS[0]}, dim={"ids": 0})
     assert sequences.rows == 1
     assert sequences.dims_of(IDS[0, 4:], 4) == [0]
+
+
+@pytest.mark.parametrize("first", ["ids", "positions"])
+def test_counts_the_rows_of_positions_of_images(first):
+    batch = {"ids": IDS[:2], "positions": torch.zeros(3, 2, 8)}
+    found, sequences = part({first: batch[first], **batch}, dim={"positions": 2})
+    assert found["positions"].shape == (3, 2, 4)
+    assert sequences.rows == 2
+
+
+def test_mappings_of_other_kinds_become_dicts():
+    found, _ = part(UserDict(ids=IDS))
+    assert torch.equal(found["ids"], IDS[:, 4:])
+
+
+class Registered:
+    """A node of torch's trees without names for its fields."""
+
+    def __init__(self, *fields):
+        self.fields = fields
+
+
+pytree.register_pytree_node(Registered, lambda x: (x.fields, None), lambda x, _: Registered(*x))
+
+
+def test_numbers_fields_without_names():
+    found, _ = part(Registered(IDS, IDS.T), dim={1: 0})
+    assert torch.equal(found.fields[0], IDS[:, 4:])
+    assert torch.equal(found.fields[1], IDS.T[4:])
 
 
 @pytest.mark.parametrize("width", [4, 8])

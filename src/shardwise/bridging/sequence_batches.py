@@ -11,7 +11,7 @@ sequence:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,7 @@ class SequenceBatches:
         Raises DataError if the ranks of the context group have read different samples, or if the
         batch cannot be split.
         """
-        # Not a node of torch's trees, such as the batches of tokenizers.
-        is_other_mapping = isinstance(batch, Mapping) and not isinstance(batch, dict)
-        values = dict(batch) if is_other_mapping else batch
+        values = sequence_parts.as_tree(batch)
         tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
         self._check_same(tensors)
         return SplitBatch(*sequence_parts.cut(values, self._rank, self._size, call=self._source))

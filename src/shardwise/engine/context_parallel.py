@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.config import Settings
-from shardwise.engine.loss_terms import LossTerms, drops_last
+from shardwise.engine.loss_terms import LossTerms, drops_last, ends_without_label
 from shardwise.errors import ConfigError, ModelError, UsageError
 from shardwise.messages.printable import in_bytes
 from shardwise.model import module_hooks
@@ -26,6 +27,9 @@ from shardwise.parallel.expert.split_experts import find_layers
 from shardwise.world.current_batch import Batch
 from shardwise.world.sequence_parts import DIM, Sequences
 from shardwise.world.world import World
+
+CHECKED = 4
+"""Number of losses whose labels are read. Reading them waits for a GPU."""
 
 
 class ContextParallel:
@@ -55,6 +59,8 @@ class ContextParallel:
         self._is_tried = True
         self._is_told = quiet
         self._is_whole = False
+        self._unlabelled = 0
+        """Number of losses without labels at the end of a part. Above CHECKED, none are checked."""
 
     def _choice(self, method: str, costs: dict[str, float]) -> str:
         """Describe the `method` of an attention call, given the bytes that the methods send."""
@@ -209,8 +215,20 @@ class ContextParallel:
         """Raise UsageError if `loss` leaves out the last token of this rank's part."""
         if batch is None or not batch.samples or batch.sequence is None or not self.run.lengths:
             return
-        own = self.run.lengths[self.run.group.rank]
-        if drops_last(loss, own, {0, DIM, *batch.sequence.all_dims}):
+        own, dims = self.run.lengths[self.run.group.rank], batch.sequence.all_dims
+        # The last part has no next one, whose label could be lost.
+        if self._unlabelled < CHECKED and self.run.group.rank == 0 and 0 not in dims:
+            is_unlabelled = not isinstance(loss, FakeTensor) and ends_without_label(loss, own)
+            self._unlabelled = self._unlabelled + 1 if is_unlabelled else CHECKED + 1
+            if self._unlabelled == CHECKED:
+                self._world.say_once(
+                    f"in the first {CHECKED} batches, the last token of each worker's part had no "
+                    "label, unlike the token before it. If the script shifts labels after the "
+                    f"split (--context {self.size}), the first label of the next worker's part is "
+                    "lost. Shift the labels of whole sequences, before they are split: "
+                    "F.pad(labels[:, 1:], (0, 1), value=-100) in the collate_fn"
+                )
+        if drops_last(loss, own, {0, DIM, *dims}):
             raise UsageError(
                 f"--context {self.size}: this loss leaves out the last of this worker's {own} "
                 "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "

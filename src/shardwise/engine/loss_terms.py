@@ -176,21 +176,41 @@ def drops_last(loss: Tensor, length: int, dims: Collection[int]) -> bool:
     """Return whether `loss` leaves out the last of `length` tokens, as in `logits[:, :-1]`.
 
     `dims` are the dimensions that may be those of tokens.
-
-    Only operations close to the loss are examined, so that no model is walked through.
     """
+    for node in _nodes_near(loss):
+        if _kind(node) == "Slice" and node._saved_dim in dims:
+            shape, end = tuple(node._saved_self_sym_sizes), _signed(node._saved_end)
+            tokens = shape[node._saved_dim]
+            if len(shape) == 3 and tokens == length and end in (-1, length - 1):
+                return True
+    return False
+
+
+def ends_without_label(loss: Tensor, length: int) -> bool:
+    """Return whether a cross entropy ignores the last label of each row, but not all before it.
+
+    Reads the labels, which waits for a GPU.
+
+    Args:
+        loss: A scalar.
+        length: Number of labels of a row.
+    """
+    for node in _nodes_near(loss):
+        target = _saved(node, "target") if _kind(node).startswith("NllLoss") else None
+        if isinstance(target, Tensor) and target.numel() and target.numel() % length == 0:
+            counts = target.reshape(-1, length) != _signed(node._saved_ignore_index)
+            return bool(counts[:, -2].any() & ~counts[:, -1].any())
+    return False
+
+
+def _nodes_near(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of operations close to `loss`, so that no model is walked through."""
     level: list[Any] = [loss.grad_fn]
     for _ in range(DEEPEST):
+        yield from (node for node in level if node is not None)
         level = [child for node in level if node is not None for child, _ in _edges(node)]
         # Dropping a part's last token in a model would fail the trial.
         level = [node for node in dict.fromkeys(level) if not _is_opaque(node)]
-        for node in level:
-            if _kind(node) == "Slice" and node._saved_dim in dims:
-                shape, end = tuple(node._saved_self_sym_sizes), _signed(node._saved_end)
-                tokens = shape[node._saved_dim]
-                if len(shape) == 3 and tokens == length and end in (-1, length - 1):
-                    return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -57,20 +57,33 @@ def context_size(arguments: Any) -> int:
     return sw.world().context_size
 
 
+def trl_classes(trainer: Any) -> list[str]:
+    """Return the names of the classes of TRL that `trainer` derives from, the nearest first."""
+    return [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
+
+
 def check_loss(trainer: Any) -> None:
     """Raise UsageError with `--context` if the Trainer computes a loss outside of the model."""
     size = context_size(trainer.args)
-    kinds = [kind for kind in type(trainer).__mro__ if kind.__module__.split(".")[0] == "trl"]
-    if kinds and size > 1:
+    kinds = trl_classes(trainer)
+    if kinds and size > 1 and kinds[0] != "SFTTrainer":
         raise UsageError(
-            f"{kinds[0].__name__} of TRL cannot be combined with --context {size}: it computes the "
-            "loss in a head of its own, and adds up metrics of whole sequences. Train with "
-            "transformers.Trainer instead, on samples with input_ids and labels."
+            f"{kinds[0]} of TRL cannot be combined with --context {size}: its loss compares whole "
+            "sequences. Of TRL, only SFTTrainer itself can be combined with it."
         )
     outside = {
         "label_smoothing_factor": trainer.args.label_smoothing_factor != 0,
         "compute_loss_func": trainer.compute_loss_func is not None,
     }
+    of_whole = {
+        "compute_metrics": trainer.compute_metrics is not None,
+        "router_aux_loss_coef": getattr(trainer, "aux_loss_enabled", False),
+    }
+    for name in (name for name, is_set in of_whole.items() if is_set and kinds and size > 1):
+        raise UsageError(
+            f"{name} of {kinds[0]} cannot be combined with --context {size}: it takes the logits "
+            "or tokens of whole sequences. Leave it out, or train with transformers.Trainer."
+        )
     for name in (name for name, is_set in outside.items() if is_set and size > 1):
         raise UsageError(
             f"{name} cannot be combined with --context {size}: it shifts labels outside of the "

@@ -20,7 +20,7 @@ from shardwise.bridging.deepspeed_json import say_settings, settings_of
 from shardwise.bridging.joining import SETTINGS
 from shardwise.transformers.deepspeed_argument import OptimizersOfJson, check_plugin, job_of
 from shardwise.transformers.exact_mean import StepItems, WeighingAccelerator
-from shardwise.transformers.joining import check_arguments, check_loss, context_size
+from shardwise.transformers.joining import check_arguments, check_loss, context_size, trl_classes
 
 SCHEDULER = "scheduler.pt"
 """The file in which transformers saves the state of the schedule."""
@@ -135,6 +135,18 @@ class Sharded(OptimizersOfJson):
             return cast(torch.Tensor, step(model, inputs, num_items_in_batch))
         with self._exact.micro_batch(inputs) as (batch, items, part):
             return part(step(model, batch, items))
+
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        """Compute the loss of a batch. TRL also adds up the tokens of all workers here."""
+        accelerator, compute = self.accelerator, super().compute_loss  # type: ignore[misc]
+        if accelerator.sequences is None or not trl_classes(self):
+            return compute(*arguments, **keywords)
+        # Its values are numbers of tokens of each part.
+        accelerator.__dict__["gather_for_metrics"] = accelerator.gather
+        try:
+            return compute(*arguments, **keywords)
+        finally:
+            del accelerator.__dict__["gather_for_metrics"]
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Return the number of samples per step. A context group counts once."""

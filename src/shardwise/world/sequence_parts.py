@@ -95,11 +95,12 @@ def _form_of(tensor: Tensor) -> _Form:
     return tuple(tensor.shape[1:]), tensor.is_floating_point()
 
 
-def rows_of(tensor: Tensor, dim: int) -> int:
-    """Return the number of rows of a `tensor` whose sequences are along dimension `dim`."""
-    if tensor.ndim == 1:
-        return 1
-    return tensor.size(0 if dim else 1)
+def rows_in(tensors: Sequence[tuple[Tensor, int]]) -> int:
+    """Return the number of rows of `tensors`, which are given with their sequence dimensions."""
+    # Rows are not in dimension 0 of (3, rows, length), as positions of images, nor in (length,).
+    for tensor, dim in sorted(tensors, key=lambda each: each[1] > DIM or each[0].ndim == 1):
+        return 1 if tensor.ndim == 1 else tensor.size(0 if dim else 1)
+    return 0
 
 
 def _dim_of_mask(shape: Sequence[int], lengths: Collection[int], keys: int) -> int | None:
@@ -127,7 +128,8 @@ def cut(
     """Return part number `rank` of every sequence in `batch`, and the full sequences.
 
     Args:
-        batch: Nested container of tensors of shape (rows, length, ...).
+        batch: Nested container of tensors of shape (rows, length, ...). Another mapping than a dict
+            becomes a dict.
         rank: Index of the part.
         size: Number of parts.
         call: The caller, for messages.
@@ -138,7 +140,7 @@ def cut(
         DataError: Tensors have different lengths, a part has fewer than two tokens, or a sequence
             dimension is also the dimension of the rows.
     """
-    named, nest = pytree.tree_flatten_with_path(batch)
+    named, nest = _named_leaves(as_tree(batch))
     given, beside = _given_dims(named, dim, call)
     tensors = {
         number: leaf
@@ -197,7 +199,8 @@ def cut(
     first, length = cuts[rank], cuts[rank + 1] - cuts[rank]
     leaves = [leaf for _, leaf in named]
     forms: dict[tuple[int, torch.dtype], tuple[int, ...]] = {}
-    rows, parts = 0, set()
+    parts = set()
+    split = [(tensors[number], each) for number, each in dims.items() if each is not None]
     for number, each in dims.items():
         if each is None:
             continue
@@ -208,8 +211,6 @@ def cut(
         forms[form] = tuple(dict.fromkeys([*forms.get(form, ()), each]))
         # All ranks must find the same, so these are the forms of all of their parts.
         parts |= {_form_of(leaf.narrow(each, 0, own)) for own in lengths_of(total, size)}
-        # Of the first tensor that is not a mask.
-        rows = rows or rows_of(leaf, each)
     uncut = {
         _form_of(leaf)
         for number, (_, leaf) in enumerate(named)
@@ -217,8 +218,26 @@ def cut(
     }
     return (
         pytree.tree_unflatten(leaves, nest),
-        Sequences(total, rows, forms, frozenset(uncut - parts)),
+        Sequences(total, rows_in(split), forms, frozenset(uncut - parts)),
     )
+
+
+def as_tree(batch: Any) -> Any:
+    """Return `batch`, as a dict if it is a mapping that torch's trees take for a leaf.
+
+    An example is the output of a tokenizer of Transformers.
+    """
+    is_leaf = isinstance(batch, Mapping) and not isinstance(batch, dict)
+    return dict(batch) if is_leaf else batch
+
+
+def _named_leaves(batch: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Return the leaves of `batch` with their paths, and its structure."""
+    try:
+        return pytree.tree_flatten_with_path(batch)
+    except ValueError:  # a class that is registered without names for its fields
+        leaves, nest = pytree.tree_flatten(batch)
+        return [((pytree.SequenceKey(n),), leaf) for n, leaf in enumerate(leaves)], nest
 
 
 def _given_dims(

@@ -12,6 +12,7 @@ import pytest
 from shardwise.cli import main as cli
 from shardwise.layout.placement import Placement, Tier
 from shardwise.messages.printable import in_shell
+from shardwise.tools.plan import plan_command
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.choice import Choice
 from shardwise.tools.plan.cluster import parse_cluster
@@ -153,3 +154,15 @@ def test_refuses_bad_arguments_before_the_script_runs(words, said, tmp_path, mon
     assert said in told
     assert told.count("\n") == 1, told
     assert not Path("ran").exists()
+
+
+def test_shows_the_context_size_that_the_user_asks_for():
+    def line(context, method, number=0):
+        choice = SimpleNamespace(context=context, context_method=method)
+        return SimpleNamespace(choice=choice, number=number)
+
+    slow = [line(2, "ulysses"), line(4, "gathered"), line(4, "ulysses"), line(4, "ulysses", 1)]
+    lines = [*(line(1, "", number) for number in range(plan_command.SHOWN)), *slow]
+    assert plan_command.shown(lines, 0) == lines[: plan_command.SHOWN]
+    assert plan_command.shown(lines, 4) == [*lines[: plan_command.SHOWN], *slow[1:3]]
+    assert plan_command.shown(slow, 4) == slow

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwise.comm.shared_buffers import POOLED
 from shardwise.layout.placement import Placement, Tier
 from shardwise.tools.plan import search
 from shardwise.tools.plan.choice import Choice
@@ -14,6 +15,7 @@ from shardwise.tools.plan.record import (
     GroupRecord,
     Operation,
     ParameterRecord,
+    SequenceExchange,
     StepRecord,
     TensorLife,
     UnitUse,
@@ -143,6 +145,16 @@ def test_gradients_on_disk_need_a_whole_buffer_for_sums():
     )
     assert set(in_memory) == {WEIGHTS // 2}
     assert set(on_disk) == {WEIGHTS}
+
+
+def test_shared_memory_keeps_two_copies_of_exchanged_tokens():
+    exchanged = tuple(SequenceExchange(nbytes, 1, "forward") for nbytes in (100, 700, 300))
+    for hardware, kept in ((Hardware(apart=False, shares=True), 1400), (GPU, 0)):
+        plan = predict(record(exchanged=exchanged), choice(0), hardware)
+        assert set(plan.parts["buckets"]) == {kept}
+    longest = SequenceExchange(POOLED + 1, 1, "forward")
+    plan = predict(record(exchanged=(longest,)), choice(0), Hardware(apart=False, shares=True))
+    assert not plan.parts["buckets"].any()
 
 
 @pytest.mark.parametrize("per_host", [1, 8])

@@ -70,7 +70,7 @@ class PackedCollate:
         parts = [document[key] for document in row]
         free = self.row - sum(map(len, parts))
         assert free >= 0, "the schedule assigned more documents to a row than it can hold"
-        fill = IGNORED if key == "labels" else 0
+        fill = IGNORED if key in ("labels", "shift_labels") else 0
         return torch.cat([*parts, parts[0].new_full((free,), fill)])
 
 

@@ -37,7 +37,9 @@ class Packing:
     - With attention="cu_seqlens": cu_seqlens, int32 of shape (documents + 1,): the start of each
       document in the flattened rows, and the end of the last one. The unused positions of a row
       form a document too. max_seqlen, an int, is the length of the longest document.
-    - Other fields of a sample with one value per token, 0 at unused positions.
+    - Other fields of a sample with one value per token, 0 at unused positions. shift_labels, which
+      hold the next token's label, are -100 there. With `--context`, models outside of Transformers
+      need them, because the first label of the next part is not in this rank's part.
 
     Args:
         model: The model to train, or a smaller one of the same classes. False skips the test.

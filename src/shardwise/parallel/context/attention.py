@@ -64,8 +64,8 @@ class ContextRun:
         self.agree: Callable[[str, str | None], None] | None = None
         """In a trial: shares a call's place and problem, so that all ranks stop together."""
         self.lengths: list[int] = []
-        """The length of each rank's part in the running forward pass. Between forward passes, that
-        of the last training pass, which the backward pass may recompute."""
+        """The length of each rank's part in the running forward pass. Between forward passes, its
+        length in the last training pass, which the backward pass may recompute."""
         self._training_lengths: list[int] = []
         self.calls = 0
         """Number of attention calls in the last forward pass, or in a trial's."""
@@ -96,7 +96,7 @@ class ContextRun:
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
-        """Context manager in which the model runs on full sequences, with torch's own attention."""
+        """Context manager: the model runs on full sequences, with torch's own attention."""
         with self._being(_Where.WHOLE):
             yield
 
@@ -106,12 +106,12 @@ class ContextRun:
         return self._where is _Where.HEADS
 
     def inside_heads(self) -> AbstractContextManager[None]:
-        """Context manager in which attention computes on the tensors that it gets."""
+        """Context manager: attention computes on the tensors that it gets."""
         return self._being(_Where.HEADS)
 
     @contextmanager
     def on_parts(self, lengths: list[int]) -> Iterator[None]:
-        """Context manager in which attention exchanges tokens between ranks.
+        """Context manager: attention exchanges tokens between ranks.
 
         `lengths` holds the length of each rank's part.
         """
@@ -261,7 +261,7 @@ class ContextRun:
             )
 
     def check_outside(self, query: Tensor) -> None:
-        """Raise ModelError if `query`, which comes from outside the model, has a part's length."""
+        """Raise ModelError if `query`, of a call outside the model, has a part's length."""
         sequences = self.sequences_in_use(training=torch.is_grad_enabled())
         own = 0 if sequences is None else self.lengths_of(sequences)[self.group.rank]
         if sequences is not None and query.ndim > 1 and query.size(-2) == own:

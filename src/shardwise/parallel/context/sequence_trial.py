@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
 from shardwise.parallel.context.attention import ContextRun
@@ -38,18 +39,25 @@ from shardwise.parallel.context.transformers_inputs import (
     Inputs,
     TransformersInputs,
     has_added_mask,
+    of_whole_sequences,
     weight_of,
     with_cases,
 )
 from shardwise.parallel.tensor.without_dropout import SharedRandomness, WithoutRandomness
 from shardwise.world.generator_states import GeneratorStates, preserved
-from shardwise.world.sequence_parts import Sequences, lengths_of, rows_of
+from shardwise.world.sequence_parts import Sequences, lengths_of, rows_in
 
 MOST_DIMS = 8
 """Number of combinations of sequence dimensions that a trial tries."""
 
 ROWS, TOKENS = 2, 3
 """A trial's rows, and tokens per part. One part has an extra token, so that lengths differ."""
+
+_FP64, _FP32 = (1e-8, 1e-10), (1e-5, 1e-6)
+"""Relative and absolute tolerances of a trial. Some models compute norms or losses in fp32 in any
+case, and then sums over tokens are rounded differently on parts."""
+
+_ops = torch.ops.aten
 
 
 class SequenceTrial:
@@ -126,8 +134,11 @@ class SequenceTrial:
             return
         masked = has_added_mask(given[1], completed[1])
         reasons: list[str] = []
-        for number, dims in enumerate(self._possible_dims(leaves, sequences)):
-            why = self._difference(model, leaves, nest, dims, masked=masked)
+        likely = self._possible_dims(leaves, sequences)
+        # (rows, length, length) may be features of tokens, or a mask over pairs of tokens.
+        pairs = [False, True] if _has_features_like_tokens(leaves, sequences.length) else [True]
+        for number, (dims, cuts_keys) in enumerate(product(likely, pairs)):
+            why = self._difference(model, leaves, nest, dims, masked=masked, cuts_keys=cuts_keys)
             # The copy and its graph refer to themselves, so only a collection frees them.
             gc.collect()
             found = [each for each in self._run.group.gather_plain(why) if each is not None]
@@ -166,10 +177,12 @@ class SequenceTrial:
         dims: Sequence[int | None],
         *,
         masked: bool,
+        cuts_keys: bool,
     ) -> str | None:
         """Return a message saying how the results differ, or None. Collective.
 
-        If `masked` is true, the trial's sequences have padding or several documents.
+        If `masked` is true, the trial's sequences have padding or several documents. If `cuts_keys`
+        is true, inputs (rows, length, length) are masks.
         """
         group, lengths = self._run.group, self._run.lengths
         full = sum(lengths)
@@ -179,13 +192,15 @@ class SequenceTrial:
         kept = lengths_of(total, group.size)
         start = sum(kept[: group.rank])
         parted = [(x, dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None]
-        rows = next((rows_of(x, dim) for x, dim in parted), 0)
+        rows = rows_in(parted)
+        # In (3, rows, length), as positions of images, it is unclear which dimension has the rows.
+        kept_rows = rows if any((x.ndim, dim) == (3, 2) for x, dim in parted) else min(ROWS, rows)
         short = [
-            _first_rows(x, rows, dim) if isinstance(x, Tensor) else x
+            _first_rows(x, rows, kept_rows, dim) if isinstance(x, Tensor) else x
             for x, dim in zip(leaves, dims, strict=True)
         ]
         cut = [
-            _short(x, dim, total, full).cpu()
+            _short(x, dim, total, full, cuts_keys=cuts_keys).cpu()
             for x, dim in zip(short, dims, strict=True)
             if dim is not None
         ]
@@ -205,7 +220,7 @@ class SequenceTrial:
         # Without offsets of documents, `offsets` is empty.
         offsets = [n for n, x in enumerate(leaves) if _are_offsets(x, rows * full)]
         for n in offsets:
-            whole[n], longest = _short_offsets(leaves[n], full, total, min(ROWS, rows))
+            whole[n], longest = _short_offsets(leaves[n], full, total, kept_rows)
             before = int(leaves[n].diff().max())
             whole = [longest if type(x) is int and x == before else x for x in whole]
         args, kwargs = pytree.tree_unflatten(whole, nest)
@@ -230,11 +245,14 @@ class SequenceTrial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
             fixed = WithoutRandomness()
-            with self._run.on_whole_sequences():
-                expected = self._try(model, (args, kwargs), sum(weights), fixed)
-            failed = [each for each in group.gather_plain(expected.problem) if each is not None]
+            with self._run.on_whole_sequences(), _Operations(total, full) as operations:
+                expected = self._try(model, (args, of_whole_sequences(kwargs)), sum(weights), fixed)
+            problem = operations.far
+            if expected.problem is not None:
+                problem = f"the trial on whole sequences failed: {expected.problem}"
+            failed = [each for each in group.gather_plain(problem) if each is not None]
             if failed:
-                return f"the trial on whole sequences failed: {failed[0]}"
+                return str(failed[0])
             with self._run.on_parts(kept):
                 self._run.agree = self._agree
                 # Random numbers of the same shape as for full sequences raise SharedRandomness.
@@ -247,7 +265,8 @@ class SequenceTrial:
             self.has_attention, self._run.calls = self._run.calls > 0, 0
             if actual.problem is not None:
                 return actual.problem + (_OFFSETS if offsets else "")
-        place = _Place(total, start, kept[group.rank], min(ROWS, rows))
+        tolerances = _FP32 if operations.has_fp32 else _FP64
+        place = _Place(total, start, kept[group.rank], kept_rows, tolerances)
         return self._compare(expected, actual, place, has_labels=bool(weights))
 
     def _agree(self, place: str, problem: str | None) -> None:
@@ -369,15 +388,6 @@ class SequenceTrial:
                 "a shift of labels would lose one at each cut. Return the logits, shift labels in "
                 "the dataset, and compute the loss in the script."
             )
-        sums = torch.tensor([x.item() for x in actual.losses], dtype=torch.float64)
-        totals = torch.tensor(self._run.group.gather_plain(sums.tolist()), dtype=torch.float64)
-        wanted = torch.tensor([x.item() for x in expected.losses], dtype=torch.float64)
-        # Models of Transformers compute losses in fp32.
-        if wanted.shape != sums.shape or not torch.allclose(totals.sum(0), wanted, rtol=1e-5):
-            return (
-                "its loss is not a mean over the labels that count. Return the logits, and compute "
-                "the loss in the script."
-            )
         same = len(expected.outputs) == len(actual.outputs) and all(
             place.agrees(*pair) for pair in zip(expected.outputs, actual.outputs, strict=True)
         )
@@ -385,6 +395,16 @@ class SequenceTrial:
         # Gather this before the sums below, so that all ranks stop together.
         if any(self._run.group.gather_plain(wrong is not None)):
             return wrong
+        sums = torch.tensor([x.item() for x in actual.losses], dtype=torch.float64)
+        totals = torch.tensor(self._run.group.gather_plain(sums.tolist()), dtype=torch.float64)
+        wanted = torch.tensor([x.item() for x in expected.losses], dtype=torch.float64)
+        # Models of Transformers compute losses in fp32.
+        if wanted.shape != sums.shape or not torch.allclose(totals.sum(0), wanted, rtol=1e-5):
+            return (
+                "its loss is not a mean over the labels that count, as losses of routers "
+                "(output_router_logits) are not. Return the logits, and compute the loss in the "
+                "script."
+            )
         if not expected.grads:
             return None
         flat = torch.cat([grad.reshape(-1) for grad in actual.grads.values()])
@@ -393,7 +413,7 @@ class SequenceTrial:
         for (name, whole), total in zip(
             expected.grads.items(), torch.split(flat, sizes), strict=True
         ):
-            if not _are_close(whole.reshape(-1), total):
+            if not place.are_close(whole.reshape(-1), total):
                 return f"the gradient of {name} differs from that on whole sequences."
         return None
 
@@ -457,16 +477,26 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Place:
-    """The position of this rank's tokens in a trial's sequences."""
+    """The position of this rank's tokens in a trial's sequences, and how results are compared."""
 
     total: int
     first: int
     own: int
     rows: int
+    tolerances: tuple[float, float]
+
+    def are_close(self, expected: Tensor, actual: Tensor) -> bool:
+        """Return whether `actual` is equal to `expected` up to rounding."""
+        if not expected.is_floating_point():
+            return torch.equal(expected, actual)
+        rtol, atol = self.tolerances
+        # Sums may cancel, so the tolerance scales with the largest value.
+        scale = expected.abs().max().item() if expected.numel() else 0.0
+        return torch.allclose(expected, actual, rtol, atol * (1.0 + scale), equal_nan=True)
 
     def agrees(self, whole: Tensor, part: Tensor) -> bool:
         """Return whether `part` is close to `whole`, or to this rank's part of it."""
-        return any(_are_close(expected, part) for expected in self._parts_of(whole, part))
+        return any(self.are_close(expected, part) for expected in self._parts_of(whole, part))
 
     def _parts_of(self, whole: Tensor, part: Tensor) -> Iterator[Tensor]:
         """Yield what `part` may be: `whole`, or a part of it."""
@@ -474,20 +504,68 @@ class _Place:
             yield whole
         if whole.ndim != part.ndim:
             return
+        # A model may compute positions once for all rows, or take them from the batch.
+        sizes = zip(whole.shape, part.shape, strict=True)
+        whole = whole.expand([of_part if size == 1 else size for size, of_part in sizes])
         dims = [d for d in range(whole.ndim) if whole.size(d) != part.size(d)]
         if len(dims) != 1:
             return
         (dim,) = dims
-        sizes = whole.size(dim), part.size(dim)
-        if sizes == (self.total, self.own):
+        lengths = whole.size(dim), part.size(dim)
+        if lengths == (self.total, self.own):
             yield whole.narrow(dim, self.first, self.own)
         # Rows and tokens in one dimension, as before a loss. In (length, rows, ...), tokens are
         # first.
-        if sizes == (self.rows * self.total, self.rows * self.own):
+        if lengths == (self.rows * self.total, self.rows * self.own):
             before, after = whole.shape[:dim], whole.shape[dim + 1 :]
             tokens = whole.reshape(*before, self.rows, self.total, *after)
             yield tokens.narrow(dim + 1, self.first, self.own).flatten(dim, dim + 1)
             yield whole.narrow(dim, self.first * self.rows, self.own * self.rows)
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager that observes the operations of a trial on whole sequences.
+
+    Args:
+        total: The number of tokens of the trial's sequences.
+        full: The number of tokens of the batch's sequences.
+
+    Attributes:
+        has_fp32: True if an operation has computed in less than fp64.
+        far: Why the result may depend on tokens that are too far apart for the trial, or None.
+    """
+
+    def __init__(self, total: int, full: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._total, self._full = total, full
+        self.has_fp32 = False
+        self.far: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.has_fp32 |= result.dtype != torch.float64
+            reach = self._reach(func.overloadpacket, result, args)
+            if self._total <= reach < self._full:
+                self.far = (
+                    f"{func.overloadpacket.__name__} moves or mixes values of tokens that are "
+                    f"{reach} places apart, and the trial has only {self._total} tokens. {_ADVICE}"
+                )
+        return result
+
+    def _reach(self, packet: Any, result: Tensor, args: tuple[Any, ...]) -> int:
+        """Return the distance of tokens that a convolution mixes, or a shift moves apart."""
+        if packet is _ops.convolution:
+            weight, dilation = args[1], args[5]
+            spans = zip(result.shape[2:], weight.shape[2:], dilation, strict=True)
+            return max((d * (k - 1) for size, k, d in spans if size == self._total), default=0)
+        if packet is _ops.constant_pad_nd or packet is _ops.cat:
+            first = args[0] if isinstance(args[0], Tensor) else args[0][-1]
+            grown = zip(first.shape, result.shape, strict=False)
+            return max((to - size for size, to in grown if size == self._total), default=0)
+        return 0
 
 
 class _StoppedError(Exception):
@@ -498,12 +576,19 @@ def _is_loss(output: Tensor) -> bool:
     return output.ndim == 0 and output.requires_grad
 
 
-def _short(leaf: Tensor, dim: int, total: int, full: int) -> Tensor:
+def _has_features_like_tokens(leaves: list[Any], full: int) -> bool:
+    """Return whether an input may be a mask over `full` keys, or have as many features."""
+    tensors = [x for x in leaves if isinstance(x, Tensor) and x.ndim == 3]
+    return any(x.is_floating_point() and x.size(2) == full for x in tensors)
+
+
+def _short(leaf: Tensor, dim: int, total: int, full: int, *, cuts_keys: bool) -> Tensor:
     """Return this rank's part of `leaf`, cut to its first `total` tokens.
 
     If `leaf` is a mask over all `full` keys, the keys are cut too.
     """
-    if leaf.ndim > 2 and dim != leaf.ndim - 1 and leaf.size(-1) == full:
+    is_mask = leaf.ndim == 4 or cuts_keys or not leaf.is_floating_point()
+    if is_mask and leaf.ndim > 2 and dim != leaf.ndim - 1 and leaf.size(-1) == full:
         leaf = leaf.narrow(-1, 0, total)
     return leaf.narrow(dim, 0, min(total, leaf.size(dim)))
 
@@ -538,21 +623,12 @@ def _form(leaf: Any) -> Any:
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 
-def _first_rows(leaf: Tensor, rows: int, dim: int | None) -> Tensor:
-    """Return the first `ROWS` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`.
+def _first_rows(leaf: Tensor, rows: int, kept: int, dim: int | None) -> Tensor:
+    """Return the first `kept` rows of `leaf` if it has `rows` rows, otherwise all of `leaf`.
 
     `dim` is the sequence dimension, or None.
     """
     detached, rows_dim = leaf.detach(), 1 if dim == 0 else 0
     if leaf.ndim <= rows_dim or leaf.size(rows_dim) != rows:
         return detached
-    return detached.narrow(rows_dim, 0, min(ROWS, rows))
-
-
-def _are_close(expected: Tensor, actual: Tensor) -> bool:
-    if not expected.is_floating_point():
-        return torch.equal(expected, actual)
-    # The trial uses fp64, so rounding cannot explain a difference. Sums may cancel, so the
-    # tolerance scales with the largest value.
-    scale = expected.abs().max().item() if expected.numel() else 0.0
-    return torch.allclose(expected, actual, rtol=1e-8, atol=1e-10 * (1.0 + scale), equal_nan=True)
+    return detached.narrow(rows_dim, 0, kept)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.comm import Collectives
@@ -28,6 +29,10 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 IGNORED = -100
 """The label that losses ignore."""
+
+CHECKED = 16
+"""Number of masks that are read before flash attention, which waits for a GPU. A later mask with
+padding stops the GPU's kernels with an assertion instead."""
 
 
 class TransformersInputs:
@@ -41,6 +46,8 @@ class TransformersInputs:
         # Attributes that every PreTrainedModel has, also through PEFT, so nothing is imported.
         is_one = hasattr(model, "loss_type") and hasattr(model, "config")
         config: Any = model.config if is_one else None
+        if callable(of_text := getattr(config, "get_text_config", None)):
+            config = of_text()  # of a model that also takes images
         self._model, self._config = model, config
         self._is_one = is_one
         self._parameters = list(_parameters(model)) if is_one else []
@@ -52,6 +59,8 @@ class TransformersInputs:
                 f"--context cannot be combined with attn_implementation={kernel!r}, which computes "
                 'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
             )
+        self._checked = 0
+        """Number of masks whose values were read."""
         self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
         self._shifts = takes_shifted_labels(model)
         self._window: int | None = getattr(config, "sliding_window", None)
@@ -76,7 +85,9 @@ class TransformersInputs:
         ids = kwargs.get("input_ids", kwargs.get("inputs_embeds"))
         if not self._is_one or not isinstance(ids, Tensor):
             return inputs
-        if "position_ids" in self._parameters and kwargs.get("position_ids") is None:
+        self._check_frequencies(sum(lengths))
+        positions = kwargs.get("position_ids")
+        if "position_ids" in self._parameters and positions is None:
             first, own = sum(lengths[: group.rank]), lengths[group.rank]
             places = torch.arange(first, first + own, device=ids.device)
             kwargs["position_ids"] = places.expand(ids.size(0), own)
@@ -86,7 +97,7 @@ class TransformersInputs:
             kwargs["attention_mask"] = None
         elif mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
             # A model that receives None creates no mask, unless its own tokens need one.
-            kwargs["attention_mask"] = self._mask(kwargs, ids, lengths, group)
+            kwargs["attention_mask"] = self._mask(kwargs, ids, positions, lengths, group)
         labels = kwargs.get("labels")
         if self._shifts and isinstance(labels, Tensor) and kwargs.get("shift_labels") is None:
             first_labels = gather(labels[:, :1], 1, [1] * group.size, group)  # (rows, ranks)
@@ -97,21 +108,39 @@ class TransformersInputs:
 
     def _check_no_padding(self, mask: Any, lengths: Sequence[int], group: Collectives) -> None:
         """Raise ModelError if any of the sequences has padding, which `mask` shows. Collective."""
-        if mask is not None and not bool(gather(mask, 1, lengths, group).all()):
-            raise ModelError(
-                f"--context {group.size} with attn_implementation={self.flash!r} takes no padding. "
-                'Write attn_implementation="sdpa", or pack the documents of a batch '
-                "(DataCollatorWithFlattening, or sw.Packing)."
-            )
+        if mask is None:
+            return
+        problem = (
+            f"--context {group.size} with attn_implementation={self.flash!r} takes no padding. "
+            'Write attn_implementation="sdpa", or pack the documents of a batch '
+            "(DataCollatorWithFlattening, or sw.Packing)."
+        )
+        if self._checked == CHECKED and not _is_free_to_read(mask):
+            torch._assert_async(mask.all(), problem)
+            return
+        self._checked += 1
+        if not bool(gather(mask, 1, lengths, group).all()):
+            raise ModelError(problem)
 
     def _mask(
-        self, kwargs: dict[str, Any], ids: Tensor, lengths: Sequence[int], group: Collectives
+        self,
+        kwargs: dict[str, Any],
+        ids: Tensor,
+        positions: Any,
+        lengths: Sequence[int],
+        group: Collectives,
     ) -> Any:
-        """Return the mask for this rank's queries and all keys, or None if none is needed."""
+        """Return the mask for this rank's queries and all keys, or None if none is needed.
+
+        `positions` are those that the script has passed, or None.
+        """
         total, first, own = sum(lengths), sum(lengths[: group.rank]), lengths[group.rank]
         keys = torch.arange(total, device=ids.device)
         queries = keys[first : first + own, None]
-        padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        padding = kwargs.get("attention_mask")
+        if isinstance(positions, Tensor) and positions.ndim == 3:
+            # Of the text, then of three axes of images. Without the first, models ignore documents.
+            positions = positions[0] if positions.size(0) == 4 else None
         allowed = None  # (rows, 1, own, total) or a shape that broadcasts to it
         if padding is not None:
             whole = gather(padding, 1, lengths, group).bool()
@@ -147,6 +176,26 @@ class TransformersInputs:
         )
         return not (checkpoints and self._model.training and torch.is_grad_enabled())
 
+    def _check_frequencies(self, total: int) -> None:
+        """Raise ModelError if the model's rotary frequencies depend on the length of its input."""
+        config = self._config
+        known = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+        for each in [known, *known.values()] if isinstance(known, dict) else []:
+            kind = each.get("rope_type", each.get("type")) if isinstance(each, dict) else None
+            if kind not in ("dynamic", "longrope"):
+                continue
+            longest = getattr(config, "max_position_embeddings", 0)
+            if kind == "longrope":
+                name = "original_max_position_embeddings"
+                longest = each.get(name) or getattr(config, name, None) or longest
+            if total > longest:
+                raise ModelError(
+                    f"rotary positions of the type {kind!r} change their frequencies for sequences "
+                    f"of more than {longest} tokens, and these have {total}. Each worker would "
+                    "choose them by the last position of its part. Use shorter sequences, or "
+                    'another type such as "yarn" or "linear".'
+                )
+
     def _local_kind(self, total: int) -> str | None:
         """Return the layer type whose attention window is shorter than `total` tokens, or None."""
         if self._chunk is not None and total > self._chunk:
@@ -164,6 +213,11 @@ class TransformersInputs:
         return "sliding_attention" if self._layers != {"full_attention"} else None
 
 
+def _is_free_to_read(tensor: Tensor) -> bool:
+    """Return whether reading a value of `tensor` waits for no other operations."""
+    return tensor.is_cpu
+
+
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """Return the signature parameters of the model's `forward`, looking through any adapters."""
     base: Any = getattr(model, "get_base_model", None)
@@ -178,7 +232,8 @@ def _takes_any(model: nn.Module) -> bool:
 def takes_shifted_labels(model: nn.Module) -> bool:
     """Return whether `model` shifts labels, and also accepts shifted ones."""
     # Without **kwargs, shifted labels would not reach the loss, and the trial says so.
-    is_causal = getattr(model, "loss_type", "") in (None, "ForCausalLM")
+    causal = None, "ForCausalLM", "ForConditionalGeneration"
+    is_causal = getattr(model, "loss_type", "") in causal
     return is_causal and hasattr(model, "config") and _takes_any(model)
 
 
@@ -195,10 +250,19 @@ def has_added_mask(given: dict[str, Any], completed: dict[str, Any]) -> bool:
     return mask is not None and mask is not given.get("attention_mask")
 
 
+def of_whole_sequences(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return a trial's keyword arguments for whole sequences."""
+    labels = kwargs.get("labels")
+    if not kwargs.get("fused_lm_head") or not isinstance(labels, Tensor):
+        return kwargs
+    # TRL's head returns a value for each token only if it gets shifted labels.
+    return {**kwargs, "shift_labels": F.pad(labels[:, 1:], (0, 1), value=IGNORED)}
+
+
 def with_cases(kwargs: dict[str, Any], total: int, *, masked: bool) -> dict[str, Any]:
     """Return a copy of a trial's keyword arguments that covers what later batches may contain.
 
-    Some labels are added, because the first tokens of a batch may have none.
+    Some labels are added, because the first tokens of a batch may be without labels.
 
     Args:
         kwargs: The keyword arguments with full sequences.

@@ -4,7 +4,7 @@ For each operation of the record, it adds up the memory in use on the device:
 
     states      parameters, gradients, optimizer state, frozen parameters, module buffers
     gathered    sharded parameters of the running unit, the next unit, and the rest of the model
-    buckets     sharded gradients that are being reduced
+    buckets     sharded gradients that are being reduced, and tokens that ranks exchange (--context)
     tensors     results of operations (saved for backward, or temporary) and the batch
 
 The peak is the largest sum. After the backward pass, the update allocates temporaries. A pipeline
@@ -23,6 +23,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from shardwise.comm.shared_buffers import POOLED
 from shardwise.layout.placement import STATES
 from shardwise.parallel.pipeline import schedule
 from shardwise.states.storage.storage import SPAN
@@ -172,6 +173,8 @@ def predict(
     parts["in flight"][: record.backward] = in_flight.forward
     parts["in flight"][record.backward : count] = in_flight.backward
     parts["buckets"] += _borrowed(layout, hardware)
+    if hardware.shares:
+        parts["buckets"] += _published(record)
     _add_tensors(parts, record, hardware)
     # Index `count` is the update. The batch is still alive then, because the script's loop variable
     # refers to it.
@@ -254,6 +257,15 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     # One more buffer than those in flight, for the bucket that the backward pass is filling.
     whole = sum(nbytes * min(counts[kind], IN_FLIGHT + 1) for kind, nbytes in longest.items())
     return whole * sent // layout.ranks
+
+
+def _published(record: StepRecord) -> int:
+    """Return the bytes of the copies of exchanged tokens that shared memory keeps.
+
+    A rank may start the next exchange before the others have read its last one, so there are two.
+    """
+    longest = max((each.nbytes for each in record.exchanged), default=0)
+    return 2 * longest if longest <= POOLED else 0
 
 
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:

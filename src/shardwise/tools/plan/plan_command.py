@@ -24,12 +24,12 @@ from shardwise.tools.plan import search
 from shardwise.tools.plan.calibrate import calibrate
 from shardwise.tools.plan.memory import KINDS
 from shardwise.tools.plan.observe import Script
-from shardwise.tools.plan.plans import Plan, PlanRequest, make_plan
+from shardwise.tools.plan.plans import METHODS, Plan, PlanRequest, make_plan
 from shardwise.tools.plan.search import Line
 from shardwise.tools.report.output import exit_on_sigterm, is_stdout, write_json
 
 SHOWN = 12
-"""Maximum number of candidates to print that fit, and of candidates that do not fit."""
+"""Number of candidates to print that fit, and of candidates that do not fit."""
 
 WIDTH = 120
 """Width of the table in columns if the output is not a terminal."""
@@ -117,7 +117,7 @@ def show_calibration() -> Path:
 
 
 def _print(result: Plan, console: Console) -> None:
-    fitting = [line for line in result.lines if line.fits][:SHOWN]
+    fitting = shown([line for line in result.lines if line.fits], result.request.context)
     others = [line for line in result.lines if not line.fits][:SHOWN]
     record = result.record
     numel = sum(each.numel for each in record.parameters)
@@ -143,6 +143,17 @@ def _print(result: Plan, console: Console) -> None:
         )
     for note in result.notes():
         console.print(printable(note), soft_wrap=True)
+
+
+def shown(lines: Sequence[Line], context: int) -> list[Line]:
+    """Return the first SHOWN lines, and the first one of each method with `--context context`.
+
+    Without the latter, the user would not see the size that `--context` asks for if other
+    placements are faster.
+    """
+    ways = [(line.choice.context, line.choice.context_method) for line in lines]
+    asked = [ways.index((context, each)) for each in METHODS if (context, each) in ways]
+    return [line for n, line in enumerate(lines) if n < SHOWN or n in asked]
 
 
 def _table(result: Plan, lines: Sequence[Line]) -> Table:
