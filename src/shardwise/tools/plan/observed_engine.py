@@ -66,7 +66,8 @@ class ObservedEngine(Engine):
         self.world = world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
-        config.check_contradictions(replace(self.settings, tensor=observation.tensor))
+        tensor, context = observation.tensor, observation.context
+        config.check_contradictions(replace(self.settings, tensor=tensor, context=context))
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
