@@ -66,6 +66,24 @@ class StandIns:
         return pytree.tree_map_only(Tensor, lambda value: self.shard(value) or value, nest)
 
 
+def shard_first(nest: Any, replica: Replica) -> Any:
+    """Split the first floating-point tensor of a unit's inputs by tokens, if it is not split.
+
+    The first of several blocks may get a full tensor, such as an embedding. Blocks of a class share
+    their graphs, so all of them would otherwise gather their inputs. No data is sent.
+    """
+    leaves, spec = pytree.tree_flatten(nest)
+    for place, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        sharded = token_sharding(leaf, replica.group)
+        if sharded is not None and not isinstance(leaf, SequenceShard):
+            part = scatter_to_region(leaf, replica.group, sharded)
+            leaves[place] = SequenceShard(part, replica.group, replica.randomness, sharded)
+        break
+    return pytree.tree_unflatten(leaves, spec)
+
+
 class GraphOfParts:
     """The graph of a unit, of which some inputs and outputs are split by tokens.
 
@@ -145,6 +163,8 @@ class GraphOfParts:
 
 
 def _part_of(fake: Tensor, sharded: ShardedDim, rank: int) -> Tensor:
+    # Reading a symbolic size makes torch compile another graph for other sizes.
+    assert int(fake.shape[sharded.dim]) == sharded.size
     with torch.no_grad():
         part = sharded.shard(fake, rank).clone(memory_format=torch.contiguous_format)
     return part.requires_grad_(fake.requires_grad)

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor import compiled_collectives, graph_paths
-from shardwise.parallel.tensor.compiled_sequences import GraphOfParts, StandIns
+from shardwise.parallel.tensor.compiled_sequences import GraphOfParts, StandIns, shard_first
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule, on_local_tensors
 from shardwise.parallel.tensor.replica import Replica
 from shardwise.parallel.tensor.sequence_parallel import gather_nested
@@ -84,6 +84,8 @@ class UnitCompiler:
     def _run_on_tokens(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         outputs_tokens = self._replica.outputs_tokens()
         self._stand_ins = StandIns()
+        if outputs_tokens:
+            args, kwargs = shard_first((args, kwargs), self._replica)
         args, kwargs = self._stand_ins.replace((args, kwargs))
         try:
             output = self._stand_ins.restore(compiled(*args, **kwargs))

@@ -73,7 +73,8 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
         return None
     if is_fake(value) and not isinstance(group, TracedGroup):
         return None
-    ranges = [each for (each,) in even_ranges(value.shape[TOKEN_DIM], group.size)]
+    # In a trace the number may be symbolic. A graph of parts is for one number of tokens.
+    ranges = [each for (each,) in even_ranges(int(value.shape[TOKEN_DIM]), group.size)]
     return ShardedDim(TOKEN_DIM, tuple(ranges))
 
 
