@@ -2,9 +2,9 @@
 
     python benchmarks/start_up.py [--ranks 2] [--rounds 5]
 
-Both start the same small model with AdamW on a CPU, and take turns. A round's time ends when rank 0
-has made its first step; the time until the command has returned follows. CPU seconds are those of
-all processes of a command.
+Both start the same small model with AdamW on a CPU, once without timing, and then take turns. A
+round's time ends when rank 0 has made its first step; the time until the command has returned
+follows. CPU seconds are those of all processes of a command.
 """
 
 import argparse
@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "shardwise run": (["shardwise", "run", "-n", ranks], "shardwise"),
     }
     runs: dict[str, list[tuple[float, float, float]]] = {name: [] for name in commands}
+    for command in commands.values():
+        _start(*command)
     for number in range(options.rounds):
         # Alternate which one is first, because the first start of a round may find colder caches.
         for name in list(commands)[:: -1 if number % 2 else 1]:
@@ -61,7 +63,8 @@ def _start(launcher: Sequence[str], worker: str) -> tuple[float, float, float]:
         note = Path(folder) / "first"
         command = [sys.executable, "-m", *launcher, __file__, "--worker", worker]
         used, begun = cpu_seconds(RUSAGE_CHILDREN), time.time()
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        # pip writes the bytecode of an installed package. A checkout has it after the first start.
+        env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
         subprocess.run([*command, f"--note={note}"], check=True, capture_output=True, env=env)
         cpu = cpu_seconds(RUSAGE_CHILDREN) - used
         return float(note.read_text()) - begun, time.time() - begun, cpu

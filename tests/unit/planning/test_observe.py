@@ -1,11 +1,12 @@
 """Steps observed with two batch sizes: fitting between them, and reasons not to."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 from shardwise.errors import LaunchError
-from shardwise.tools.plan import plans
+from shardwise.tools.plan import observe, plans
 from shardwise.tools.plan.catalogue import read_catalogue
 from shardwise.tools.plan.cluster import parse_cluster
 from shardwise.tools.plan.observe import PLAIN, ObservedStep, Script, Way
@@ -62,6 +63,15 @@ def test_refuses_to_fit_tensors_with_different_lifetimes():
 
 def test_says_that_only_one_size_was_observed():
     assert ObservedStep(record(8, "mm")).difference() == "it was observed with one batch size only"
+
+
+def test_a_batch_that_ignores_its_loader_is_one_batch_size():
+    fixed = replace(record(8, "mm"), total_batch=8)
+    with mock.patch.object(observe, "observe", return_value=fixed):
+        step = observe.observe_sizes(Script(("train.py",)))
+    assert step.small is None
+    with pytest.raises(LaunchError, match="observed with one batch size only"):
+        step.at(4)
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -38,6 +38,7 @@ def command() -> Command:
         "precision",
         "optimizer_state",
         "frozen_weights",
+        "chunked_loss",
         "units",
         "seed",
         "adopt",

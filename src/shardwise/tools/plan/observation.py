@@ -136,6 +136,8 @@ def _why_no_pipeline(observation: Observation) -> str:
     """Return the reason why the script cannot run with `--pipeline`, or "" if it can."""
     if len(observation.engines) > 1 or len(observation.engines[0].models) > 1:
         return "the script has several models, but a pipeline takes one"
+    if observation.engines[0].settings.chunked_loss:
+        return "--chunked-loss cannot be combined with it yet"
     if not observation.pipelined:
         return (
             "the loop calls engine.backward, which would run the stages one after the other; "

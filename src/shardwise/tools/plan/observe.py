@@ -159,7 +159,9 @@ def observe_sizes(
     if half < 1 or not large.total_batch:
         return ObservedStep(large)
     on_run(f"half of the batch, {way}")
-    return ObservedStep(large, observe(configured, half, way=way, warm=warm))
+    small = observe(configured, half, way=way, warm=warm)
+    # The script may ignore its Loader, or share batches of a fixed size by world.share.
+    return ObservedStep(large, small if small.batch_size != large.batch_size else None)
 
 
 def observe(

@@ -66,6 +66,8 @@ class ObservedEngine(Engine):
         self.world = world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
+        tensor, context = observation.tensor, observation.context
+        config.check_contradictions(replace(self.settings, tensor=tensor, context=context))
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
@@ -104,6 +106,8 @@ class ObservedEngine(Engine):
         self._hook_modules(noted.modules, inside)
         if spec.context is not None:
             spec.context.install()
+        for loss in spec.chunked_losses:
+            loss.install()
         if observation.spread:
             route_shares(spec, [module for module, *_ in experts], observation.tensor)
         for module, number, divisible in experts:
