@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from shardwise.tools.verify.stock import stock_runs
 from tests.system.launcher import Launcher, Ran, script
 
 ROOT = Path(__file__).parents[2]
@@ -262,6 +263,32 @@ def test_takes_a_whole_command(shardwise: Launcher, tmp_path: Path) -> None:
     ran, found = verify(shardwise, tmp_path, "--stock", command)
     assert ran.code == 5, ran.out + ran.err
     assert found["ranks"] == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mistake", "cause"), [("none", []), ("mean_of_means", ["mean of means"])])
+def test_takes_a_command_of_deepspeeds_launcher(
+    shardwise: Launcher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: str,
+    cause: list[str],
+) -> None:
+    pytest.importorskip("deepspeed", reason="the deepspeed package is not there")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    launcher = Path(sys.executable).parent / "deepspeed"
+    # The launcher passes --local_rank to the script. Its default port may be in use.
+    port = stock_runs._free_port()
+    command = f"{launcher} --num_gpus 2 --master_port {port} {script('stock_deepspeed')}"
+    ran, found = verify(
+        shardwise, tmp_path, "--stock", "--accept", "rounding", f"{command} 2 {mistake}"
+    )
+    assert ran.code == (5 if cause else 0), ran.out + ran.err
+    causes = found["causes"]
+    assert isinstance(causes, list)
+    assert [each["name"] for each in causes] == cause
+    assert found["ranks"] == 2
+    assert found["rows"] == [48] * 3  # 3 micro-batches of 8 rows on each rank
 
 
 def test_workflow_of_the_page_runs_its_command() -> None:

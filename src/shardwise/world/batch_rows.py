@@ -218,7 +218,7 @@ class BatchRows(ABC):
         self._check_draws_once("world.alike")
         self._meet()
         self.calls.note("world.alike")
-        with self.draws.alike():
+        with self.draws.shared_draws():
             yield
 
     @property

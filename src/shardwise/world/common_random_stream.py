@@ -5,7 +5,7 @@
     training  from the first batch or forward pass with gradients, each rank has its own seed
 
 During training, a separate stream remembers the position that a single process would have.
-`draw` and `alike` continue from that position.
+`draw` and `shared_draws` continue from that position.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CommonRandomStream:
         self._calls = 0
         """Number of draws so far for the current micro-batch."""
         self._inside = 0
-        """Depth of open `alike` blocks."""
+        """Depth of open `shared_draws` blocks."""
         self._boundary: GeneratorStates | None = None
         self.is_one = False
         """True once all ranks are known to share the stream, and each draws its own numbers."""
@@ -70,8 +70,8 @@ class CommonRandomStream:
     def begin(self) -> None:
         """Call the methods registered with `wait`, because training starts.
 
-        Does nothing inside an `alike` block, where all ranks draw the same numbers. In this case,
-        training starts with the next batch.
+        Does nothing inside a `shared_draws` block, where all ranks draw the same numbers. In this
+        case, training starts with the next batch.
         """
         if self._inside:
             return
@@ -95,7 +95,7 @@ class CommonRandomStream:
         `gather` returns every rank's value on all ranks. The call is collective until each rank has
         its own seed: before that, a draw on one rank advances only that rank's stream.
         """
-        # Once all ranks share the stream, only `draw` and `alike` advance it, on every rank.
+        # Once all ranks share the stream, only `draw` and `shared_draws` advance it, on every rank.
         if self.is_one:
             return False
         is_apart, mine = self._end is not None, self._now()
@@ -134,7 +134,7 @@ class CommonRandomStream:
             return make()
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def shared_draws(self) -> Iterator[None]:
         """Inside the block, draw from the shared stream, and advance it."""
         self.used = True
         self._inside += 1
@@ -145,7 +145,7 @@ class CommonRandomStream:
             self._inside -= 1
 
     def check_outside(self, call: str) -> None:
-        """Raise UsageError if `call` is made inside an `alike` block.
+        """Raise UsageError if `call` is made inside a `shared_draws` block.
 
         A step reseeds each rank's generators, so the shared stream's position would be lost.
         """

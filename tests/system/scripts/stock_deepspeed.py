@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-stage, mistake = int(sys.argv[1]), sys.argv[2]
+stage, mistake = int(sys.argv[-2]), sys.argv[-1]
 # Building this kernel on a CPU takes minutes. Without it, DeepSpeed uses Gloo.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,7 +111,14 @@ def count_steps(folder: Path) -> int:
     return max(len(files) - 1, 0)
 
 
-def read(folder: Path) -> RecordedTraining:
+def load_step(path: Path) -> dict[str, Any]:
+    """Return what one rank recorded in one step."""
+    row: dict[str, Any] = torch.load(path, weights_only=True)
+    return row
+
+
+def read(folder: Path, load: Callable[[Path], dict[str, Any]] = load_step) -> RecordedTraining:
+    """Return the record of a run's ranks. `load` reads the file of one rank and step."""
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     files: dict[tuple[int, int], list[tuple[int, Path]]] = defaultdict(list)
     for number, rank in enumerate(ranks):
@@ -127,7 +134,7 @@ def read(folder: Path) -> RecordedTraining:
             ended.add(engine)  # the run was stopped when only some ranks had written this step
         if engine in ended:
             continue
-        rows = [(rank, torch.load(path, weights_only=True)) for rank, path in several]
+        rows = [(rank, load(path)) for rank, path in several]
         engines[engine].append(_step(step, rows))
         order[engine] = rows[0][1]["order"] or order.get(engine, [])
         # Parameters are the same on all ranks, because all of them build the same model.

@@ -97,9 +97,14 @@ class WarmRanks:
         """Whether there are warm processes. They exist only on Linux."""
         return bool(self._processes)
 
-    def words(self, server: int, arguments: Sequence[str]) -> list[str]:
-        """Return the command line that starts a rank: the script, then `arguments`."""
-        return [str(CLIENT), str(self._folder), str(server), self._module, *arguments]
+    def words(
+        self, server: int, arguments: Sequence[str], *, module: str | None = None
+    ) -> list[str]:
+        """Return the command line that starts a rank: the script, then `arguments`.
+
+        If `module` is set, the process runs this module instead of the ranks' module.
+        """
+        return [str(CLIENT), str(self._folder), str(server), module or self._module, *arguments]
 
     def __enter__(self) -> WarmRanks:
         return self

@@ -4,8 +4,8 @@
     stopped     step 1 ... K  SIGTERM           the script saves its own checkpoint
     resumed              R+1 ... S              the command again, in the stopped run's folder
 
-R is the step at which the script saved its last checkpoint. The whole run's parameters after step R
-are the parameters with which the resumed run starts.
+The script saved its last checkpoint after step R. The resumed run starts with these parameters, so
+the whole run's parameters after each step show R.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ResumeResult(StockResult):
 
 
 def verify(runs: StockRuns, stop_at: int, again: StockCommand) -> ResumeResult:
-    """Execute the three runs, and compare the steps after the one from which the script resumed.
+    """Execute the three runs, and compare the steps after the second start.
 
     Raises:
         LaunchError: If no torch optimizer completes a step, or if a run hangs.
@@ -150,13 +150,13 @@ def _other_start(start: int | None) -> Finding:
         return Finding(
             "does not resume",
             "The second start begins at the first step again. Either the script saves nothing "
-            "before it is stopped, or it does not load what it has saved. If resuming needs "
-            "another command, pass it with --resume-with.",
+            "before it is stopped, or it does not load its checkpoint. If resuming needs another "
+            "command, pass it with --resume-with.",
         )
     return Finding(
         "parameters",
-        "After the second start, the parameters are not those of any step of the run that was not "
-        "stopped. The script does not restore all parameters.",
+        "After the second start, the parameters differ from those after every step of the run that "
+        "was not stopped. The script does not restore all parameters.",
     )
 
 
@@ -182,7 +182,7 @@ def _shifted(training: RecordedTraining, start: int) -> RecordedTraining:
 def _findings(
     whole: StockRecords, resumed: StockRecords, compared: Comparison, start: int
 ) -> Iterator[Finding]:
-    """Yield the states that the script does not restore, in the order in which a step uses them."""
+    """Yield the states that the script does not restore, in the order of their use in a step."""
     named = False
     if _inputs(whole, start) != _inputs(resumed, 0):
         named = True

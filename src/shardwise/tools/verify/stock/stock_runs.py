@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,14 @@ from shardwise.messages.printable import printable
 from shardwise.tools.verify import records
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.runs import RunFailed, environment
-from shardwise.tools.verify.stock import warm_rank
+from shardwise.tools.verify.stock import recorder, warm_rank
 from shardwise.tools.verify.stock.own_files import make_view
 from shardwise.tools.verify.stock.recorder import CLAIM, STACK, VARIABLE
 from shardwise.tools.warm.fork_server import STOCK_PACKAGES
 from shardwise.tools.warm.warm_ranks import WarmRanks
 
 START = Path(__file__).parent / "start"
+TORCHRUN = "torch.distributed.run"
 RANK_VARIABLES = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -95,21 +97,15 @@ class StockCommand:
         """Return the full command line, with torchrun before a script that has no launcher.
 
         torchrun creates a log folder in `logs`. By default, it would leave one in the temporary
-        folder. If `warm` is set, the ranks are forked from its processes.
+        folder. If `warm` is set, torchrun and the ranks are forked from its processes.
         """
         if self.size is None:
             return list(self.words)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--log-dir", str(logs)]
-        torchrun += ["--nproc-per-node", str(self.size)]
+        flags = ["--standalone", "--log-dir", str(logs), "--nproc-per-node", str(self.size)]
         if warm is None:
-            return [sys.executable, *torchrun, *self.words]
-        return [
-            sys.executable,
-            *torchrun,
-            "--no-python",
-            sys.executable,
-            *warm.words(0, self.words),
-        ]
+            return [sys.executable, "-m", TORCHRUN, *flags, *self.words]
+        ranks = ["--no-python", sys.executable, *warm.words(0, self.words)]
+        return [sys.executable, *warm.words(0, [*flags, *ranks], module=TORCHRUN)]
 
     def __str__(self) -> str:
         return " ".join(self.words) + (f" on {self.size} ranks" if self.size else "")
@@ -155,7 +151,8 @@ class StockRuns:
         command = self.command
         if command.size is not None and warm_rank.can_be_forked(command.words):
             environ = environment(command.size)
-            warm = WarmRanks(command.words, warm_rank.__name__, environ, packages=STOCK_PACKAGES)
+            packages = (*STOCK_PACKAGES, TORCHRUN, recorder.__name__)
+            warm = WarmRanks(command.words, warm_rank.__name__, environ, packages=packages)
             self._warm = warm if warm.are_running else None
         return self
 
@@ -463,20 +460,19 @@ def users_line(stack: str) -> str | None:
 
 def read(folder: Path, words: str) -> StockRecords:
     """Read the records of a run's ranks. Raises LaunchError if a record is incomplete."""
-    import torch
-
     ranks = sorted(folder.glob("rank-*"), key=lambda path: int(path.name[5:]))
     if missing := [rank.name[5:] for rank in ranks if not (rank / "stock.facts").exists()]:
         raise LaunchError(
             f"Run of {words}: rank {missing[0]} was killed, so its record is not complete."
         )
     facts = [json.loads((rank / "stock.facts").read_text()) for rank in ranks]
+    load = cache(records.load_step)  # loading takes most of the time of a small comparison
     steps = []
     for rank in ranks:
         paths = sorted(rank.glob("engine-0-step-*.pt"), key=lambda path: int(path.stem[14:]))
-        rows = [torch.load(path, weights_only=True) for path in paths[1:]]
+        rows = map(load, paths[1:])
         steps.append([{k: v for k, v in row.items() if k != "tensors"} for row in rows])
-    training = records.read(folder)
+    training = records.read(folder, load)
     return StockRecords(training, facts, steps)
 
 

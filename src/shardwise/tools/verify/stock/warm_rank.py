@@ -3,7 +3,7 @@
     python -m shardwise.tools.verify.stock.warm_rank train.py [ARGS]
 
 A rank started by a launcher takes seconds to import torch, and verifying a correct script takes six
-such ranks. Therefore, the reference and the ranks under torchrun are forked (see fork_server.py).
+such ranks. Therefore, the reference, torchrun and its ranks are forked (see fork_server.py).
 torchrun still starts and watches one process per rank: rank_client.py.
 
 The script sees the same arguments, path and environment as under `python train.py`. However, torch
