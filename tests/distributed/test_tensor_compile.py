@@ -83,7 +83,7 @@ def compiled(world, backend, settings, delay=0.0):
 
 CASES = [
     ("aot_eager", 2, {"zero": 0}),
-    ("aot_eager", 4, {"zero": 3}),
+    pytest.param("aot_eager", 4, {"zero": 3}, marks=pytest.mark.full),
     ("aot_eager", 2, {"zero": 2, "activations": "recomputed"}),
     ("aot_eager", 2, {"zero": 3, "sequence_parallel": True}),
     ("aot_eager", 2, {"zero": 0, "sequence_parallel": True, "activations": "recomputed"}),

@@ -90,6 +90,7 @@ def test_steps_that_are_left_out_are_told_of_once(
     assert all(any(words in line for line in lines) for words in said), ran.err
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_ask_is_told_of(shardwise: Launcher) -> None:
     program = (
         "import time, torch, shardwise.horovod as hvd; hvd.init()\n"

@@ -108,7 +108,8 @@ world.print("trained")
 """
 
 
-@pytest.mark.parametrize("model", ["Own", pytest.param("Mixtral", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["Own", "Mixtral"])
 def test_plans_experts_together_with_tensor(tmp_path, model):
     script, file = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(EXPERTS.replace("MODEL", model))

@@ -227,7 +227,7 @@ def cut_when_asked(hosts: Lab, folder: Path, number: int) -> None:
 @pytest.mark.parametrize(
     ("where", "zero", "most", "number", "rank", "left"),
     [
-        ("node1:2,node2:2", 2, 1, 2, 2, [0, 1]),
+        pytest.param("node1:2,node2:2", 2, 1, 2, 2, [0, 1], marks=pytest.mark.full),
         # Gloo connects over IPv4 here.
         pytest.param(*("[fd00:77::1]:1,[fd00:77::2]:1", 0, 1, 2, 1, [0]), marks=pytest.mark.full),
         # The launcher's host continues, although the other part has more hosts.

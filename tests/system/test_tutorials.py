@@ -114,6 +114,7 @@ def test_experts_give_the_same_losses_on_two_workers(tmp_path: Path) -> None:
     assert (place / "usage.png").exists()
 
 
+@pytest.mark.full
 def test_digits_at_two_sizes_write_all_plots(tmp_path: Path) -> None:
     screen = example("mnist.py", "--workers", "1,2", "--epochs", "3", folder=tmp_path)
     alone, two = screen.split("== 2 workers")

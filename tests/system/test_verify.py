@@ -35,6 +35,7 @@ def out(shardwise: Launcher) -> Path:
     return shardwise.folder / "runs"
 
 
+@pytest.mark.full
 @WARM
 def test_exact_mode_has_equal_bits_and_leaves_no_records(shardwise: Launcher) -> None:
     flags = ("-n", "2", "--zero", "3", "--exact", "2", "--steps", "3", "--out", "runs")
