@@ -6,7 +6,7 @@ import torch
 from shardwise.comm import Sum
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.states.gradients.bucket import GradientBucket
-from shardwise.states.gradients.reduction_queue import IN_FLIGHT
+from shardwise.states.gradients.reduction_queue import COPIED, IN_FLIGHT
 from tests.phantom import cases
 
 LONG = 1 << 17
@@ -84,27 +84,36 @@ def of_nccl(seen):
     return sum(count for name, count in seen.items() if name.startswith("NCCL"))
 
 
-def waits_of_backward(world, zero):
-    """Return by bucket the collectives that its launch waits for, and those started by its end."""
+def of_copies(seen):
+    """Count the work on the copy streams among the work that happened before."""
+    return sum(count for name, count in seen.items() if name.startswith("stream "))
+
+
+def waits_of_backward(world, count, settings):
+    """Return for each bucket what its launch waits for, and what was started by its end.
+
+    `count` counts collectives or copies.
+    """
     from tests.phantom.streams import Device
 
     order, real, found = Device.order, GradientBucket.launch, []
 
     def launch(self):
-        waited = of_nccl(order.moment(Device.current()))
+        waited = count(order.moment(Device.current()))
         real(self)
-        found.append((waited, of_nccl(order.everything())))
+        found.append((waited, count(order.everything())))
 
     torch.manual_seed(0)
     model = cases.Model().to(world.device)
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = cases.sw.Engine(model, optimizer, zero=zero, precision="bf16", bucket_mb=0.004)
+    settings = {"zero": 2, "precision": "bf16", "bucket_mb": 0.004} | settings
+    engine = cases.sw.Engine(model, optimizer, **settings)
     GradientBucket.launch = launch
     try:
         for step in range(2):
             found.clear()
             x, y = world.share(cases.batch(world, step))
-            engine.backward(cases.loss_of(model, x.bfloat16(), y))
+            engine.backward(cases.loss_of(model, x.to(next(model.parameters()).dtype), y))
             engine.step()
     finally:
         GradientBucket.launch = real
@@ -113,11 +122,24 @@ def waits_of_backward(world, zero):
 
 
 def test_backward_waits_for_the_bucket_whose_buffer_it_borrows_and_no_later_one(phantom):
-    for found in phantom(2, waits_of_backward, 2):
+    for found in phantom(2, waits_of_backward, of_nccl, {}):
         assert len(found) > 2 * IN_FLIGHT
         for number, (waited, _) in enumerate(found[IN_FLIGHT:], IN_FLIGHT):
             _, asked = found[number - IN_FLIGHT]
             assert waited <= asked, f"bucket {number} waits for one after {number - IN_FLIGHT}"
+        assert found[-1][0] > found[0][0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_backward_does_not_wait_for_the_copy_that_it_has_just_started(phantom, ranks):
+    """Sums are copied to the host in the time of at least one more bucket."""
+    # In fp32, NCCL computes all sums, so the other streams run only copies.
+    settings = {"offload_optimizer": "cpu", "precision": "fp32"}
+    for found in phantom(ranks, waits_of_backward, of_copies, settings):
+        assert len(found) > 2 * (IN_FLIGHT + COPIED)
+        for number in range(1, len(found)):
+            (waited, _), (_, started) = found[number], found[number - 1]
+            assert waited <= started, f"bucket {number} waits for a copy that it has started"
         assert found[-1][0] > found[0][0]
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from shardwise.tools.plan.observe import Script, observe
 
 pytestmark = pytest.mark.usefixtures("warm_programs")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 SCRIPT = """\
 import torch
@@ -159,3 +162,44 @@ def test_counts_scores_of_attention_with_dropout_only_without_fused_kernels(tmp_
     scores = [each for each in step.tensors if each.shape[-2:] == (128, 128)]
     assert bool(scores) != fuses
     assert step.attends == fuses
+
+
+LLAMA = {"width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "inner": 176, "vocabulary": 512}
+ROWS, LENGTH = 4, 32
+
+
+def saved_on_a_gpu():
+    """Return the bytes of the tensors that a block of the Llama-like model saves, with counts.
+
+    A list of all tensors at the peak of a step of llama-1.1b on an H200 (torch 2.11), bf16-mixed,
+    in units of the model's sizes: per block of benchmarks/llama.py. Tensors of one number per token
+    are left out.
+    """
+    tokens, width, inner = ROWS * LENGTH, LLAMA["width"], LLAMA["inner"]
+    narrow = LLAMA["kv_heads"] * width // LLAMA["heads"]
+    found = Counter()
+    # The results of both norms, cast for each projection.
+    found[2 * tokens * width] += 3 + 2
+    # The residual stream, after attention and after the feed-forward block.
+    found[4 * tokens * width] += 2
+    # Attention: rotated queries, repeated keys and values, the result, the logarithms of its sums,
+    # and the result with the heads of a token in order.
+    found[2 * tokens * width] += 1 + 2 + 1 + 1
+    found[4 * tokens * LLAMA["heads"]] += 1
+    # The feed-forward block: gate, its SiLU, up, and the product.
+    found[2 * tokens * inner] += 4
+    # Weights, cast.
+    found[2 * width * width] += 2
+    found[2 * width * narrow] += 2
+    found[2 * width * inner] += 3
+    return found
+
+
+def test_saves_what_a_gpu_saves():
+    sizes = {"kind": "llama", "name": "x", "sequence": LENGTH, "batch": ROWS, **LLAMA}
+    words = str(BENCHMARKS / "plan_step.py"), json.dumps(sizes)
+    step = observe(Script(words, ("--precision", "bf16-mixed"), fuses=True))
+    block = step.units.index("blocks.1")
+    own = [each for each in step.tensors if each.saved and each.unit == block]
+    saved = Counter(each.nbytes for each in own if each.nbytes > 4 * ROWS * LENGTH)
+    assert saved == saved_on_a_gpu()

@@ -318,11 +318,23 @@ def test_rows_wait_for_different_collectives() -> None:
     assert _seconds(2, 2, 4, cluster=slow)["waits for gradients"] > 3 * 5e-3
 
 
-def test_offloaded_update_crosses_the_hosts_link() -> None:
-    row = Placement.zero(1).resting(optimizer=Tier("cpu"))
-    parts = _seconds(1, 2, row=row)
-    own = PARAMETERS  # two units, two ranks
-    assert parts["offload"] == pytest.approx(own * 8 / 10e9 + own * 36 / 20e9)
+@pytest.mark.parametrize(
+    ("gradients", "link", "seconds"),
+    [
+        # The host's update takes longer than the copies, which run at the same time.
+        ("device", 10e9, PARAMETERS * 28 / 20e9),
+        ("device", 1e9, PARAMETERS * 4 / 1e9),
+        # The backward pass takes 8 ms. Gradients are copied during that time.
+        ("cpu", 100e9, PARAMETERS * 28 / 20e9),
+        ("cpu", 10e9, PARAMETERS * 28 / 20e9 + PARAMETERS * 4 / 10e9 - 8e-3),
+        ("cpu", 1e9, PARAMETERS * (4 + 4) / 1e9 - 8e-3),
+    ],
+)
+def test_offloaded_update_overlaps_with_copies(gradients: str, link: float, seconds: float) -> None:
+    row = Placement.zero(2).resting(optimizer=Tier("cpu"), gradients=Tier(gradients))
+    device = replace(DEVICE, numbers=DEVICE.numbers | {"host_gb_per_s": link})
+    parts = _seconds(2, 2, row=row, cluster=Cluster(1, 4, device, NEAR, FAR))
+    assert parts["offload"] == pytest.approx(seconds)  # two units, two ranks
     assert "update" not in parts
 
 

@@ -49,9 +49,9 @@ def typed(commands):
 def drawn(rng, folder):
     """Return a line that a search may produce, for up to 8 devices."""
     data, tensor, pipeline = rng.choice([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 2)])
-    level = rng.choice([0, 1, 2, 3]) if data > 1 else 0
-    row, tier = Placement.zero(level), rng.choice([Tier("cpu"), Tier("nvme", folder)])
     away = rng.choice(["", "optimizer", "both"])
+    level = rng.choice([0, 1, 2, 3] if data > 1 else [0, 2] if away else [0])
+    row, tier = Placement.zero(level), rng.choice([Tier("cpu"), Tier("nvme", folder)])
     if away and level != 1:
         row = row.resting(optimizer=tier)
     if away == "both" and level == 3:

@@ -499,8 +499,9 @@ def _make_buckets(
     how = Sum(exact_sum, summation.in_tree)
     # A queue per group of ranks. Each group launches its buckets in one order.
     group_of = {layout.axis: groups.of(layout) for layout in layouts}
+    copies = any(total.first.copy_stream is not None for total in totals)
     queues = {
-        axis: ReductionQueue(group_of[axis], how, lengths_of, scatters=scatters)
+        axis: ReductionQueue(group_of[axis], how, lengths_of, scatters=scatters, copies=copies)
         for axis, lengths_of in longest.items()
     }
     buckets = [

@@ -20,6 +20,10 @@ from shardwise.states.storage.storage_factory import TensorKind
 IN_FLIGHT = 2
 """Maximum number of borrowed buffers in flight. Beyond it, `borrow` waits for the oldest one."""
 
+COPIED = 1
+"""Number of further buffers if sums are copied to another tier. Without them, the backward pass
+would wait for every copy, because the copy starts only when a later bucket needs a buffer."""
+
 LAG = 1
 """Number of launches after which a bucket is summed (and the second half of its all-reduce
 started). By that time its parts have most likely arrived from all ranks, so this rank does not
@@ -65,7 +69,8 @@ class ReductionQueue:
 
     Gradients are reduced across the ranks of `group`: by reduce-scatter if `scatters` is true,
     otherwise by all-reduce. `lengths` gives the number of elements of the longest bucket for each
-    dtype and device.
+    dtype and device. `copies` is true if sums are copied from the buffers to another tier while the
+    backward pass continues.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class ReductionQueue:
         lengths: Mapping[TensorKind, int],
         *,
         scatters: bool,
+        copies: bool = False,
     ) -> None:
         self.group = group
         self.rank = group.rank
@@ -88,6 +94,7 @@ class ReductionQueue:
         for a second one, which waits here for the first rank's bucket.
         """
         self._lengths = lengths
+        self._copied = COPIED if copies else 0
         self._launches: deque[Launch] = deque()
         self._spare: dict[TensorKind, deque[Buffer]] = {kind: deque() for kind in lengths}
         self._out = self._most_out = 0
@@ -121,8 +128,10 @@ class ReductionQueue:
             launch = self._launches.popleft()
             launch.settle(launch)
         spare = self._spare[kind]
-        if not spare:
-            spare.append(Buffer(self.group.allocate(self._lengths[kind], *kind)))
+        # Leave the last returned buffers alone, because their sums are being copied. At the end of
+        # the queue they are taken once the copy has had the time of one more bucket.
+        if len(spare) <= self._copied:
+            spare.appendleft(Buffer(self.group.allocate(self._lengths[kind], *kind)))
         # `trim` needs the maximum number of buffers lent at once in this step.
         self._out += 1
         self._most_out = max(self._out, self._most_out)
@@ -144,7 +153,7 @@ class ReductionQueue:
         The first step needs more buffers than later ones.
         """
         for spare in self._spare.values():
-            while len(spare) > max(self._most_out, IN_FLIGHT):
+            while len(spare) > max(self._most_out, IN_FLIGHT) + self._copied:
                 spare.popleft().reusable()
         self._most_out = self._out
 

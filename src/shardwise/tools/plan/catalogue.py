@@ -55,7 +55,7 @@ bytes/s, watts or dollars per hour. Host values are the share of one device. `ov
 fraction of a collective's time that does not slow down concurrent computation (default 1)."""
 
 NEEDED = ("memory_gib", "memory_tb_per_s")
-CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory")
+CURVES = ("matmul", *(f"matmul_{dtype}" for dtype in DTYPES), "memory", "memory_unvectorised")
 _DEVICE_WORDS = ("title", "inside", "between")
 _LINK_SCALES = {"gb_per_s": 1e9, "latency_us": 1e-6}
 
@@ -96,7 +96,9 @@ class Device:
         per_host: Devices per host.
         numbers: Values by name (see SCALES), in bytes, bytes/s, FLOP/s, watts or dollars per hour.
         curves: Efficiency as a fraction of the peak: "matmul" as a function of an operation's
-            size in GFLOP, "memory" as a function of the number of megabytes that it moves.
+            size in GFLOP, "memory" as a function of the number of megabytes that it moves. If
+            given, "memory_unvectorised" replaces "memory" for element-wise operators whose tensors
+            differ in shape, strides or dtype.
         launch: Time to launch an operation, in seconds.
         sources: Source of each value.
         aliases: Other names of the device.

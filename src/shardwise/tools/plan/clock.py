@@ -110,6 +110,7 @@ def bytes_of(record: StepRecord, bucket_mb: float) -> Bytes:
         parameter=stored,
         gradient=master,
         update=3 * master + 2 * states + written + ROUNDING_BYTES * narrow / elements,
+        host_update=master + 2 * states + written + ROUNDING_BYTES * narrow / elements,
         on_disk=2 * states,
         bucket=bucket_mb * 2**20,
     )
@@ -251,7 +252,8 @@ def _divided(operations: Iterable[Operation], tensor: int, output: int) -> list[
         # split between the tensor ranks.
         wide = max(map(math.prod, each.shapes), default=0) * ITEM.get(each.dtype, 4) > output
         part = tensor if each.flops or wide else 1
-        works.append(Work(each.flops / part, each.bytes / part, peak_of(each.dtype)))
+        flops, moved = each.flops / part, each.bytes / part
+        works.append(Work(flops, moved, peak_of(each.dtype), unvectorised=each.unvectorised))
     return works
 
 

@@ -42,7 +42,7 @@ class Script:
     adopt: str = ""
     """Libraries whose classes are replaced with Shardwise's (--adopt), separated by commas."""
     fuses: bool = False
-    """Whether the devices have fused kernels for attention with dropout, as CUDA has."""
+    """Whether the devices have CUDA's fused kernels for RMSNorm and attention with dropout."""
 
     @property
     def run_words(self) -> tuple[str, ...]:

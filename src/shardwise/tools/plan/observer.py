@@ -6,9 +6,10 @@
 SAMPLES overrides the batch size of the script's Loaders (0 keeps the script's own). TENSOR and
 CONTEXT are the numbers of tensor-parallel and context-parallel ranks, and METHOD is the
 --context-method. SPREAD is 1 if experts are spread over tensor-parallel ranks, and otherwise 0.
-FUSED is 1 if the devices of the plan have fused kernels for attention with dropout, and otherwise
-0. The script's data, loaders and model code run unchanged. `sw.Engine` frees the parameters'
-storage. At the end of the first step, the record is written to FILE and the script exits.
+FUSED is 1 if the devices of the plan have CUDA's kernels, which save fewer tensors than the CPU's,
+and otherwise 0. The script's data, loaders and model code run unchanged. `sw.Engine` frees the
+parameters' storage. At the end of the first step, the record is written to FILE and the script
+exits.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -51,6 +53,8 @@ def main(arguments: list[str]) -> None:
     skip_initial_values()
     if fused == "1":
         _leave_out_attention_dropout()
+        _fuse_rms_norm()
+        observation.recorder.on_cuda = True
     if observation.context > 1:
         _split_sequences(observation.context)
     register_optimizer_step_pre_hook(_refuse_plain_step)
@@ -109,6 +113,26 @@ def _leave_out_attention_dropout() -> None:
         return attention(query, key, value, attn_mask, 0.0, *args, **options)
 
     functional.scaled_dot_product_attention = fused
+
+
+def _fuse_rms_norm() -> None:
+    """Replace `torch.rms_norm` with an operator that saves the same tensors as CUDA's kernel.
+
+    The CPU computes RMSNorm with separate operators, whose intermediate results are saved for the
+    backward pass. CUDA's fused kernel saves its input, and one fp32 number per row. It is the
+    kernel of layer norm without the mean, so layer norm has the same inputs and outputs.
+    """
+
+    def fused(
+        input: Tensor,
+        normalized_shape: list[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        epsilon = torch.finfo(input.dtype).eps if eps is None else eps
+        return functional.layer_norm(input, normalized_shape, weight, None, epsilon)
+
+    torch.rms_norm = functional.rms_norm = fused  # type: ignore[assignment]
 
 
 def _replace_loader(observation: Observation, samples: int) -> None:

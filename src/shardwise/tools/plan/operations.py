@@ -25,13 +25,15 @@ class Work:
 
     `flops` and `bytes` are for one execution. `flops` is the number of FLOPs of a matrix product,
     or 0 for any other operation. `bytes` is the number of bytes that the operation reads and
-    writes. `dtype` selects the peak rate: "bf16", "fp32", ...
+    writes. `dtype` selects the peak rate: "bf16", "fp32", ... `unvectorised` is true for
+    element-wise operations on tensors that differ in shape, strides or dtype.
     """
 
     flops: float
     bytes: float
     dtype: str = "bf16"
     count: int = 1
+    unvectorised: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ def matmul_seconds(flops: float, dtype: str, device: Device) -> float:
     return flops / (device.flops(dtype) * curve.at(flops / 1e9))
 
 
-def memory_seconds(count: float, device: Device) -> float:
+def memory_seconds(count: float, device: Device, *, unvectorised: bool = False) -> float:
     """Return the time in seconds to read and write `count` bytes of device memory."""
-    return count / (device.bandwidth * device.curves["memory"].at(count / 1e6)) if count else 0.0
+    # Without a measurement of such operations, assume that they are as fast as others.
+    curve = (unvectorised and device.curves.get("memory_unvectorised")) or device.curves["memory"]
+    return count / (device.bandwidth * curve.at(count / 1e6)) if count else 0.0
 
 
 def busy(works: Iterable[Work], device: Device) -> Busy:
@@ -77,7 +81,7 @@ def busy(works: Iterable[Work], device: Device) -> Busy:
     launches = 0
     for work in works:
         arithmetic = matmul_seconds(work.flops, work.dtype, device) if work.flops else 0.0
-        traffic = memory_seconds(work.bytes, device)
+        traffic = memory_seconds(work.bytes, device, unvectorised=work.unvectorised)
         # The device overlaps arithmetic and memory traffic, so only the longer of the two counts.
         if arithmetic >= traffic:
             matmul += work.count * arithmetic

@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwise.errors import LaunchError
 
-VERSION = 6
+VERSION = 7
 """Version of the file format. Increase it with every change of the format."""
 
 
@@ -45,6 +45,9 @@ class Operation:
     """Shapes of the input tensors, in order."""
     layer: int = 0
     """Index into StepRecord.layers. An operator between two layers belongs to the earlier one."""
+    unvectorised: bool = False
+    """True if it copies or computes element by element, and its tensors differ in shape, strides or
+    dtype. CUDA's kernel then reads and writes single elements instead of vectors."""
 
 
 @dataclass(frozen=True)

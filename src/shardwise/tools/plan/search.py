@@ -197,15 +197,17 @@ def _rows(question: Question, mesh: AxisSizes) -> Iterator[Placement]:
     # The engine rejects state in 8 bits on a disk.
     if question.disk and not any(group.quantised for group in groups):
         tiers.append(Tier("nvme", question.disk))
-    # Without data parallelism there is nothing to shard, so all levels are identical.
-    for level in range(4) if mesh.data > 1 else (0,):
+    # Without data parallelism there is nothing to shard. Level 2 then differs only if states are
+    # offloaded: gradients follow the optimizer state, while those of level 0 stay on the device.
+    for level in range(4) if mesh.data > 1 else (0, 2):
         row = Placement.zero(level)
         # The engine rejects zero-bubble schedules with sharded parameters, and any sharding with an
         # optimizer that is not separable.
         split = mesh.schedule == "zero-bubble" and row.is_sharded("parameters")
         if split or (level and not separable):
             continue
-        yield row
+        if mesh.data > 1 or not level:
+            yield row
         for tier in tiers:
             if level in (0, 2, 3):
                 yield row.resting(optimizer=tier)
@@ -284,7 +286,7 @@ def measure(
 def flags_of(line: Line) -> list[str]:
     """Return a candidate's flags for `shardwise run`, without the number of workers."""
     choice, row = line.choice, line.choice.row
-    words = ["--zero", str(row.level)] if choice.data > 1 else []
+    words = ["--zero", str(row.level)] if choice.data > 1 or row.level else []
     if choice.expert > 1:
         words += ["--expert", str(choice.expert)]
     if choice.context > 1:

@@ -72,6 +72,8 @@ class Bytes:
         parameter: Bytes sent when parameters are gathered or published.
         gradient: Bytes sent when gradients are reduced.
         update: Bytes that an update reads and writes in memory.
+        host_update: Bytes that an update on the host reads and writes: the gradient once, and the
+            master and moments twice. The device computes the norm.
         on_disk: Bytes that an update reads and writes on disk if the states are offloaded there
             (by default the fp32 master and two moments, each read and written).
         bucket: Largest size of a bucket, in bytes of parameters. Each bucket is gathered and
@@ -81,6 +83,7 @@ class Bytes:
     parameter: float = 2.0
     gradient: float = 4.0
     update: float = 38.0
+    host_update: float = 28.0
     on_disk: float = 24.0
     bucket: float = math.inf
 
@@ -245,19 +248,28 @@ def _update(
     tier = row.tier("optimizer").kind
     # If the device is a CPU, host memory is its own memory, and there is no link to cross.
     if tier != "device" and device.number("host_gb_per_s"):
-        seconds |= _offloaded(own, tier, size, device)
+        # Gradients that are stored on the host are copied down during the backward pass. Any others
+        # are copied during the update.
+        stored = row.tier("gradients").kind != "device"
+        backward = sum(each.backward for each in held) if stored else 0.0
+        seconds |= _offloaded(own, tier, size, device, backward)
     return seconds
 
 
-def _offloaded(own: float, tier: str, size: Bytes, device: Device) -> dict[str, float]:
+def _offloaded(
+    own: float, tier: str, size: Bytes, device: Device, backward: float
+) -> dict[str, float]:
     """Return the time in seconds of an update on the host, under the kind OFFLOAD.
 
-    Gradients and parameters cross the device's host link, and the update runs at the host memory's
-    bandwidth. If states are on disk, masters and moments are read and written in parallel with this
-    work, so the slower of the two determines the time.
+    The update runs at the host memory's bandwidth. Updated parameters are copied up at the same
+    time, and gradients are copied down during the `backward` seconds of a backward pass, or during
+    the update if `backward` is 0. If states are on disk, masters and moments are read and written
+    in parallel with this work, so the slowest of these determines the time.
     """
-    over_link = own * (size.gradient + size.parameter) / needed(device, "host_gb_per_s")
-    seconds = over_link + own * size.update / needed(device, "host_memory_gb_per_s")
+    link = needed(device, "host_gb_per_s")
+    down, up = own * size.gradient / link, own * size.parameter / link
+    update = own * size.host_update / needed(device, "host_memory_gb_per_s")
+    seconds = max(update, up) + max(0.0, down - backward) if backward else max(update, up, down)
     if tier == "nvme":
         seconds = max(seconds, own * size.on_disk / needed(device, "disk_gb_per_s"))
     return {UPDATE: 0.0, OFFLOAD: seconds}

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_flop
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from shardwise.errors import UsageError
 from shardwise.tools.plan.fake_operators import STAND_INS
@@ -49,6 +49,29 @@ _VALUES = {
     aten.is_nonzero.default: "bool()",
 }
 """Operators that read the value of a tensor, and their names in messages."""
+
+
+_COPIES = ("_to_copy", "cat", "clone", "copy_", "stack")
+"""Operators that copy elements, which torch does not tag as pointwise."""
+
+_READ_AGAIN = {
+    # One pass over a row for its maximum and one for the sum, before the pass that writes.
+    "_softmax": (0, 0),
+    "_log_softmax": (0, 0),
+    # One pass for the sum of the gradient, which softmax multiplies by its result.
+    "_softmax_backward_data": (0, 1),
+    "_log_softmax_backward_data": (0,),
+    # A second kernel computes the gradient of the weight.
+    "native_layer_norm_backward": (0, 1),
+}
+"""By operator, the indices of tensors that CUDA's kernels read again (PyTorch's
+aten/src/ATen/native/cuda, SoftMax.cu and layer_norm_kernel.cu)."""
+
+_UNREAD = {"nll_loss_forward": (0,), "nll_loss_backward": (1,)}
+"""By operator, the indices of tensors of which CUDA's kernels read at most one number per row."""
+
+_ROW = 48 * 2**10
+"""Size in bytes of the longest softmax row that a CUDA kernel reads once, into shared memory."""
 
 
 @dataclass(eq=False)
@@ -103,6 +126,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unit = -1
         self.layer = 0
         self.backward = False
+        self.on_cuda = False
+        """Whether to count the memory traffic of CUDA's kernels, which differs from the CPU's."""
         self.operations: list[Operation] = []
         self.tensors: list[TensorLife] = []
         self.assumed: dict[Assumption, int] = {}
@@ -248,19 +273,23 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._be_born(key, tensor, number, name, place.unit, place.line)
         # Bytes read and written. A tensor changed in place is both read and written, so it counts
         # twice. This is a lower bound, because a kernel may read an input more than once.
-        moved = sum(each.numel() * each.element_size() for each in (*call.inputs, *call.outputs))
+        moved = sum(map(_nbytes, (*call.inputs, *call.outputs)))
+        if self.on_cuda:
+            moved += _further_traffic(name, call.inputs)
         dtype = str(call.outputs[0].dtype).removeprefix("torch.") if call.outputs else ""
         self.operations.append(
             Operation(
                 name=name,
                 flops=_flops(call.func, call.args, call.kwargs, call.out),
-                bytes=0 if call.func.is_view else moved,
+                # torch does not mark `_unsafe_view`, which reshapes a product, as a view.
+                bytes=0 if call.func.is_view or name == "_unsafe_view" else moved,
                 dtype=dtype,
                 unit=place.unit,
                 phase="backward" if self.backward else "forward",
                 line=place.line,
                 shapes=tuple(tuple(each.shape) for each in call.inputs),
                 layer=place.layer,
+                unvectorised=_is_unvectorised(call),
             )
         )
 
@@ -345,6 +374,37 @@ def _key(tensor: Tensor) -> int | None:
         return None
 
 
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _further_traffic(name: str, inputs: list[Tensor]) -> int:
+    """Return the bytes that CUDA's kernel of an operator reads in addition to its inputs."""
+    if "softmax" in name and inputs[0].shape[-1:].numel() * inputs[0].element_size() <= _ROW:
+        return 0
+    again = sum(_nbytes(inputs[index]) for index in _READ_AGAIN.get(name, ()))
+    return again - sum(_nbytes(inputs[index]) for index in _UNREAD.get(name, ()))
+
+
+def _is_unvectorised(call: _Call) -> bool:
+    """Return whether an element-wise operator or copy has tensors of different layouts or dtypes.
+
+    CUDA's kernels read and write vectors of elements only if all tensors have the same shape,
+    strides and dtype, or if they narrow fp32 to 16 bits.
+    """
+    operands = (*call.inputs, *call.outputs)
+    tensors = [each for each in operands if each.numel() > 1 and each.layout == torch.strided]
+    name = call.func._overloadpacket.__name__
+    if not tensors or not (name in _COPIES or torch.Tag.pointwise in call.func.tags):
+        return False
+    if name in ("cat", "stack"):
+        return not all(each.is_contiguous() for each in tensors)
+    if len({(each.shape, each.stride()) for each in tensors}) > 1:
+        return True
+    sizes = [each.element_size() for each in tensors]
+    return sizes[0] < sizes[-1] if name in _COPIES else len(set(sizes)) > 1
+
+
 def _tensors(nest: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(nest) if isinstance(each, Tensor)]
 
@@ -363,6 +423,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -
     packet = func._overloadpacket
     counted = flop_registry.get(packet)
     # torch's FLOP counter supports CUDA's attention kernels, but not the CPU's.
-    if counted is None and packet.__name__ == "_scaled_dot_product_flash_attention_for_cpu":
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu:
         return int(sdpa_flop(*args[:3], out_val=out))
+    if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return int(sdpa_backward_flop(*args[:4], out_val=out))
     return 0 if counted is None else int(counted(*args, **kwargs, out_val=out))
