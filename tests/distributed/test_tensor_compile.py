@@ -315,7 +315,7 @@ def gathers(world):
 
     def recorded(self, graph, inputs):
         gather = torch.ops.shardwise.all_gather
-        ranks.extend(n.args[-1] for n in graph.graph.nodes if n.target is gather)
+        ranks.extend(n.args[4] for n in graph.graph.nodes if n.target is gather)
         return compile_graph(self, graph, inputs)
 
     model = gathering().double()

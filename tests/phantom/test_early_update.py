@@ -8,7 +8,8 @@ import torch
 
 import shardwise as sw
 from shardwise.engine.step import StepRunner
-from shardwise.errors import NonFiniteError
+from shardwise.engine.step_statistics import StepReport
+from shardwise.errors import NonFiniteError, UsageError
 from tests.phantom import cases
 
 CASES = {
@@ -121,6 +122,66 @@ def test_weight_on_the_device(phantom):
 def test_several_weights_on_the_device_are_read_first(phantom):
     ((ours, _),) = phantom(1, weighed_on_the_device, 2)
     assert not any(any(waits) for waits in ours)
+
+
+def piped(world, early):
+    """Train two stages with clipping; return the losses, norms and parameters of this stage."""
+    world.engines = 0
+    torch.manual_seed(0)
+    model = cases.Model().to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepRunner, "_updates_early", early)
+        engine = sw.Engine(model, optimizer)
+        for step in range(3):
+            x, y = cases.batch(world, step)
+            engine.forward_backward(
+                lambda x, y: torch.nn.functional.cross_entropy(model(x), y), x.float(), y
+            )
+            stats = engine.step(max_norm=0.05)
+            found += [stats.loss, stats.grad_norm]
+        found += [float(p.detach().double().sum()) for p in model.parameters() if p.numel()]
+        engine.close()
+    return found
+
+
+def test_stages_of_a_pipeline_clip_by_the_norm_of_all(phantom):
+    early, late = (phantom(2, piped, early, pipeline=2) for early in (True, False))
+    assert early == late
+
+
+def interrupted(world):
+    """Interrupt a step that waits for the totals, and call it again."""
+    model = cases.Model().to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    engine = sw.Engine(model, optimizer)
+    for step in range(2):
+        x, y = cases.batch(world, step)
+        engine.backward(cases.loss_of(model, x.float(), y), weight=8.0)
+        if step == 0:
+            engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepReport, "totals_of_one", totals := StepReport.totals_of_one)
+
+        def interrupt(report, aggregation):
+            if report.squared_norm.item():
+                raise KeyboardInterrupt
+            return totals(report, aggregation)
+
+        patch.setattr(StepReport, "totals_of_one", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    with pytest.raises(UsageError, match="call backward first"):
+        engine.step()
+    (inner,) = engine._states.optimizer.inners
+    counts = [float(state["step"]) for state in inner.inner.state.values()]
+    engine.close()
+    return set(counts)
+
+
+def test_interrupted_step_is_not_applied_twice(phantom):
+    assert phantom(1, interrupted) == [{2.0}]
 
 
 def hooked(world):

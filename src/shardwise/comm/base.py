@@ -383,10 +383,12 @@ class Collectives(ABC):
         """
         if rows.device.type == "cpu":
             return lambda: rows
-        copied = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
         copied.copy_(rows, non_blocking=True)
-        event = torch.get_device_module(rows.device).Event()
-        event.record()
+        streams = torch.get_device_module(rows.device)
+        event = streams.Event()
+        # By default, the event would be on the current device, which may be another one.
+        event.record(streams.current_stream(rows.device))
 
         def finish() -> Tensor:
             event.synchronize()

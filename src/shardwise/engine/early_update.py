@@ -68,14 +68,14 @@ class EarlyUpdate:
             or not all(report.used)
             or states.averages is not None
             or states.optimizer.rounds
-            or not all(inner.skips_on_device for inner in inners)
+            or not all(inner.skips_on(report.squared_norm.device) for inner in inners)
         ):
             return
         # The host can decide without the losses, and without the norm unless it isn't finite.
         known = replace(
             report,
             losses=[0.0] * len(report.losses),
-            squared_norm=torch.zeros((), dtype=torch.float64),
+            squared_norm=torch.zeros((), dtype=torch.float64, device="cpu"),
         )
         weight = report.weights[0]
         if isinstance(weight, Tensor) and self._weighting.knows_divisor and not report.several:

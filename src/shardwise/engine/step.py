@@ -104,8 +104,9 @@ class StepRunner:
         # After the exchange all ranks have the same totals, so they make the same decision to skip,
         # raise or update. They must, because the all-gathers of an update need every rank.
         early = self._early_update(max_norm)
-        totals = self._reduced("engine.step()", early)
-        stats = self._decide(totals)
+        with self._applied_once(early):
+            totals = self._reduced("engine.step()", early)
+            stats = self._decide(totals)
         if not stats.skipped:
             self._call_before_step()
             is_done = early is not None and early.has_updated
@@ -227,11 +228,27 @@ class StepRunner:
     def _early_update(self, max_norm: float | None) -> EarlyUpdate | None:
         """Return the update to launch before the totals are read, or None if they are needed."""
         # Hooks of users may change the gradients, and expect that the step is not skipped.
-        needs_totals = self._hooks is not None or usage_checks.has_pre_hooks(self._spec.optimizers)
-        if not self._updates_early or needs_totals:
+        spec = self._spec
+        needs_totals = self._hooks is not None or usage_checks.has_pre_hooks(spec.optimizers)
+        # The norm is that of all stages, even if each stage has a single rank.
+        if not self._updates_early or needs_totals or spec.pipeline is not None:
             return None
         state, abandoning = self._state, self._backward.abandoning
         return EarlyUpdate(state.states, state.aggregation, state.weighting, max_norm, abandoning)
+
+    @contextmanager
+    def _applied_once(self, early: EarlyUpdate | None) -> Iterator[None]:
+        """Discard the step's gradients if the block raises after the update was launched.
+
+        For example, Ctrl-C in a notebook. Another `engine.step()` would apply them again.
+        """
+        try:
+            yield
+        except BaseException:
+            if early is not None and early.has_updated:
+                self._backward.abandon()
+                self._objects.states.parameters.settle()
+            raise
 
     def _reduced(self, call: str, early: EarlyUpdate | None = None) -> StepTotals:
         """Reduce this step's gradients unless this was already done. Return the global totals."""

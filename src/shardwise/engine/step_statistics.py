@@ -158,7 +158,7 @@ class StepReport:
                 rows=next(near),
                 shown=next(near),
                 copies=next(near),
-                squared_norm=torch.tensor(list(read), dtype=torch.float64)
+                squared_norm=torch.tensor(list(read), dtype=torch.float64, device="cpu")
                 if _is_far(self.squared_norm)
                 else self.squared_norm,
             )

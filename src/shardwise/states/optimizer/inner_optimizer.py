@@ -154,20 +154,19 @@ class InnerOptimizer:
     @property
     def _may_divide(self) -> bool:
         # The kernel is fused by choice of the user or, if they chose nothing, of this class.
-        return (
-            type(self.inner) in FUSED
-            and (self._is_fused or all(group.options.get("fused") for group in self._groups))
-            and all(i.master.dtype == torch.float32 for i in self.intervals)
+        by_user = type(self.inner) in FUSED and all(g.options.get("fused") for g in self._groups)
+        return (self._is_fused or by_user) and all(
+            i.master.dtype == torch.float32 for i in self.intervals
         )
 
-    @property
-    def skips_on_device(self) -> bool:
-        """True if `step` takes a `DeviceFactor`.
+    def skips_on(self, device: torch.device) -> bool:
+        """Return whether `step` takes a `DeviceFactor` on `device`.
 
         The first step must not, because it creates the state.
         """
         return (
             self._may_divide
+            and all(interval.master.device == device for interval in self.intervals)
             and self._split is None
             and self._parts is in_memory
             and type(self.inner) in (optim.Adam, optim.AdamW)

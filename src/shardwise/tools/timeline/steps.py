@@ -27,8 +27,9 @@ _SYNCHRONIZE = "synchronize"
 _BLOCKING = {"reduce", "exchange", "publish", "gather", _SYNCHRONIZE}
 """Names of spans that consist of communication only."""
 
-_FIRST = (EXPOSED, "checkpoint", "data", "update", "backward", "forward")
-"""The order of precedence. If two kinds cover the same moment, it counts for the earlier one."""
+_FIRST = ("update", EXPOSED, "checkpoint", "data", "backward", "forward")
+"""The order of precedence. If two kinds cover the same moment, it counts for the earlier one. On a
+single GPU, an update may be launched inside the exchange."""
 
 _LAUNCHED = {Row.COMMUNICATION.title, Row.ATTENTION.title}
 
