@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm import Collectives
-from shardwise.parallel.tensor.region_collectives import (
-    ShardedDim,
-    all_gathered,
-    all_reduced,
-    reduce_scattered,
-)
+from shardwise.parallel.tensor.region_collectives import ShardedDim, all_gathered, all_reduced
 
 _groups: WeakValueDictionary[int, Collectives] = WeakValueDictionary()
 """An operator has no objects among its arguments, so a number stands for the group."""
@@ -41,27 +36,9 @@ def number_of(group: Collectives) -> int:
     return number
 
 
-def group_of(number: int) -> Collectives:
-    """Return the group that `number` stands for."""
-    return _groups[number]
-
-
-def keep_order(operator: Any) -> None:
-    """Have the compiler keep calls of a custom operator in the order of the program."""
-    # torch 2.9 has no public function for effects.
-    from torch._higher_order_ops import effects
-
-    effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
-
-
-def view(value: Tensor, number: int) -> Tensor:
-    """Return a view of `value`, identical on all ranks, that each rank may use differently."""
-    return _CopyToRegion.apply(value, number)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def copy(value: Tensor, number: int) -> Tensor:
+def copy_to_region(value: Tensor, number: int) -> Tensor:
     """Return a copy of `value`, identical on all ranks, that each rank may use differently."""
-    return torch.ops.shardwise.copy(value, number)  # type: ignore[no-any-return]
+    return _CopyToRegion.apply(value, number)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(value: Tensor, number: int, allowed: int = -1) -> Tensor:
@@ -74,11 +51,10 @@ def reduce_from_region(value: Tensor, number: int, allowed: int = -1) -> Tensor:
 
 def gather_from_region(part: Tensor, number: int, rank: int, sharded: ShardedDim) -> Tensor:
     """Gather a split tensor that all ranks then use in the same way."""
+    edges = [0, *(end for _, end in sharded.ranges)]
     # The traced backward pass takes the part of one rank. With the rank among the arguments, ranks
     # do not share graphs in torch's cache on disk.
-    return torch.ops.shardwise.all_gather(  # type: ignore[no-any-return]
-        part, sharded.dim, sharded.edges, number, rank, False
-    )
+    return torch.ops.shardwise.all_gather(part, sharded.dim, edges, number, rank)  # type: ignore[no-any-return]
 
 
 class _CopyToRegion(torch.autograd.Function):
@@ -99,20 +75,17 @@ def _define() -> None:
     """Define the operators, once. Only a compiled unit needs them, and the compiler's import."""
     if hasattr(torch.ops.shardwise, "all_reduce"):
         return
+    # torch 2.9 has no public function for effects.
+    from torch._higher_order_ops import effects
+
     all_reduce = torch.library.custom_op("shardwise::all_reduce", _all_reduce, mutates_args=())
     all_reduce.register_fake(lambda value, number, allowed: torch.empty_like(value).contiguous())
     all_reduce.register_autograd(lambda ctx, grad: (grad, None, None))
-    copy = torch.library.custom_op("shardwise::copy", _copy, mutates_args=())
-    copy.register_fake(lambda value, number: torch.empty_like(value).contiguous())
-    copy.register_autograd(_sum_grad, setup_context=_keep_number)
     all_gather = torch.library.custom_op("shardwise::all_gather", _all_gather, mutates_args=())
     all_gather.register_fake(_gathered_shape)
-    all_gather.register_autograd(_take_part, setup_context=_keep_arguments)
-    take_shard = torch.library.custom_op("shardwise::take_shard", _take_shard, mutates_args=())
-    take_shard.register_fake(_shard_shape)
-    take_shard.register_autograd(_gather_grad, setup_context=_keep_arguments)
-    for operator in (all_reduce, all_gather, take_shard):
-        keep_order(operator)
+    all_gather.register_autograd(_take_part, setup_context=_keep_range)
+    for operator in (all_reduce, all_gather):
+        effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
 
 
 def _all_reduce(value: Tensor, number: int, allowed: int) -> Tensor:
@@ -120,63 +93,21 @@ def _all_reduce(value: Tensor, number: int, allowed: int) -> Tensor:
     return all_reduced(value, _groups[number])
 
 
-def _copy(value: Tensor, number: int) -> Tensor:
-    del number
-    return value.clone(memory_format=torch.contiguous_format)
-
-
-def _keep_number(ctx: Any, inputs: Any, output: Tensor) -> None:
-    del output
-    ctx.number = inputs[1]
-
-
-def _sum_grad(ctx: Any, grad: Tensor) -> Any:
-    return torch.ops.shardwise.all_reduce(grad, ctx.number, -1), None
-
-
-def _all_gather(
-    part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int, sums: bool
-) -> Tensor:
-    del rank, sums
+def _all_gather(part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int) -> Tensor:
+    del rank
     return all_gathered(part, _groups[number], ShardedDim(dim, tuple(pairwise(edges))))
 
 
-def _gathered_shape(
-    part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int, sums: bool
-) -> Tensor:
-    del number, rank, sums
+def _gathered_shape(part: Tensor, dim: int, edges: Sequence[int], number: int, rank: int) -> Tensor:
+    del number, rank
     return part.new_empty(ShardedDim(dim, tuple(pairwise(edges))).whole_shape(part.shape))
 
 
-def _take_shard(
-    value: Tensor, dim: int, edges: Sequence[int], number: int, rank: int, sums: bool
-) -> Tensor:
-    sharded = ShardedDim(dim, tuple(pairwise(edges)))
-    if sums:
-        return reduce_scattered(value, _groups[number], sharded)
-    return sharded.shard(value, rank).clone(memory_format=torch.contiguous_format)
-
-
-def _shard_shape(
-    value: Tensor, dim: int, edges: Sequence[int], number: int, rank: int, sums: bool
-) -> Tensor:
-    del number, sums
-    return value.new_empty(ShardedDim(dim, tuple(pairwise(edges))).shapes(value.shape)[rank])
-
-
-def _keep_arguments(ctx: Any, inputs: Any, output: Tensor) -> None:
-    del output
-    ctx.arguments = inputs[1:]
+def _keep_range(ctx: Any, inputs: Any, output: Tensor) -> None:
+    _, ctx.dim, edges, _, rank = inputs
+    ctx.first, ctx.end = edges[rank], edges[rank + 1]
 
 
 def _take_part(ctx: Any, grad: Tensor) -> Any:
-    dim, edges, _, rank, sums = ctx.arguments
-    if sums:
-        part = torch.ops.shardwise.take_shard(grad, *ctx.arguments)
-    else:
-        part = grad.narrow(dim, edges[rank], edges[rank + 1] - edges[rank]).contiguous()
-    return part, None, None, None, None, None
-
-
-def _gather_grad(ctx: Any, grad: Tensor) -> Any:
-    return torch.ops.shardwise.all_gather(grad, *ctx.arguments), None, None, None, None, None
+    part = grad.narrow(ctx.dim, ctx.first, ctx.end - ctx.first).contiguous()
+    return part, None, None, None, None

@@ -21,10 +21,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor import compiled_collectives, graph_paths
-from shardwise.parallel.tensor.compiled_sequences import GraphOfParts, StandIns, shard_first
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule, on_local_tensors
 from shardwise.parallel.tensor.replica import Replica
-from shardwise.parallel.tensor.sequence_parallel import gather_nested
 
 BACKEND = "inductor"
 """The compiler's backend, as in torch.compile."""
@@ -36,7 +34,6 @@ class UnitCompiler:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._error: UsageError | None = None
-        self._stand_ins = StandIns()
         # Blocks of the same class share graphs only if they have the same backend object.
         self._backend = self.compile_graph
         replica.number = compiled_collectives.number_of(replica.group)
@@ -44,9 +41,7 @@ class UnitCompiler:
     def __call__(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the compiled form of `forward`, the bound method of `unit`."""
         inside = _modules_inside(unit)
-        by_tokens = self._replica.sequence_parallel
-        # Code between two graphs would get stand-ins, which have no data.
-        compiled = torch.compile(forward, backend=self._backend, fullgraph=by_tokens)
+        compiled = torch.compile(forward, backend=self._backend)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             replica = self._replica
@@ -59,10 +54,7 @@ class UnitCompiler:
             before = replica.randomness.state()
             replica.in_compiled_unit = True
             try:
-                if by_tokens:
-                    output = self._run_on_tokens(compiled, args, kwargs)
-                else:
-                    output = compiled(*args, **kwargs)
+                output = compiled(*args, **kwargs)
             except Exception:
                 # The compiler wraps errors of its backend in its own classes.
                 if self._error is not None:
@@ -81,55 +73,20 @@ class UnitCompiler:
 
         return run
 
-    def _run_on_tokens(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        outputs_tokens = self._replica.outputs_tokens()
-        self._stand_ins = StandIns()
-        if outputs_tokens:
-            args, kwargs = shard_first((args, kwargs), self._replica)
-        args, kwargs = self._stand_ins.replace((args, kwargs))
-        try:
-            output = self._stand_ins.restore(compiled(*args, **kwargs))
-        except Exception as error:
-            # The import takes seconds, and torch.compile has done it by now.
-            from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
-
-            if isinstance(error, FailOnRecompileLimitHit | Unsupported):
-                raise UsageError(
-                    "--compile with --sequence-parallel needs units that torch.compile traces as "
-                    f"one graph each, but: {str(error).strip().splitlines()[0]} Change this code, "
-                    "or start without one of the two flags."
-                ) from error
-            raise
-        finally:
-            self._stand_ins = StandIns()
-        return output if outputs_tokens else gather_nested(output)
-
     def compile_graph(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Check the operations of a new graph, and compile it. torch.compile calls it."""
         try:
             # The hooks of a checkpoint or of sharded parameters would count these tensors.
             with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
                 _GraphCheck(graph).run_on_fakes()
-                parts = self._graph_of_parts(graph, inputs)
         except UsageError as error:
             self._error = error
             raise
         # The import takes seconds, and torch.compile has done it by now.
         from torch._dynamo import lookup_backend
 
-        backend = lookup_backend(BACKEND)
-        if parts is not None:
-            parts.compile(backend)
-            return lambda *values: parts.run(self._stand_ins, [*map(_without_class, values)])
-        run = backend(graph, inputs)
+        run = lookup_backend(BACKEND)(graph, inputs)
         return lambda *values: run(*map(_without_class, values))
-
-    def _graph_of_parts(self, graph: fx.GraphModule, inputs: list[Tensor]) -> GraphOfParts | None:
-        if not self._replica.sequence_parallel:
-            return None
-        fakes = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
-        shards = [self._stand_ins.shard(each) for each in inputs]
-        return GraphOfParts(graph, fakes, shards, self._replica)
 
 
 def _without_class(value: Any) -> Any:
@@ -190,7 +147,7 @@ def _is_copy(node: fx.Node) -> bool:
         assert isinstance(body, fx.Node)
         inner = getattr(node.graph.owning_module, str(body.target))
         return any(map(_is_copy, inner.graph.nodes))
-    return node.target in (torch.ops.aten.alias.default, torch.ops.shardwise.copy)
+    return node.target is torch.ops.aten.alias.default
 
 
 def refuse_dropout(units: Iterable[tuple[str, nn.Module]], split: Collection[nn.Module]) -> None:

@@ -44,11 +44,6 @@ class ShardedDim:
         """The full length of the dimension."""
         return self.ranges[-1][1]
 
-    @property
-    def edges(self) -> list[int]:
-        """The first index of each range, followed by the full length."""
-        return [0, *(end for _, end in self.ranges)]
-
     def shard(self, whole: Tensor, rank: int) -> Tensor:
         """Return rank `rank`'s part of `whole`, as a view."""
         first, end = self.ranges[rank]
@@ -66,16 +61,6 @@ class ShardedDim:
         shape = list(like)
         shape[self.dim] = length
         return shape
-
-
-@dataclass(frozen=True)
-class TracedGroup:
-    """Stands for a group in the trace of a graph, whose collectives are operators."""
-
-    number: int
-    """Stands for the group in operators."""
-    rank: int
-    size: int
 
 
 def is_fake(value: Tensor) -> bool:
@@ -227,49 +212,29 @@ def copy_to_region(group: Collectives, *values: Tensor) -> tuple[Tensor, ...]:
 
     `values` must be identical on all ranks.
     """
-    if isinstance(group, TracedGroup):
-        return tuple(torch.ops.shardwise.copy(value, group.number) for value in values)
     return _CopyToRegion.apply(group, *values)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_from_region(value: Tensor, group: Collectives) -> Tensor:
     """Return the sum of `value` over all ranks, on all ranks."""
-    if isinstance(group, TracedGroup):
-        return torch.ops.shardwise.all_reduce(value, group.number, -1)  # type: ignore[no-any-return]
     return _ReduceFromRegion.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_region(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
     """Gather a split tensor that all ranks then use in the same way."""
-    return _gather(part, group, sharded, False)
+    return _AllGather.apply(part, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scatter_to_region(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
     """Return this rank's part of `value`. `value` must be identical on all ranks."""
-    return _take_shard(value, group, sharded, False)
+    return _TakeShard.apply(value, group, sharded, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def gather_from_sequence(part: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
     """Gather a split tensor that each rank then uses differently."""
-    return _gather(part, group, sharded, True)
+    return _AllGather.apply(part, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def reduce_scatter_to_sequence(value: Tensor, group: Collectives, sharded: ShardedDim) -> Tensor:
     """Return this rank's part of the sum of `value` over all ranks."""
-    return _take_shard(value, group, sharded, True)
-
-
-def _gather(part: Tensor, group: Collectives, sharded: ShardedDim, sums: bool) -> Tensor:
-    if isinstance(group, TracedGroup):
-        return torch.ops.shardwise.all_gather(  # type: ignore[no-any-return]
-            part, sharded.dim, sharded.edges, group.number, group.rank, sums
-        )
-    return _AllGather.apply(part, group, sharded, sums)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _take_shard(value: Tensor, group: Collectives, sharded: ShardedDim, sums: bool) -> Tensor:
-    if isinstance(group, TracedGroup):
-        return torch.ops.shardwise.take_shard(  # type: ignore[no-any-return]
-            value, sharded.dim, sharded.edges, group.number, group.rank, sums
-        )
-    return _TakeShard.apply(value, group, sharded, sums)  # type: ignore[no-any-return, no-untyped-call]
+    return _TakeShard.apply(value, group, sharded, True)  # type: ignore[no-any-return, no-untyped-call]

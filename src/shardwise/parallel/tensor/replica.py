@@ -22,12 +22,7 @@ from shardwise.parallel.tensor.region_collectives import (
     reduce_scatter_to_sequence,
 )
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
-from shardwise.parallel.tensor.sequence_parallel import (
-    SequenceShard,
-    cast_for_layer,
-    gather_nested,
-    token_sharding,
-)
+from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
 from shardwise.parallel.tensor.sequence_regather import RegatheredInput
 from shardwise.parallel.tensor.user_hooks import HookGuard
 
@@ -134,7 +129,8 @@ class Replica:
             # Layers with the same input share the copy, as below. Compare objects, because the
             # compiler can trace neither `id` nor versions.
             if self._shared_input is None or self._shared_input[0] is not value:
-                self._shared_input = value, self._copy_in_graph(value)
+                copy = compiled_collectives.copy_to_region(value, self.number)
+                self._shared_input = value, copy
             return layer(self._shared_input[1])
         if is_fake(value):
             return layer(value)
@@ -167,7 +163,11 @@ class Replica:
         """Prepare `value` as the input of layers that differ between ranks, outside any region."""
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
-        part = cast_for_layer(value.local)
+        part = value.local
+        if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
+            # Autocast in the layer would cast it anyway. Casting before the gather halves the
+            # traffic.
+            part = part.to(torch.get_autocast_dtype(part.device.type))
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
@@ -182,7 +182,7 @@ class Replica:
         if self.in_graph:
             self._shared_input = None
             return compiled_collectives.reduce_from_region(part(), self.number, allowed)
-        sequence_parallel = self.outputs_tokens()
+        sequence_parallel = self._outputs_tokens()
         try:
             return self._reduce(part(), sequence_parallel)
         finally:
@@ -192,25 +192,20 @@ class Replica:
         """Return `value` summed over the ranks. Used outside regions."""
         if self.in_graph:
             return compiled_collectives.reduce_from_region(value, self.number)
-        return self._reduce(value, self.outputs_tokens())
+        return self._reduce(value, self._outputs_tokens())
 
     def gather_output(
         self, value: Tensor, layer: Callable[[Tensor], Tensor], sharded: ShardedDim
     ) -> Tensor:
         """Run `layer` on the full `value`, and gather its output. Used outside regions."""
         if self.in_graph:
-            part = layer(self._copy_in_graph(value))
+            part = layer(compiled_collectives.copy_to_region(value, self.number))
             return compiled_collectives.gather_from_region(
                 part, self.number, self.group.rank, sharded
             )
         return gather_from_region(self.region_input(value).run(layer), self.group, sharded)
 
-    def _copy_in_graph(self, value: Tensor) -> Tensor:
-        # compiled_sequences.py replaces the operator, and cannot replace a traced Function.
-        copy = compiled_collectives.copy if self.sequence_parallel else compiled_collectives.view
-        return copy(value, self.number)
-
-    def outputs_tokens(self) -> bool:
+    def _outputs_tokens(self) -> bool:
         """Return whether a layer's output may stay split by tokens.
 
         This is allowed during a model's forward pass or recomputation, because the model's output

@@ -33,7 +33,6 @@ from shardwise.layout.shards import even_ranges
 from shardwise.model.recomputation import StandsForPart
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
-    TracedGroup,
     copy_to_region,
     gather_from_region,
     is_fake,
@@ -55,26 +54,15 @@ TOKEN_DIM = -2
 """The dimension that is split, counted from the last dimension."""
 
 
-def cast_for_layer(part: Tensor) -> Tensor:
-    """Return `part`, the input of a split layer, in the dtype in which the layer computes."""
-    if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
-        # Autocast in the layer would cast it anyway. Casting before the gather halves the traffic.
-        return part.to(torch.get_autocast_dtype(part.device.type))
-    return part
-
-
 def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
     """Return how `value`, (..., tokens, features), is split by tokens over the ranks.
 
     Returns None if `value` has no token dimension, fewer tokens than ranks, or no data (fake
-    tensors outside a trace).
+    tensors).
     """
-    if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size:
+    if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size or is_fake(value):
         return None
-    if is_fake(value) and not isinstance(group, TracedGroup):
-        return None
-    # In a trace the number may be symbolic. A graph of parts is for one number of tokens.
-    ranges = [each for (each,) in even_ranges(int(value.shape[TOKEN_DIM]), group.size)]
+    ranges = [each for (each,) in even_ranges(value.shape[TOKEN_DIM], group.size)]
     return ShardedDim(TOKEN_DIM, tuple(ranges))
 
 

@@ -66,8 +66,7 @@ class ObservedEngine(Engine):
         self.world = world = current_world()
         config.refuse_elsewhere(settings, "engine")
         self.settings = world.settle_engine(settings)
-        tensor, context = observation.tensor, observation.context
-        config.check_contradictions(replace(self.settings, tensor=tensor, context=context))
+        config.check_contradictions(replace(self.settings, tensor=observation.tensor))
         self.placement = self.settings.placement
         number, world.engines = world.engines, world.engines + 1
         world.expect_no_engine()
