@@ -57,13 +57,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report.publish(options.docs, RESULTS)
         return 0
     begun = time.monotonic()
-    facts = machine.describe() | {"device": "cpu"}
-    try:
-        facts |= machine.describe_device(crew.PYTHON)
-    except RuntimeError as error:  # no GPU: at tiny sizes the CPU takes its place
-        if options.scale != "tiny":
-            print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
-            return 2
+    measured: dict[str, Any] = {}
+    if options.plan is not None:  # needs no GPU
+        known = json.loads(options.plan.read_text())
+        facts, measured, options.steps = known["machine"], known["steps"], ["plan"]
+    else:
+        facts = machine.describe() | {"device": "cpu"}
+        try:
+            facts |= machine.describe_device(crew.PYTHON)
+        except RuntimeError as error:  # no GPU: at tiny sizes the CPU takes its place
+            if options.scale != "tiny":
+                print(f"gpu_first: {error}. SCALE=tiny runs the steps on the CPU.")
+                return 2
     options.out = options.out.resolve()  # each rank has its own working directory
     figures: dict[str, Any] = {"machine": facts, "scale": options.scale, "steps": {}}
     options.out.mkdir(parents=True, exist_ok=True)
@@ -71,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # On a cold machine the first import of torch takes a while: no step pays for it alone.
     until = time.monotonic()
     left = begun + options.budget - REPORTING - until
-    scale = left / sum(STEPS.values())
+    scale = left / sum(STEPS[name] for name in chosen)
     for name in chosen:
         until += STEPS[name] * scale
         if name == chosen[-1]:
@@ -79,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The shares are cumulative, so a step that ends early leaves its time to the next ones.
         seconds = until - time.monotonic()
         print(f"== {name}: {seconds:.0f} s at most", flush=True)
-        figures["steps"][name] = _run(name, seconds, options, facts, figures)
+        figures["steps"][name] = _run(name, seconds, options, facts, measured | figures["steps"])
         machine.write_json(options.out / "first.json", figures)
         figures["seconds"] = round(time.monotonic() - begun, 1)
     lines = report.lines(figures)
@@ -94,9 +99,12 @@ def _run(
     seconds: float,
     options: argparse.Namespace,
     facts: dict[str, str],
-    figures: dict[str, Any],
+    measured: dict[str, Any],
 ) -> dict[str, Any]:
-    """Run one step for `seconds` at most; return its rows, and how it ended."""
+    """Run one step for `seconds` at most; return its rows, and how it ended.
+
+    `measured` are the records of earlier steps.
+    """
     record: dict[str, Any] = {"rows": {}, "error": "", "cut": False}
     begun = time.monotonic()
     # The disk of OUT: /tmp may be in memory, which the nvme tier refuses.
@@ -113,7 +121,7 @@ def _run(
             "name": facts["device"],
             "folder": folder,
             "seconds": seconds,
-            "measured": figures["steps"],
+            "measured": measured,
             "contenders": options.contenders,
         }
         (Path(folder) / "job.json").write_text(json.dumps(job))
@@ -161,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--scale", choices=("full", "tiny"), default="full")
     add("--steps", nargs="+", choices=names, default=names, metavar="STEP", help="some steps only")
     add("--contenders", nargs="+", default=[], metavar="KEY", help="in races these alone")
+    add("--plan", type=Path, metavar="FILE", help="plan again what this first.json measured")
     add("--docs", type=Path, metavar="FILE", help="publish this first.json instead of measuring")
     return parser
 
