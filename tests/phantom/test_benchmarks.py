@@ -615,6 +615,12 @@ def test_figures_of_a_gpu_are_published(modules, monkeypatch, tmp_path):
     kept = report.publish(file, tmp_path)
     assert kept.name == "2026-12-01-gpu-first.json"
     shown = page.read_text()
-    assert "One NVIDIA H100, 2026-12-01 10:00 UTC" in shown
+    assert "results/2026-12-01-gpu-first.json): one NVIDIA H100, v, commit c" in shown
     assert "| foreground | 2.00 | 1.50 | 1.33 | - | 100 |" in shown
+    # A later run of the day replaces the steps that it measured.
+    save["seconds"] = 1.22
+    file.write_text(json.dumps({"machine": facts, "steps": {"save": step}}))
+    assert report.publish(file, tmp_path).name == "2026-12-01b-gpu-first.json"
+    assert "| foreground | 2.00 | 1.50 | 1.22 | - | 100 |" in page.read_text()
+    assert "1.33" not in page.read_text()
     assert "has not been measured yet" not in shown
