@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -39,6 +40,7 @@ from shardwise.engine.repeated_steps import RepeatableSteps
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.net import environment, listeners, network, progress
 from shardwise.net.identity import Identity
+from shardwise.net.store import HostStore
 from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.mesh import mesh_of
 from shardwise.world.survival import Survival, check, divisions_of
@@ -516,3 +518,38 @@ def test_the_launcher_reports_lost_ranks_of_other_hosts(
     server.continue_with([0, 1], 1)
     assert server.lost_hosts() == []
     server.close()
+
+
+def test_a_loss_while_ranks_connect_is_reported_after_its_sockets_have_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher reports the end of a rank on another host. The others then agree again."""
+    monkeypatch.setenv(environment.REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(environment.LOST_AFTER_VARIABLE, "17")
+    solo = Solo()
+    solo.status_server.start([RankAddress(rank=rank, host=f"{rank}") for rank in range(3)])
+    group = SurvivorGroup(solo, 30.0, 2)
+    group.members = (0, 1, 2)
+    decisions = [(0, 1), (0,)]
+
+    def reach(*_: object) -> tuple[Decision, socket.socket]:
+        decision = Decision(generation=1, members=decisions.pop(0), confirmed=0)
+        return decision, socket.create_server(("127.0.0.1", 0))
+
+    monkeypatch.setattr(group._agreement, "reach", reach)
+    # As after a heartbeat that was missing: the sockets have been closed for a while.
+    report = threading.Timer(0.5, progress.mark_lost, (tmp_path, [1]))
+
+    def store(listener: socket.socket, *_: object, **__: object) -> HostStore:
+        store = HostStore(listener, b"k" * 20, 30.0, survives=True)
+        store._table.give_up()
+        return store
+
+    monkeypatch.setattr("shardwise.comm.survivors.connecting.HostStore", store)
+    report.start()
+    try:
+        assert group.replace().lost == (1, 2)
+        assert group.members == (0,)
+    finally:
+        report.join()
+        group.close()
