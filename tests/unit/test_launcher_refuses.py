@@ -68,6 +68,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--survive with --nnodes 2 needs a secret that is the same on all hosts",
         ),
         (
+            ["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--survive", "1"],
+            "--rdzv-endpoint localhost: every host would take itself for this one",
+        ),
+        (
             ["--nnodes", "2", "--survive", "1", "--ssh", "rsh"],
             "--ssh rsh has no effect in a run with --nnodes and --survive",
         ),

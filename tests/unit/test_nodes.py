@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from shardwise.errors import LaunchError
 from shardwise.launch import nodes
 from shardwise.launch.elastic import ElasticRendezvous
 from shardwise.launch.run_spec import RunSpec
-from shardwise.launch.ssh import protocol
-from shardwise.net import environment, network
+from shardwise.launch.ssh import command, protocol
+from shardwise.launch.ssh.command import LINK
+from shardwise.net import environment, network, rpc
+from shardwise.net.hosts import Host, Share
 
 SECRET = b"of these hosts, long enough"
 COMMAND = [["train.py"], False, {"survive": "1"}, 2]
@@ -30,16 +34,16 @@ def meeting(number: int | None, port: int) -> ElasticRendezvous:
 
 
 def meet(
-    numbers: tuple[int | None, int | None], command: list[Any], secret: bytes = SECRET
+    numbers: tuple[int | None, int | None], given: list[Any], secret: bytes = SECRET
 ) -> tuple[nodes.Nodes, Callable[[], int | str]]:
-    """Let two hosts join, of which the second has `command`. Return what each has found."""
+    """Let two hosts join. `given` is the command of the second. Return what each has found."""
     with network.reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     ended: list[int | str] = []
 
     def join() -> None:
         try:
-            ended.append(nodes.serve(meeting(numbers[1], port), secret, 3, command))
+            ended.append(nodes.serve(meeting(numbers[1], port), secret, 3, given))
         except LaunchError as error:
             ended.append(str(error))
 
@@ -95,7 +99,7 @@ def test_no_secret_is_sent_to_other_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr("shardwise.launch.start.many_hosts.run", run)
     monkeypatch.setenv(environment.SECRET_VARIABLE, SECRET.decode())
     (tmp_path / "train.py").touch()
-    words = ["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--survive", "1"]
+    words = ["--nnodes", "2", "--rdzv-endpoint", f"{socket.gethostname()}:1", "--survive", "1"]
     assert cli.main(["run", *words, str(tmp_path / "train.py")]) == 0
     assert len(sent) == 2
     assert not any(SECRET in each for each in sent)
@@ -109,3 +113,108 @@ def test_hosts_derive_the_same_secret_for_a_run() -> None:
     assert SECRET.decode() not in drawn
     with pytest.raises(LaunchError, match="This host has no SHARDWISE_SECRET"):
         environment.derived_secret({}, "run 1")
+
+
+@contextmanager
+def waiting(host: str, most: int) -> Iterator[tuple[int, list[nodes.Nodes | str]]]:
+    """Let the first host wait in a thread. Yield its port, and a list for what it has found."""
+    with network.reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+    place = replace(meeting(None, port), host=host, fewest=most, most=most)
+    found: list[nodes.Nodes | str] = []
+
+    def accept() -> None:
+        try:
+            with nodes.accepted(place, SECRET, 1, COMMAND) as met:
+                found.append(met)
+        except LaunchError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield port, found
+    thread.join(20)
+    assert found
+
+
+def join(port: int, source: str, link_port: int) -> rpc.Connection:
+    """Join from the address `source`, as a host whose agent is reached at `link_port`."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            peer = socket.create_connection(("127.0.0.1", port), 5, (source, 0))
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < until, "the first host does not listen"
+            time.sleep(0.05)
+    connection = rpc.prove(peer, SECRET, nodes._join_role(port), until)
+    said = {"command": COMMAND, "number": None, "count": 1, "port": link_port, "name": "n"}
+    connection.send(rpc.encode(said))
+    return connection
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_host_that_joins_again_counts_once(closes: bool) -> None:
+    """Its command was ended and started again, or it has lost power in between."""
+    with ExitStack() as stack:
+        port, found = stack.enter_context(waiting("127.0.0.1", 3))
+        again = "127.0.0.4" if closes else "127.0.0.2"
+        for source, link_port in (("127.0.0.2", 1111), (again, 2222), ("127.0.0.3", 3333)):
+            assert found == []
+            connection = join(port, source, link_port)
+            time.sleep(0.2)
+            if link_port == 1111 and closes:
+                connection.close()
+            stack.callback(connection.close)
+    (met,) = found
+    assert isinstance(met, nodes.Nodes)
+    assert met.ssh[-2:] == (f"{again}=2222=n", "127.0.0.3=3333=n")
+
+
+def test_a_host_whose_own_name_is_a_loopback_address_can_be_reached(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Debian resolves it to 127.0.1.1."""
+    with waiting("127.0.1.1", 2) as (port, found):
+        join(port, "127.0.0.2", 1111).close()  # connects to another address
+    assert isinstance(found[0], nodes.Nodes)
+    assert f"shardwise: waiting for 1 other host at 0.0.0.0, port {port}" in capsys.readouterr().err
+
+
+def test_advice_for_a_first_host_that_cannot_listen() -> None:
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        place = replace(meeting(None, taken.getsockname()[1]), host="127.0.0.1")
+        with (
+            pytest.raises(LaunchError, match=r"is in use .*Write another port in --rdzv-endpoint"),
+            nodes.accepted(place, SECRET, 1, COMMAND),
+        ):
+            pass
+    place = replace(place, host="no-such-host.invalid")
+    with (
+        pytest.raises(LaunchError, match=r"has no address: .* Write an address at which the other"),
+        nodes.accepted(place, SECRET, 1, COMMAND),
+    ):
+        pass
+
+
+def test_a_proof_for_another_host_is_refused() -> None:
+    """An attacker cannot relay a link to a host that it was not meant for."""
+    listener = rpc.listen("127.0.0.1")
+    place = listener.getsockname()
+    server = rpc.Server(listener, SECRET, nodes._agent_role("b"), lambda _: None, name="agent")
+    until = time.monotonic() + 10
+    with pytest.raises(rpc.Unproven):
+        rpc.connect(place, SECRET, nodes._agent_role("a"), until)
+    rpc.connect(place, SECRET, nodes._agent_role("b"), until).close()
+    server.close()
+
+
+def test_advice_names_no_ssh_between_hosts_that_have_joined() -> None:
+    share = Share(Host("10.0.0.2", 1), 1, 1)
+    spec = RunSpec(words=(), size=2, shares=(share,), ssh=("python", "-m", LINK))
+    said = [
+        command.advice_for(spec, share.host),
+        command.silent_host(spec, share, 7),
+        *(command.start_failure(spec, share.host, code, "") for code in (1, 255)),
+    ]
+    assert not any("ssh 1" in each or "-m shardwise.launch.nodes" in each for each in said), said

@@ -238,6 +238,11 @@ def _by_nodes(
             "would send its value to each other without encryption. Leave -x out, and set the "
             "variable on each host."
         )
+    if network.is_loopback(meeting.host):
+        raise LaunchError(
+            f"--rdzv-endpoint {meeting.host}: every host would take itself for this one. Write a "
+            "name or an address at which the other hosts reach it."
+        )
     secret = nodes.find_secret(meeting.most)
     # Every host has it, and it must not travel unencrypted.
     passed = {name: passed[name] for name in passed if name != environment.SECRET_VARIABLE}
