@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,43 +35,38 @@ def meeting(number: int | None, port: int) -> ElasticRendezvous:
     )
 
 
-def meet(
-    numbers: tuple[int | None, int | None], given: list[Any], secret: bytes = SECRET
-) -> tuple[nodes.Nodes, Callable[[], int | str]]:
+def meet(numbers: tuple[int | None, int | None], given: list[Any]) -> tuple[nodes.Nodes, int]:
     """Let two hosts join. `given` is the command of the second. Return what each has found."""
     with network.reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
-    ended: list[int | str] = []
+    met: list[nodes.Nodes | LaunchError] = []
 
-    def join() -> None:
+    def accept() -> None:
         try:
-            ended.append(nodes.serve(meeting(numbers[1], port), secret, 3, given))
+            with nodes.accepted(meeting(numbers[0], port), SECRET, 2, COMMAND) as found:
+                found.code = 7
+                met.append(found)
         except LaunchError as error:
-            ended.append(str(error))
+            met.append(error)
 
-    thread = threading.Thread(target=join)
+    thread = threading.Thread(target=accept)
     thread.start()
-
-    def how() -> int | str:
-        thread.join(10)
-        return ended[0]
-
-    try:
-        with nodes.accepted(meeting(numbers[0], port), SECRET, 2, COMMAND) as found:
-            found.code = 7
-            return found, how
-    except LaunchError as error:
-        assert how() == 1
-        raise error
+    code = nodes.serve(meeting(numbers[1], port), SECRET, 3, given, 10.0)
+    thread.join(10)
+    (found,) = met
+    if isinstance(found, LaunchError):
+        assert code == 1
+        raise found
+    return found, code
 
 
 def test_hosts_have_ranks_in_the_order_of_their_numbers() -> None:
     for numbers, firsts in (((0, 1), [0, 2]), ((1, 0), [3, 0]), ((None, None), [0, 2])):
-        found, how = meet(numbers, COMMAND)
+        found, code = meet(numbers, COMMAND)
         shares = {share.host.name: share for share in found.shares}
         assert [shares["localhost"].first, shares["127.0.0.1"].first] == firsts
         assert [shares["localhost"].count, shares["127.0.0.1"].count] == [2, 3]
-        assert how() == 7, "the exit code of the run"
+        assert code == 7, "the exit code of the run"
 
 
 def test_hosts_with_the_same_number_are_refused() -> None:
@@ -218,3 +215,30 @@ def test_advice_names_no_ssh_between_hosts_that_have_joined() -> None:
         *(command.start_failure(spec, share.host, code, "") for code in (1, 255)),
     ]
     assert not any("ssh 1" in each or "-m shardwise.launch.nodes" in each for each in said), said
+
+
+def test_a_signal_before_the_workers_start_ends_the_command() -> None:
+    with network.reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+
+    def accept() -> None:
+        with nodes.accepted(meeting(None, port), SECRET, 2, COMMAND):
+            os.kill(os.getpid(), signal.SIGTERM)
+            ended.wait(10)
+
+    ended = threading.Event()
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        code = nodes.serve(meeting(None, port), SECRET, 3, COMMAND, 10.0)
+    finally:
+        ended.set()
+        thread.join(10)
+    assert code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("patience", [2.0, 10.0, 300.0])
+def test_a_silent_first_host_is_lost_after_host_timeout(patience: float) -> None:
+    found = nodes._keepalive(patience)
+    seconds = found["TCP_KEEPIDLE"] + found["TCP_KEEPCNT"] * found["TCP_KEEPINTVL"]
+    assert patience <= seconds <= patience + 2

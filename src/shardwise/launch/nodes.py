@@ -14,6 +14,7 @@ agent. Every message is authenticated with the secret in SHARDWISE_SECRET.
 import os
 import secrets
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -22,11 +23,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import ip_address
 from typing import IO, Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic import ElasticRendezvous
+from shardwise.launch.signals import Signals
+from shardwise.launch.ssh.agent import Agent
+from shardwise.launch.ssh.agent import main as run_as_agent
 from shardwise.launch.ssh.command import LINK
 from shardwise.messages.printable import many
 from shardwise.net import authentication, environment, network, rpc
@@ -46,6 +51,9 @@ AGAIN = 0.5
 
 LOST = 255
 """Exit code of a link whose connection has ended, as of ssh."""
+
+_RUNS_AGENT = "agent"
+"""Argument of this module that makes it run an agent instead of a link."""
 
 _OUT, _ERR, _CODE = b"o", b"e", b"c"
 """The first byte of a message to a link: output of the agent, or its exit code."""
@@ -226,38 +234,95 @@ def _send_code(connections: Iterable[rpc.Connection], code: int) -> None:
         connection.close()
 
 
-def serve(meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any]) -> int:
+def serve(
+    meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any], patience: float
+) -> int:
     """Join the first host, and run this host's ranks for it. Return the exit code of the run.
 
-    For the arguments and errors, see `accepted`.
+    A signal to this process is passed to the ranks (see `NodeAgent`). A second one ends them.
+
+    Args:
+        meeting: See `accepted`, also for the next arguments and the errors.
+        secret: The secret of the run.
+        count: Number of ranks on this host.
+        command: The program and the settings.
+        patience: Seconds after which a first host that does not respond is considered lost.
     """
     assert meeting.host is not None
     place = meeting.host, meeting.port
-    with _reach(place, secret) as connection:
+    agents: list[subprocess.Popen[bytes]] = []
+    with _reach(place, secret) as connection, Signals() as signals:
         listener = rpc.listen(str(connection.socket.getsockname()[0]))
         port = listener.getsockname()[1]
         name = secrets.token_hex()
-        server = rpc.Server(listener, secret, _agent_role(name), _run_agent, name="shardwise-agent")
+        run_agent = partial(_run_agent, agents)
+        server = rpc.Server(listener, secret, _agent_role(name), run_agent, name="shardwise-agent")
         message = {"command": command, "number": meeting.node_rank, "count": count, "port": port}
         message["name"] = name
         connection.send(rpc.encode(message))
         # If the first host loses power, its socket seems to stay open.
         connection.socket.settimeout(None)
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        for option, value in _keepalive(patience).items():
             if hasattr(socket, option):
-                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-        answer = None
-        # As if it had closed the connection.
-        with suppress(OSError, authentication.Forged):
-            answer = connection.receive()
+                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        code = _wait(connection, signals, agents)
         server.close()
-    if answer is None:
+    if code is None:
         raise LaunchError(
             f"Lost the connection to {meeting.host}, where the launcher of this run is. This host "
             "has ended its ranks."
         )
-    return int(rpc.decode(answer)["code"])
+    return code
+
+
+def _keepalive(patience: float) -> dict[str, int]:
+    """Return the socket options with which a silent connection ends after about `patience` s."""
+    first, next_ones = max(1, round(patience / 2)), max(1, round(patience / 6))
+    return {"TCP_KEEPIDLE": first, "TCP_KEEPINTVL": next_ones, "TCP_KEEPCNT": 3}
+
+
+def _wait(
+    connection: rpc.Connection, signals: Signals, agents: Sequence["subprocess.Popen[bytes]"]
+) -> int | None:
+    """Wait for the exit code of the run. Returns None if the connection is lost."""
+    is_asked, fd = False, connection.socket.fileno()
+    while True:
+        ready = select.select([fd, signals.fd], [], [])[0]
+        for number in signals.arrived():
+            if number in (signal.SIGCHLD, signal.SIGWINCH):
+                continue
+            running = [agent for agent in agents if agent.poll() is None]
+            if is_asked or not running:
+                return 128 + number
+            is_asked = True
+            words = f"{number.name} for the workers of this host. Again to end them."
+            print(f"shardwise: {words}", file=sys.stderr, flush=True)
+            for agent in running:
+                agent.send_signal(number)
+        if fd in ready:
+            answer = None
+            # As if it had closed the connection.
+            with suppress(OSError, authentication.Forged):
+                answer = connection.receive()
+            return None if answer is None else int(rpc.decode(answer)["code"])
+
+
+class NodeAgent(Agent):
+    """The agent of a host that has joined, which `serve` passes signals to.
+
+    After SIGUSR1, all ranks of the run save and exit, as after this signal to the launcher. Other
+    signals make the ranks of this host leave after their step.
+    """
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        if not self._parts:
+            super().on_end_signal(number)
+        for workers in self._parts.values():
+            if number == signal.SIGUSR1:
+                workers.ask_to_end(number)
+            else:
+                workers.ask_to_leave()
 
 
 def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
@@ -285,15 +350,15 @@ def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
             time.sleep(AGAIN)
 
 
-def _run_agent(connection: rpc.Connection) -> None:
-    """Run an agent until it ends, and forward its standard streams."""
+def _run_agent(agents: list["subprocess.Popen[bytes]"], connection: rpc.Connection) -> None:
+    """Run an agent until it ends, forward its standard streams, and append it to `agents`."""
     connection.socket.settimeout(None)
     theirs, ours = connection.socket.getpeername(), connection.socket.getsockname()
     # From this variable of sshd, an agent learns its own address.
     variable = f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "shardwise.launch.ssh.agent"],
+        [sys.executable, "-P", "-m", LINK, _RUNS_AGENT],
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
@@ -301,6 +366,7 @@ def _run_agent(connection: rpc.Connection) -> None:
         start_new_session=True,  # Ctrl-C must not kill it before its ranks
         env={**os.environ, "SSH_CONNECTION": variable},
     ) as agent:
+        agents.append(agent)
         assert agent.stdin is not None
         assert agent.stdout is not None
         assert agent.stderr is not None
@@ -365,4 +431,7 @@ def _send_input(connection: rpc.Connection) -> None:
 
 
 if __name__ == "__main__":
-    os._exit(link(sys.argv[1:]))
+    if sys.argv[1:] == [_RUNS_AGENT]:
+        run_as_agent(NodeAgent)
+    else:
+        os._exit(link(sys.argv[1:]))

@@ -256,7 +256,8 @@ def _by_nodes(
         return 0
     command = [request.words, request.module, dict(request.settings), meeting.most]
     if not is_first:
-        return nodes.serve(meeting, secret, count, command)
+        patience = request.host_timeout or HOST_TIMEOUT
+        return nodes.serve(meeting, secret, count, command, patience)
     with nodes.accepted(meeting, secret, count, command) as found:
         joined = {**vars(request), "ssh": shlex.join(found.ssh)}
         found.code = _by_ourselves(LaunchRequest(**joined), passed, found.shares)

@@ -318,7 +318,11 @@ class Agent:
                 for workers in self._parts.values():
                     workers.reap()
             elif number != signal.SIGWINCH:
-                self._open = False
+                self.on_end_signal(number)
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        """Handle a signal that ends this process by default: end the ranks."""
+        self._open = False
 
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:
