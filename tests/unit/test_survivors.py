@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from shardwise.comm import Collectives, GroupRanks
 from shardwise.comm.base import Solo
+from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
@@ -553,3 +554,20 @@ def test_a_loss_while_ranks_connect_is_reported_after_its_sockets_have_closed(
     finally:
         report.join()
         group.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_be_lost_while_a_channel_opens(rank: int) -> None:
+    """The higher rank connects to the lower one, which waits for it."""
+    server = SimpleNamespace(secret=b"k" * 20, has_ended=lambda other: other != rank)
+    group = SimpleNamespace(
+        rank=rank,
+        size=2,
+        gather_plain=lambda name: [name],
+        barrier=lambda: None,
+        status_server=server,
+        _group_ranks=GroupRanks.whole(2),
+        _timeout=30.0,
+    )
+    with pytest.raises(PeerLost, match=f"Rank {rank} of 2 lost one of ranks 0, 1 while it conn"):
+        SharedMemory.split(group, [[0, 1]])  # type: ignore[arg-type]
