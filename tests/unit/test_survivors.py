@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ from shardwise.comm.survivors.membership import (
     stands,
 )
 from shardwise.comm.survivors.replaceable import PartGroup, Parts, ReplaceableGroup
+from shardwise.comm.torch_backend import split_group
 from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
@@ -571,3 +573,24 @@ def test_a_rank_may_be_lost_while_a_channel_opens(rank: int) -> None:
     )
     with pytest.raises(PeerLost, match=f"Rank {rank} of 2 lost one of ranks 0, 1 while it conn"):
         SharedMemory.split(group, [[0, 1]])  # type: ignore[arg-type]
+
+
+def test_a_loss_while_groups_connect_closes_those_that_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made, new_group = [], dist.new_group
+
+    def connect(members: list[int], **options: Any) -> dist.ProcessGroup:
+        if made:
+            raise RuntimeError("Connection refused")
+        made.append(new_group([0], **options))
+        return made[0]
+
+    monkeypatch.setattr(dist, "new_group", connect)
+    try:
+        with pytest.raises(PeerLost, match="Rank 0 of 4 lost another rank in connecting a group"):
+            split_group(Solo(), GroupRanks.whole(4), [[0, 1], [2, 3]], "gloo", lambda *_: Solo())
+        assert dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}
+    finally:
+        dist.destroy_process_group()
