@@ -242,3 +242,34 @@ def test_a_silent_first_host_is_lost_after_host_timeout(patience: float) -> None
     found = nodes._keepalive(patience)
     seconds = found["TCP_KEEPIDLE"] + found["TCP_KEEPCNT"] * found["TCP_KEEPINTVL"]
     assert patience <= seconds <= patience + 2
+
+
+def test_a_forged_answer_of_the_first_host_is_like_a_lost_connection() -> None:
+    def answer(listener: socket.socket) -> None:
+        role = nodes._join_role(listener.getsockname()[1])
+        with rpc.Acceptor(listener, SECRET, role) as acceptor:
+            connection = acceptor.accept(time.monotonic() + 10)
+        assert connection is not None
+        with connection:
+            connection.receive()
+            connection.socket.sendall(bytes(100))
+
+    with rpc.listen("127.0.0.1") as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        with pytest.raises(LaunchError, match=r"Lost the connection to 127\.0\.0\.1"):
+            nodes.serve(meeting(1, listener.getsockname()[1]), SECRET, 1, COMMAND, 10.0)
+        thread.join(10)
+
+
+def test_a_silent_first_host_is_reported_while_a_host_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(nodes, "REACH", 0.1)
+    monkeypatch.setattr(nodes, "JOIN_LIMIT", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(LaunchError, match="cannot be reached: timed out"),
+    ):
+        nodes.serve(meeting(1, listener.getsockname()[1]), SECRET, 1, COMMAND, 10.0)
+    assert "shardwise: waiting for 127.0.0.1:" in capsys.readouterr().err
