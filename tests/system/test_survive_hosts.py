@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -200,6 +202,45 @@ def test_command_was_started_on_each_host(
     hosts.clear()
     ends(shardwise, ran, "adamw", left)
     assert other.code == (-9 if "HOST" in kill else 0), other.err
+    if "HOST" in kill:  # nothing there could remove its agent's folder
+        (folder,) = shardwise.folders_left()
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+    ],
+)
+def test_workers_of_a_host_that_has_joined_leave_after_a_signal(
+    shardwise: Launcher, hosts: Lab, number: signal.Signals
+) -> None:
+    """After SIGUSR1, all workers save and exit."""
+
+    def terminate() -> None:
+        wait_until((shardwise.folder / "cut").exists, 60)
+        shardwise.started[0].send_signal(number)
+        time.sleep(0.5)
+        (shardwise.folder / "is-cut").touch()
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    flags = ("--nproc-per-node", "2", "--survive", "1", "--zero", "2", "--host-timeout", "3")
+    words = (script("survives"), "plain", "adamw", "out", "2:backward:5:CUT")
+    try:
+        ran, other = on_each_host(shardwise, hosts, *flags, *words)
+    finally:
+        thread.join()
+    assert f"shardwise: {number.name} for the workers of this host" in other.err
+    if number == signal.SIGUSR1:
+        assert (ran.code, other.code) == (75, 75)
+        assert "SIGUSR1: saved checkpoints/step-" in ran.err
+        return
+    ends(shardwise, ran, "adamw", [0, 1])
+    assert other.code == 0, other.err
 
 
 @pytest.mark.full

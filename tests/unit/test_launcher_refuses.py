@@ -68,8 +68,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "--survive with --nnodes 2 needs a secret that is the same on all hosts",
         ),
         (
+            ["--nnodes", "2", "--rdzv-endpoint", "localhost:1", "--survive", "1"],
+            "--rdzv-endpoint localhost: every host would take itself for this one",
+        ),
+        (
             ["--nnodes", "2", "--survive", "1", "--ssh", "rsh"],
             "--ssh rsh has no effect in a run with --nnodes and --survive",
+        ),
+        (
+            ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--survive", "1", "-x", "KEY=secret"],
+            "-x KEY with --nnodes and --survive: the hosts would send its value to each other",
         ),
         (["-H", "h1,h2", "--survive", "1", "--spares", "2"], "--spares 2 needs all workers on"),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),

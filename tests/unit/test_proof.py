@@ -290,7 +290,10 @@ class TestTable:
         with pytest.raises(dist.DistStoreError, match="rank 0 is gone"):
             reaching.get("key")
 
-    def test_waits_fail_after_a_rank_has_disconnected(self, listener: socket.socket) -> None:
+    @pytest.mark.parametrize("early", [False, True])
+    def test_waits_fail_after_a_rank_has_disconnected(
+        self, listener: socket.socket, early: bool
+    ) -> None:
         """With `--survive`, two ranks may connect to each other while a third one is lost."""
         place = listener.getsockname()
         hosted = HostStore(socket.socket(fileno=listener.detach()), KNOWN, 60.0, survives=True)
@@ -301,6 +304,10 @@ class TestTable:
             for _ in range(2)
         )
         left.set("here", "")
+        if early:  # rank 0 still waits for others, and reports which ones are missing
+            lost.close()
+            assert hosted.absent(["another rank"], 0.5) == ["another rank"]
+        hosted.accept_no_more()
         lost.close()
         with pytest.raises(dist.DistStoreError, match="a rank is gone"):
             hosted.get("address of the lost rank")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -13,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.comm import Collectives, GroupRanks
 from shardwise.comm.base import Solo
+from shardwise.comm.shared_memory import SharedMemory
 from shardwise.comm.survivors.admission import JOIN, Admission
 from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
@@ -33,12 +36,14 @@ from shardwise.comm.survivors.membership import (
     stands,
 )
 from shardwise.comm.survivors.replaceable import PartGroup, Parts, ReplaceableGroup
+from shardwise.comm.torch_backend import split_group
 from shardwise.config import Settings
 from shardwise.data import Loader
 from shardwise.engine.repeated_steps import RepeatableSteps
 from shardwise.errors import CollectiveError, ConfigError, PeerLost, UsageError
 from shardwise.net import environment, listeners, network, progress
 from shardwise.net.identity import Identity
+from shardwise.net.store import HostStore
 from shardwise.watch.status_server import RankAddress, StatusServer
 from shardwise.world.mesh import mesh_of
 from shardwise.world.survival import Survival, check, divisions_of
@@ -516,3 +521,76 @@ def test_the_launcher_reports_lost_ranks_of_other_hosts(
     server.continue_with([0, 1], 1)
     assert server.lost_hosts() == []
     server.close()
+
+
+def test_a_loss_while_ranks_connect_is_reported_after_its_sockets_have_closed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The launcher reports the end of a rank on another host. The others then agree again."""
+    monkeypatch.setenv(environment.REPORTS_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(environment.LOST_AFTER_VARIABLE, "17")
+    solo = Solo()
+    solo.status_server.start([RankAddress(rank=rank, host=f"{rank}") for rank in range(3)])
+    group = SurvivorGroup(solo, 30.0, 2)
+    group.members = (0, 1, 2)
+    decisions = [(0, 1), (0,)]
+
+    def reach(*_: object) -> tuple[Decision, socket.socket]:
+        decision = Decision(generation=1, members=decisions.pop(0), confirmed=0)
+        return decision, socket.create_server(("127.0.0.1", 0))
+
+    monkeypatch.setattr(group._agreement, "reach", reach)
+    # As after a heartbeat that was missing: the sockets have been closed for a while.
+    report = threading.Timer(0.5, progress.mark_lost, (tmp_path, [1]))
+
+    def store(listener: socket.socket, *_: object, **__: object) -> HostStore:
+        store = HostStore(listener, b"k" * 20, 30.0, survives=True)
+        store._table.give_up()
+        return store
+
+    monkeypatch.setattr("shardwise.comm.survivors.connecting.HostStore", store)
+    report.start()
+    try:
+        assert group.replace().lost == (1, 2)
+        assert group.members == (0,)
+    finally:
+        report.join()
+        group.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_may_be_lost_while_a_channel_opens(rank: int) -> None:
+    """The higher rank connects to the lower one, which waits for it."""
+    server = SimpleNamespace(secret=b"k" * 20, has_ended=lambda other: other != rank)
+    group = SimpleNamespace(
+        rank=rank,
+        size=2,
+        gather_plain=lambda name: [name],
+        barrier=lambda: None,
+        status_server=server,
+        _group_ranks=GroupRanks.whole(2),
+        _timeout=30.0,
+    )
+    with pytest.raises(PeerLost, match=f"Rank {rank} of 2 lost one of ranks 0, 1 while it conn"):
+        SharedMemory.split(group, [[0, 1]])  # type: ignore[arg-type]
+
+
+def test_a_loss_while_groups_connect_closes_those_that_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made, new_group = [], dist.new_group
+
+    def connect(members: list[int], **options: Any) -> dist.ProcessGroup:
+        if made:
+            raise RuntimeError("Connection refused")
+        made.append(new_group([0], **options))
+        return made[0]
+
+    monkeypatch.setattr(dist, "new_group", connect)
+    try:
+        with pytest.raises(PeerLost, match="Rank 0 of 4 lost another rank in connecting a group"):
+            split_group(Solo(), GroupRanks.whole(4), [[0, 1], [2, 3]], "gloo", lambda *_: Solo())
+        assert dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}
+    finally:
+        dist.destroy_process_group()

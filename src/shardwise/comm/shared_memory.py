@@ -55,7 +55,7 @@ from shardwise.comm.shared_work import (
 )
 from shardwise.comm.socket_mesh import INLINE, MeshMessage, MeshPoll, SocketMesh, connect, listen
 from shardwise.comm.torch_backend import real_view
-from shardwise.errors import CollectiveError
+from shardwise.errors import CollectiveError, PeerLost
 from shardwise.layout.bucket_layout import even_cuts
 
 SUMMED_EVERYWHERE = 1 << 20
@@ -354,8 +354,16 @@ class SharedMemory(MappedMemory):
             listener = listen(f"{name}-{mine[0]}", place, size, self._timeout)
             with listener:
                 self.barrier()  # all ranks listen after this
-                known = self.status_server.secret
-                sockets = connect(listener, f"{name}-{mine[0]}", known, place, size, self._timeout)
+                server = self.status_server
+                words = listener, f"{name}-{mine[0]}", server.secret, place, size, self._timeout
+                numbers = self._group_ranks.part(mine).ranks
+                sockets = connect(*words, lambda: any(map(server.has_ended, numbers)))
+        except ConnectionError as error:
+            raise PeerLost(
+                f"{self._group_ranks.speaker(self.rank)} lost one of "
+                f"{self._group_ranks.named(mine)} while it connected to them: "
+                f"{error.strerror or error}. The cause is on the rank that ended: see its output."
+            ) from error
         except OSError as error:
             raise CollectiveError(
                 f"{self._group_ranks.speaker(self.rank)} cannot open sockets to "

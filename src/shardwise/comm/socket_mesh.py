@@ -15,7 +15,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
@@ -24,6 +24,9 @@ from shardwise.net import authentication
 
 INLINE = 1 << 15
 """Maximum payload of a message in bytes. A message must fit into a socket's buffer."""
+
+LOOK = 0.2
+"""Seconds between two checks whether an awaited rank has exited."""
 
 GREETING = 5.0
 """Seconds within which a new connection must identify its rank."""
@@ -197,13 +200,20 @@ def listen(name: str, rank: int, size: int, timeout: float) -> socket.socket:
 
 
 def connect(
-    listener: socket.socket, name: str, secret: bytes, rank: int, size: int, timeout: float
+    listener: socket.socket,
+    name: str,
+    secret: bytes,
+    rank: int,
+    size: int,
+    timeout: float,
+    is_lost: Callable[[], bool] = lambda: False,
 ) -> dict[int, socket.socket]:
     """Connect to all lower ranks, accept all higher ones, and return the sockets by rank.
 
     Other users of the host can see the names of the sockets. A peer is therefore accepted only if
     the kernel reports that it belongs to this user, and if it proves that it knows `secret`. Raises
-    OSError if a connection fails.
+    OSError if a connection fails, and ConnectionError if a rank has exited: either its socket shows
+    this, or `is_lost` returns true.
     """
     # Connect in one direction only: if both ends connected, a pair would have two sockets.
     sockets: dict[int, socket.socket] = {}
@@ -217,8 +227,15 @@ def connect(
                 raise PermissionError(f"another user listens in the place of rank {lower}")
             peer.send(_HELLO.pack(proof, rank))
         while len(sockets) < size - 1:
-            listener.settimeout(max(0.001, until - time.monotonic()))
-            peer, _ = listener.accept()
+            listener.settimeout(max(0.001, min(LOOK, until - time.monotonic())))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                if is_lost():
+                    raise ConnectionResetError("a rank has exited") from None
+                if time.monotonic() > until:
+                    raise
+                continue
             higher = _receive_greeting(peer, proof)
             if higher is not None and rank < higher < size:
                 sockets[higher] = peer

@@ -69,6 +69,8 @@ def split_group(
     mine = sorted(next((members for members in groups if rank in members), [rank]))
     options: dict[str, Any] = {"backend": backend, "timeout": timeout}
     made: dist.ProcessGroup | None = None
+    world = dist.distributed_c10d._world
+    known = set(world.pg_map)
     try:
         if len(group_ranks.ranks) < dist.get_world_size():
             # torch's default group has more ranks than this group, and those do not make this call.
@@ -83,6 +85,11 @@ def split_group(
                     found = dist.new_group(list(members), **options)
                     made = found if rank in members else made
     except RuntimeError as error:
+        # Other ranks may wait for this one in these groups. They notice that it has closed them.
+        for each in set(world.pg_map) - known:
+            if backend == "gloo":
+                each._get_backend(torch.device("cpu")).abort()
+            dist.destroy_process_group(each)
         raise explain(error, group_ranks.speaker(rank), "connecting a group") from error
     # Every member is connected now, so an open listener would only accept strangers.
     listeners.shut()

@@ -275,6 +275,12 @@ class LocalWorkers:
         if saving:
             self._saves(number)
 
+    def ask_to_leave(self) -> None:
+        """Ask the ranks to leave a run with --survive, which the others continue."""
+        for worker in self._workers:
+            if worker.end is None:
+                worker.send_to_process(signal.SIGTERM)
+
     def resize(self, window: tuple[int, int]) -> None:
         """Set the terminal size (rows, columns) of ranks that write to a terminal."""
         for worker in self._workers:

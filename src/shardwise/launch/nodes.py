@@ -12,19 +12,28 @@ agent. Every message is authenticated with the secret in SHARDWISE_SECRET.
 """
 
 import os
+import secrets
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from ipaddress import ip_address
 from typing import IO, Any
 
 from shardwise.errors import LaunchError
 from shardwise.launch.elastic import ElasticRendezvous
+from shardwise.launch.signals import Signals
+from shardwise.launch.ssh.agent import Agent
+from shardwise.launch.ssh.agent import main as run_as_agent
 from shardwise.launch.ssh.command import LINK
+from shardwise.messages.printable import many
 from shardwise.net import authentication, environment, network, rpc
 from shardwise.net.hosts import Host, Share
 
@@ -34,25 +43,34 @@ JOIN_LIMIT = 600.0
 ANSWER_LIMIT = 10.0
 """Seconds within which a connected process must send its first message."""
 
+REACH = 10.0
+"""Seconds after which an attempt to reach the first host ends, because it may be silent."""
+
 AGAIN = 0.5
 """Seconds after which a host tries again to reach the first one."""
 
 LOST = 255
 """Exit code of a link whose connection has ended, as of ssh."""
 
-_JOIN, _AGENT = b"join", b"agent"
+_RUNS_AGENT = "agent"
+"""Argument of this module that makes it run an agent instead of a link."""
+
 _OUT, _ERR, _CODE = b"o", b"e", b"c"
 """The first byte of a message to a link: output of the agent, or its exit code."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """What a host reports when it joins: its number, its ranks, and the port for its link."""
+    """What a host reports when it joins: its number, its ranks, and the port for its link.
+
+    `name` is a random name of the process that waits for the link, and part of its role.
+    """
 
     address: str
     number: int | None
     count: int
     port: int
+    name: str = ""
 
 
 @dataclass
@@ -98,46 +116,91 @@ def accepted(
         LaunchError: A host does not join in time, or does not fit.
     """
     assert meeting.host is not None
-    found = [Node("", meeting.node_rank, count, 0)]
+    joined: dict[rpc.Connection, Node] = {}
     with ExitStack() as stack:
-        joined: list[rpc.Connection] = []
         result = Nodes((), ())
         # Also if this host raises an error, so that the others do not wait for it.
         stack.callback(lambda: _send_code(joined, result.code))
-        for connection in _joining(meeting, secret):
-            joined.append(connection)
-            connection.socket.settimeout(ANSWER_LIMIT)
-            address = str(connection.socket.getpeername()[0])
-            try:
-                said = rpc.decode(connection.receive() or b"{}")
-            except (OSError, ValueError) as error:
-                raise LaunchError(f"{address} has joined, but then failed: {error}.") from None
-            if said.get("command") != rpc.decode(rpc.encode(command)):
-                raise LaunchError(
-                    f"{address} has joined with another command, or without one: "
-                    f"{said.get('command')}. This host has: {command}. Run the same command on "
-                    "each host."
-                )
-            found.append(Node(address, said["number"], said["count"], said["port"]))
+        address = _listen_address(meeting)
+        instead = "Write another port in --rdzv-endpoint, the same on all hosts."
+        until = time.monotonic() + JOIN_LIMIT
+        with (
+            network.listen(address, meeting.port, instead) as listener,
+            rpc.Acceptor(listener, secret, _join_role(meeting.port)) as acceptor,
+        ):
+            others = f"{many(meeting.most - 1, 'other host')} at {address}, port {meeting.port}"
+            print(f"shardwise: waiting for {others}", file=sys.stderr, flush=True)
+            while len(joined) < meeting.most - 1:
+                if (connection := acceptor.accept(until)) is None:
+                    raise LaunchError(
+                        f"Only {len(joined) + 1} of {meeting.most} hosts have joined within "
+                        f"{JOIN_LIMIT:g} s. Run the same command on each host."
+                    )
+                try:
+                    node = _described(connection, command)
+                except LaunchError:
+                    _send_code([connection], result.code)
+                    raise
+                if node is None:
+                    connection.close()
+                    continue
+                # A command may have been ended and started again. Its host may also have lost
+                # power, so that the former connection still seems to be open.
+                for former, known in list(joined.items()):
+                    if known.address == node.address or _has_ended(former):
+                        former.close()
+                        del joined[former]
+                joined[connection] = node
+        found = [Node("", meeting.node_rank, count, 0), *joined.values()]
         result.shares, result.ssh = _shares(found), _link_words(found)
         yield result
 
 
-def _joining(meeting: ElasticRendezvous, secret: bytes) -> Iterator[rpc.Connection]:
-    """Yield a connection to each other host. Then listen no longer."""
-    address = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
-    until = time.monotonic() + JOIN_LIMIT
-    with (
-        network.listen(address, meeting.port) as listener,
-        rpc.Acceptor(listener, secret, _JOIN) as acceptor,
-    ):
-        for joined in range(1, meeting.most):
-            if (connection := acceptor.accept(until)) is None:
-                raise LaunchError(
-                    f"Only {joined} of {meeting.most} hosts have joined within {JOIN_LIMIT:g} s. "
-                    "Run the same command on each host."
-                )
-            yield connection
+def _join_role(port: int) -> bytes:
+    return f"join {port}".encode()
+
+
+def _agent_role(name: str) -> bytes:
+    return f"agent {name}".encode()
+
+
+def _listen_address(meeting: ElasticRendezvous) -> str:
+    """Return the address of --rdzv-endpoint, or that of all interfaces if it is a loopback one."""
+    try:
+        found = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
+    except OSError as error:
+        raise LaunchError(
+            f"{meeting.host} (--rdzv-endpoint) is the name of this host, but has no address: "
+            f"{error.strerror}. Write an address at which the other hosts reach this one."
+        ) from None
+    # Some systems resolve a host's own name to 127.0.1.1, which other hosts cannot reach.
+    if ip_address(found.partition("%")[0]).is_loopback:
+        return "::" if ":" in found else "0.0.0.0"
+    return found
+
+
+def _described(connection: rpc.Connection, command: Sequence[Any]) -> Node | None:
+    """Return what a host reports, or None if it has ended. Raises LaunchError if it differs."""
+    try:
+        address = str(connection.socket.getpeername()[0])
+        connection.socket.settimeout(ANSWER_LIMIT)
+        message = connection.receive()
+    except (OSError, authentication.Forged):
+        return None
+    if message is None:
+        return None
+    said = rpc.decode(message)
+    if said.get("command") != rpc.decode(rpc.encode(command)):
+        raise LaunchError(
+            f"{address} has joined with another command, or without one: {said.get('command')}. "
+            f"This host has: {command}. Run the same command on each host."
+        )
+    return Node(address, said["number"], said["count"], said["port"], said["name"])
+
+
+def _has_ended(connection: rpc.Connection) -> bool:
+    """Return whether a host that has joined has closed its connection. It sends nothing else."""
+    return bool(select.select([connection.socket], [], [], 0)[0])
 
 
 def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
@@ -159,11 +222,11 @@ def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
 
 
 def _link_words(found: Sequence[Node]) -> tuple[str, ...]:
-    places = [f"{node.address}={node.port}" for node in found[1:]]
+    places = [f"{node.address}={node.port}={node.name}" for node in found[1:]]
     return (sys.executable, "-P", "-m", LINK, *places)
 
 
-def _send_code(connections: Sequence[rpc.Connection], code: int) -> None:
+def _send_code(connections: Iterable[rpc.Connection], code: int) -> None:
     for connection in connections:
         with suppress(OSError):  # the host is lost
             connection.socket.settimeout(ANSWER_LIMIT)
@@ -171,35 +234,95 @@ def _send_code(connections: Sequence[rpc.Connection], code: int) -> None:
         connection.close()
 
 
-def serve(meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any]) -> int:
+def serve(
+    meeting: ElasticRendezvous, secret: bytes, count: int, command: Sequence[Any], patience: float
+) -> int:
     """Join the first host, and run this host's ranks for it. Return the exit code of the run.
 
-    For the arguments and errors, see `accepted`.
+    A signal to this process is passed to the ranks (see `NodeAgent`). A second one ends them.
+
+    Args:
+        meeting: See `accepted`, also for the next arguments and the errors.
+        secret: The secret of the run.
+        count: Number of ranks on this host.
+        command: The program and the settings.
+        patience: Seconds after which a first host that does not respond is considered lost.
     """
     assert meeting.host is not None
     place = meeting.host, meeting.port
-    with _reach(place, secret) as connection:
+    agents: list[subprocess.Popen[bytes]] = []
+    with _reach(place, secret) as connection, Signals() as signals:
         listener = rpc.listen(str(connection.socket.getsockname()[0]))
         port = listener.getsockname()[1]
-        server = rpc.Server(listener, secret, _AGENT, _run_agent, name="shardwise-agent")
+        name = secrets.token_hex()
+        run_agent = partial(_run_agent, agents)
+        server = rpc.Server(listener, secret, _agent_role(name), run_agent, name="shardwise-agent")
         message = {"command": command, "number": meeting.node_rank, "count": count, "port": port}
+        message["name"] = name
         connection.send(rpc.encode(message))
         # If the first host loses power, its socket seems to stay open.
         connection.socket.settimeout(None)
         connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+        for option, value in _keepalive(patience).items():
             if hasattr(socket, option):
-                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-        answer = None
-        with suppress(OSError):  # as if it had closed the connection
-            answer = connection.receive()
+                connection.socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        code = _wait(connection, signals, agents)
         server.close()
-    if answer is None:
+    if code is None:
         raise LaunchError(
             f"Lost the connection to {meeting.host}, where the launcher of this run is. This host "
             "has ended its ranks."
         )
-    return int(rpc.decode(answer)["code"])
+    return code
+
+
+def _keepalive(patience: float) -> dict[str, int]:
+    """Return the socket options with which a silent connection ends after about `patience` s."""
+    first, next_ones = max(1, round(patience / 2)), max(1, round(patience / 6))
+    return {"TCP_KEEPIDLE": first, "TCP_KEEPINTVL": next_ones, "TCP_KEEPCNT": 3}
+
+
+def _wait(
+    connection: rpc.Connection, signals: Signals, agents: Sequence["subprocess.Popen[bytes]"]
+) -> int | None:
+    """Wait for the exit code of the run. Returns None if the connection is lost."""
+    is_asked, fd = False, connection.socket.fileno()
+    while True:
+        ready = select.select([fd, signals.fd], [], [])[0]
+        for number in signals.arrived():
+            if number in (signal.SIGCHLD, signal.SIGWINCH):
+                continue
+            running = [agent for agent in agents if agent.poll() is None]
+            if is_asked or not running:
+                return 128 + number
+            is_asked = True
+            words = f"{number.name} for the workers of this host. Again to end them."
+            print(f"shardwise: {words}", file=sys.stderr, flush=True)
+            for agent in running:
+                agent.send_signal(number)
+        if fd in ready:
+            answer = None
+            # As if it had closed the connection.
+            with suppress(OSError, authentication.Forged):
+                answer = connection.receive()
+            return None if answer is None else int(rpc.decode(answer)["code"])
+
+
+class NodeAgent(Agent):
+    """The agent of a host that has joined, which `serve` passes signals to.
+
+    After SIGUSR1, all ranks of the run save and exit, as after this signal to the launcher. Other
+    signals make the ranks of this host leave after their step.
+    """
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        if not self._parts:
+            super().on_end_signal(number)
+        for workers in self._parts.values():
+            if number == signal.SIGUSR1:
+                workers.ask_to_end(number)
+            else:
+                workers.ask_to_leave()
 
 
 def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
@@ -207,7 +330,8 @@ def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
     until, is_first = time.monotonic() + JOIN_LIMIT, True
     while True:
         try:
-            return rpc.connect(place, secret, _JOIN, until)
+            soon = min(until, time.monotonic() + REACH)
+            return rpc.connect(place, secret, _join_role(place[1]), soon)
         except rpc.Unproven as error:
             raise LaunchError(
                 f"{place[0]}:{place[1]} does not accept this host: {error}. Set the same "
@@ -226,15 +350,15 @@ def _reach(place: tuple[str, int], secret: bytes) -> rpc.Connection:
             time.sleep(AGAIN)
 
 
-def _run_agent(connection: rpc.Connection) -> None:
-    """Run an agent until it ends, and forward its standard streams."""
+def _run_agent(agents: list["subprocess.Popen[bytes]"], connection: rpc.Connection) -> None:
+    """Run an agent until it ends, forward its standard streams, and append it to `agents`."""
     connection.socket.settimeout(None)
     theirs, ours = connection.socket.getpeername(), connection.socket.getsockname()
     # From this variable of sshd, an agent learns its own address.
     variable = f"{theirs[0]} {theirs[1]} {ours[0]} {ours[1]}"
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "shardwise.launch.ssh.agent"],
+        [sys.executable, "-P", "-m", LINK, _RUNS_AGENT],
         stdin=pipe,
         stdout=pipe,
         stderr=pipe,
@@ -242,6 +366,7 @@ def _run_agent(connection: rpc.Connection) -> None:
         start_new_session=True,  # Ctrl-C must not kill it before its ranks
         env={**os.environ, "SSH_CONNECTION": variable},
     ) as agent:
+        agents.append(agent)
         assert agent.stdin is not None
         assert agent.stdout is not None
         assert agent.stderr is not None
@@ -278,10 +403,11 @@ def _start(target: Any, *given: Any) -> threading.Thread:
 def link(words: Sequence[str]) -> int:
     """Run a link, which takes ssh's arguments, and return the exit code of the agent."""
     address = words[words.index("--") - 1]
-    port = next(int(word.rpartition("=")[2]) for word in words if word.startswith(f"{address}="))
-    secret = find_secret(2)
+    places = (word.split("=") for word in words)
+    port, name = next(place[1:] for place in places if place[0] == address)
+    secret, until = find_secret(2), time.monotonic() + ANSWER_LIMIT
     try:
-        connection = rpc.connect((address, port), secret, _AGENT, time.monotonic() + ANSWER_LIMIT)
+        connection = rpc.connect((address, int(port)), secret, _agent_role(name), until)
         connection.socket.settimeout(None)
         _start(_send_input, connection)
         while message := connection.receive():
@@ -305,4 +431,7 @@ def _send_input(connection: rpc.Connection) -> None:
 
 
 if __name__ == "__main__":
-    os._exit(link(sys.argv[1:]))
+    if sys.argv[1:] == [_RUNS_AGENT]:
+        run_as_agent(NodeAgent)
+    else:
+        os._exit(link(sys.argv[1:]))

@@ -53,7 +53,8 @@ class RunSpec:
         shown: Ranks whose output is shown, or None for all.
         log_dir: Folder for log files, or None.
         run: Unique name of the run. It stays the same across restarts.
-        secret: Key that the processes of the run use to authenticate each other.
+        secret: Key that the processes of the run use to authenticate each other. If it is "", each
+            agent derives it from the user's secret, because the connection to it is not encrypted.
     """
 
     words: tuple[str, ...]

@@ -21,7 +21,7 @@ from shardwise.launch import allocations, elastic, flags, nodes, one_host, progr
 from shardwise.launch.allocations import Allocation
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import many_hosts
-from shardwise.launch.ssh.command import ssh_command
+from shardwise.launch.ssh.command import LINK, ssh_command
 from shardwise.messages.printable import in_shell
 from shardwise.net import environment, hosts, network
 from shardwise.net.hosts import Host, Share
@@ -106,6 +106,7 @@ def _by_ourselves(
     if request.part_runner is not None:
         counts = [share.count for share in shares]
         parts, settings = request.part_runner.checked(counts, settings)
+    ssh = _ssh(request.ssh or (None if allocation is None else allocation.ssh))
     spec = RunSpec(
         words=request.words,
         module=request.module,
@@ -117,7 +118,7 @@ def _by_ourselves(
         interface=request.interface,
         folder=environment.working_folder(os.environ),
         python=request.python or sys.executable,
-        ssh=_ssh(request.ssh or (None if allocation is None else allocation.ssh)),
+        ssh=ssh,
         ssh_port=request.ssh_port,
         patience=request.host_timeout or HOST_TIMEOUT,
         grace=GRACE if request.grace is None else request.grace,
@@ -125,6 +126,7 @@ def _by_ourselves(
         parts=parts,
         shown=None if request.shown is None else hosts.ranks(request.shown, size, "--show"),
         log_dir=request.log_dir,
+        secret="" if LINK in ssh else environment.draw_secret(),
     )
     if allocation is not None and "quiet" not in request.settings:
         named = ", ".join(f"{share.host.login}:{share.count}" for share in shares)
@@ -230,7 +232,20 @@ def _by_nodes(
     count = request.per_host or _ranks_of_a_host(request)
     if meeting.host is None or meeting.most == 1:
         return _by_ourselves(request, passed, [Share(Host("localhost"), 0, count)])
+    if request.pass_on:
+        raise LaunchError(
+            f"-x {request.pass_on[0].partition('=')[0]} with --nnodes and --survive: the hosts "
+            "would send its value to each other without encryption. Leave -x out, and set the "
+            "variable on each host."
+        )
+    if network.is_loopback(meeting.host):
+        raise LaunchError(
+            f"--rdzv-endpoint {meeting.host}: every host would take itself for this one. Write a "
+            "name or an address at which the other hosts reach it."
+        )
     secret = nodes.find_secret(meeting.most)
+    # Every host has it, and it must not travel unencrypted.
+    passed = {name: passed[name] for name in passed if name != environment.SECRET_VARIABLE}
     is_first = network.is_here(Host(meeting.host))
     if request.dry_run:
         does = "accepts the other hosts and starts all ranks" if is_first else "joins"
@@ -241,7 +256,8 @@ def _by_nodes(
         return 0
     command = [request.words, request.module, dict(request.settings), meeting.most]
     if not is_first:
-        return nodes.serve(meeting, secret, count, command)
+        patience = request.host_timeout or HOST_TIMEOUT
+        return nodes.serve(meeting, secret, count, command, patience)
     with nodes.accepted(meeting, secret, count, command) as found:
         joined = {**vars(request), "ssh": shlex.join(found.ssh)}
         found.code = _by_ourselves(LaunchRequest(**joined), passed, found.shares)

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from shardwise.config import FLAGS_VARIABLE, HOROVOD_TIMELINE
 from shardwise.config import PREFIX as SETTINGS_PREFIX
 from shardwise.errors import LaunchError
+from shardwise.net import authentication
 from shardwise.net.identity import Identity
 
 PREFIX = "SHARDWISE_LAUNCH_"
@@ -194,6 +195,18 @@ def given_secret(environ: Mapping[str, str]) -> str | None:
             f"{SECRET_VARIABLE}=$(openssl rand -hex 32)"
         )
     return given
+
+
+def derived_secret(environ: Mapping[str, str], run: str) -> str:
+    """Return the secret of the run named `run` that hosts with the user's secret share.
+
+    Has no side effects. Raises LaunchError if the user has not set a secret. The hosts do not need
+    to send it to each other, because HMAC-SHA-256 derives it from the user's secret.
+    """
+    given = given_secret(environ)
+    if not given:
+        raise LaunchError(f"This host has no {SECRET_VARIABLE}: set it as on the other hosts.")
+    return authentication.mac(given.encode(), b"run", run.encode()).hex()
 
 
 def current_folder() -> str | None:

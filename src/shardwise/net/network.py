@@ -72,6 +72,14 @@ def address_towards(peer: str) -> str:
         ) from None
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is "localhost" or a loopback address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_here(host: Host) -> bool:
     """Return whether `host` is this host and does not specify a user."""
     if host.user is not None:
@@ -116,10 +124,12 @@ def _indices() -> list[tuple[str, int]]:
     return [(name, index) for index, name in socket.if_nameindex()]
 
 
-def listen(address: str, port: int) -> socket.socket:
+def listen(
+    address: str, port: int, instead: str = "Leave out --port to take a free one."
+) -> socket.socket:
     """Listen on `port` at `address`. Port 0 lets the kernel choose a free port.
 
-    Raises LaunchError if the port is in use or cannot be bound.
+    Raises LaunchError if the port is in use or cannot be bound. It ends with `instead`, the advice.
     """
     # Rank 0 inherits this socket, so no other process can take the port before rank 0 listens.
     if address == LOOPBACK:
@@ -130,12 +140,10 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                f"Port {port} on {address} is in use by another process. Leave out --port to take "
-                "a free one."
+                f"Port {port} on {address} is in use by another process. {instead}"
             ) from None
         raise LaunchError(
-            f"Cannot listen on port {port} of {address}: {error.strerror}. Leave out --port to "
-            "take a free one."
+            f"Cannot listen on port {port} of {address}: {error.strerror}. {instead}"
         ) from None
 
 

@@ -134,7 +134,11 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
                 "that no other run uses)."
             )
         path = rendezvous_file.path(identity, place)
-    elif secret is None and identity.size > 1 and (identity.on_one_host or _is_local(address[0])):
+    elif (
+        secret is None
+        and identity.size > 1
+        and (identity.on_one_host or network.is_loopback(address[0]))
+    ):
         # On a single host, a file that only this user can read passes on the secret. The address in
         # its name keeps different runs of one user apart.
         folder = str(private_files.folder())
@@ -148,13 +152,6 @@ def meet(identity: Identity, timeout: float, place: str | None) -> Rendezvous:
         secret=secret,
     )
     return _host(terms) if identity.rank == 0 else _join(terms)
-
-
-def _is_local(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _given_address(identity: Identity, place: str | None) -> tuple[str, int] | None:

@@ -174,7 +174,8 @@ class HostStore(_TableStore):
     """Rank 0's side of the store, which holds the table.
 
     It owns `listener`. Until `accept_no_more` is called, it accepts connections from ranks that
-    know `secret`. If `survives` is true, no rank waits for a key after a rank has disconnected.
+    know `secret`. If `survives` is true, no rank waits for a key after `accept_no_more` if a rank
+    has disconnected.
     """
 
     def __init__(
@@ -182,6 +183,8 @@ class HostStore(_TableStore):
     ) -> None:
         super().__init__(timeout)
         self._survives = survives
+        self._is_complete = self._has_lost = False
+        self._turn = threading.Lock()
         self._table = KeyValueTable()
         role = role_of(listener.getsockname()[1])
         self._server = rpc.Server(listener, secret, role, self._serve, name="shardwise-store")
@@ -194,6 +197,10 @@ class HostStore(_TableStore):
 
     def accept_no_more(self) -> None:
         self._server.accept_no_more()
+        with self._turn:
+            self._is_complete = True
+            if self._has_lost:
+                self._table.give_up()
 
     def close(self) -> None:
         self._server.accept_no_more()
@@ -209,9 +216,12 @@ class HostStore(_TableStore):
         except dist.DistStoreError:  # the rank notices that the connection ends
             return
         finally:
-            # With --survive, two ranks may connect to each other while a third one is lost.
-            if self._survives:
-                self._table.give_up()
+            # With --survive, two ranks may connect to each other while a third one is lost. Until
+            # all ranks are here, the one that waits for them notices itself, and knows who is lost.
+            with self._turn:
+                self._has_lost = self._survives
+                if self._survives and self._is_complete:
+                    self._table.give_up()
 
     def _answer(self, verb: str, given: list[Any]) -> Any:
         if verb == "absent":

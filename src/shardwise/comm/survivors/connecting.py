@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from shardwise.comm.survivors.membership import Decision
 from shardwise.comm.survivors.replaceable import PartGroup
 from shardwise.errors import CollectiveError
 from shardwise.messages.printable import ranks_in_words
-from shardwise.net import listeners, rpc
+from shardwise.net import environment, listeners, rpc
 from shardwise.net.store import ClientStore, HostStore, role_of
 from shardwise.watch.status_server import StatusServer
 
@@ -28,6 +29,9 @@ RunStore = HostStore | ClientStore
 
 LOOK = 0.05
 """Seconds between two checks whether an awaited rank has exited."""
+
+MARK = 2.0
+"""Seconds within which the end of a process is known once it is certain."""
 
 
 def retire(group: Collectives) -> Arena | None:
@@ -150,3 +154,18 @@ def _await(
             raise CollectiveError(
                 f"No new connection to {ranks_in_words(ended or decision.members)}."
             ).blaming(ended)
+
+
+def wait_for_end(members: Sequence[int], server: StatusServer, timeout: float) -> list[int]:
+    """Return the ranks of `members` that have exited, or [] if none has.
+
+    A rank's sockets are closed before its end is known: the launcher has to report the end of a
+    rank on another host. Wait as long as it may take, but at most `timeout` seconds.
+    """
+    lost_after = float(os.environ.get(environment.LOST_AFTER_VARIABLE, 0))
+    until = time.monotonic() + min(timeout, lost_after + MARK)
+    while True:
+        ended = [rank for rank in members if server.has_ended(rank)]
+        if ended or time.monotonic() > until:
+            return ended
+        time.sleep(LOOK)

@@ -364,8 +364,8 @@ class SurvivorGroup(ReplaceableGroup):
                 )
             except (CollectiveError, LaunchError, RuntimeError, OSError):
                 # Another rank ended before all had met. The ranks that are left agree again.
-                ended = [r for r in decision.members if self.status_server.has_ended(r)]
-                if not ended:
+                server = self.status_server
+                if not connecting.wait_for_end(decision.members, server, self._timeout):
                     raise
                 continue
             break

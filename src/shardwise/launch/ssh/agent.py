@@ -39,7 +39,7 @@ from shardwise.launch.run_spec import Meeting, RunSpec
 from shardwise.launch.signals import Signals
 from shardwise.launch.ssh import protocol
 from shardwise.launch.worker import WorkerStreams
-from shardwise.net import network
+from shardwise.net import environment, network
 
 IN, OUT = 0, 1
 FIRST_PATIENCE = 60.0
@@ -151,9 +151,11 @@ class Agent:
                 of the route to that host.
         """
         # Store the spec for `start`, so that it is sent only once.
-        self._spec = found = protocol.build(RunSpec, spec)
+        found = protocol.build(RunSpec, spec)
         if not found.words or len(found.shares) != 1:
             raise protocol.ProtocolError("a check without a program or a share")
+        secret = found.secret or environment.derived_secret(os.environ, found.run)
+        self._spec = found = replace(found, secret=secret)
         self._patience = found.patience
         self._command = program.command(found.words[0], found.words[1:], module=found.module)
         if found.interface is not None:
@@ -316,7 +318,11 @@ class Agent:
                 for workers in self._parts.values():
                     workers.reap()
             elif number != signal.SIGWINCH:
-                self._open = False
+                self.on_end_signal(number)
+
+    def on_end_signal(self, number: signal.Signals) -> None:
+        """Handle a signal that ends this process by default: end the ranks."""
+        self._open = False
 
 
 def _hello(environ: Mapping[str, str]) -> dict[str, Any]:

@@ -205,8 +205,7 @@ def wait_for(
         return
     faults = [remote.fault for remote in remotes if remote.fault is not None]
     faults += [
-        f"{remote.share.host.name} has not answered within {START_LIMIT:g} s. "
-        f"Check that this works: ssh {remote.share.host.login} true"
+        f"{remote.share.host.name} has not answered within {START_LIMIT:g} s. {remote.advice}"
         for remote in silent
     ]
     if faults:

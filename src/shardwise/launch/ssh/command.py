@@ -79,6 +79,13 @@ def agent_words(spec: RunSpec, python: str) -> list[str]:
     return [python, "-P", "-m", spec.agent]
 
 
+def advice_for(spec: RunSpec, host: Host) -> str:
+    """Return what to check if the connection to `host` fails."""
+    if LINK in spec.ssh:
+        return "Does the command still run there, and can this host reach its ports?"
+    return f"Check that this works: {_login(spec, host)} true"
+
+
 def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str:
     """Explain why the agent on `host` did not start, or why it has exited.
 
@@ -113,17 +120,15 @@ def start_failure(spec: RunSpec, host: Host, code: int | None, said: str) -> str
         elif "Host key verification failed" in last:
             advice = f"Log in once by hand to accept the key of the host: {login}"
         else:
-            advice = f"Check its spelling, and that this works: {login} true"
+            advice = f"Check its spelling. {advice_for(spec, host)}"
         if LINK in spec.ssh:
-            return (
-                f"The connection to {host.name} fails: {last or 'no reason given'}. Does the "
-                "command still run there, and can this host reach its ports?"
-            )
+            reason = last or "no reason given"
+            return f"The connection to {host.name} fails: {reason}. {advice_for(spec, host)}"
         return f"ssh to {host.name} fails: {last or 'no reason given'}. {advice}"
     return (
         f"The agent on {host.name} ended ({'signal' if (code or 0) < 0 else 'exit code'} "
-        f"{abs(code or 0)}){': ' + last if last else ''}. Try: {login} {spec.python} "
-        f"-m {spec.agent}"
+        f"{abs(code or 0)}){': ' + last if last else ''}. "
+        f"{_try(spec, host, f'{spec.python} -m {spec.agent}')}"
     )
 
 
@@ -175,20 +180,24 @@ def silent_host(spec: RunSpec, share: Share, pid: int) -> str:
         share: The host's ranks.
         pid: The agent's process id.
     """
-    login = _login(spec, share.host)
+    attempt = _try(spec, share.host, f"ps -o pid,stat,args -p {pid}")
     return (
         f"{share.host.name} ({share.ranks}) is lost: {_silence(spec)}, although the connection "
-        f"works. Its agent (process {pid}) may be stopped, or the host overloaded. Try: "
-        f"{login} ps -o pid,stat,args -p {pid}. {_own_end(spec)}"
+        f"works. Its agent (process {pid}) may be stopped, or the host overloaded. "
+        f"{attempt}. {_own_end(spec)}"
     )
 
 
 def _login(spec: RunSpec, host: Host) -> str:
     """Return the command with which the user can log in to `host`."""
-    if LINK in spec.ssh:
-        return f"ssh {host.login}"
     port = [] if spec.ssh_port is None else ["-p", str(spec.ssh_port)]
     return shlex.join([*spec.ssh, *port, host.login])
+
+
+def _try(spec: RunSpec, host: Host, words: str) -> str:
+    """Return the advice to run the command `words` on `host`."""
+    there = LINK in spec.ssh
+    return f"Try on {host.name}: {words}" if there else f"Try: {_login(spec, host)} {words}"
 
 
 def _silence(spec: RunSpec) -> str:

@@ -98,6 +98,11 @@ class RemoteHost:
         return self._process.pid
 
     @property
+    def advice(self) -> str:
+        """What to check if the host does not answer."""
+        return command.advice_for(self._spec, self.share.host)
+
+    @property
     def input_fd(self) -> int:
         """The descriptor of the agent's standard input."""
         assert self._process.stdin is not None
