@@ -869,12 +869,27 @@ class FarShift(nn.Module):
 
 
 class FarConv(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int, padding: int, dilation: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=5, dilation=5)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, size, padding=padding, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.conv(x.transpose(1, 2))[..., : x.size(1)].transpose(1, 2)
+
+
+class FarAssignment(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        moved = torch.zeros_like(x)
+        moved[:, 9:] = x[:, :-9]
+        return x + moved
+
+
+class Rotated(nn.Module):
+    """Rotates features as a rotary embedding does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat([x, x, x, x], -1)[..., :14]
+        return x + torch.cat([wide[..., 7:], -wide[..., :7]], -1)[..., :WIDTH]
 
 
 class Pool(nn.Module):
@@ -904,10 +919,19 @@ MIXING = {
     "shift": Shift,
     "far shift": lambda: FarShift(lambda x: F.pad(x, (0, 0, 9, 0))),
     "far cat": lambda: FarShift(lambda x: torch.cat([x.new_zeros(len(x), 9, WIDTH), x], 1)),
+    "rotated": Rotated,
     "pool": Pool,
     "batch norm": Norm,
     "convolution": Conv,
-    "far convolution": FarConv,
+    "far cat at the end": lambda: FarShift(
+        lambda x: torch.cat([x, x.new_zeros(len(x), 9, WIDTH)], 1)[:, 9:]
+    ),
+    "far replication": lambda: FarShift(
+        lambda x: F.pad(x.mT, (9, 0), mode="replicate").mT,
+    ),
+    "far assignment": FarAssignment,
+    "far convolution": lambda: FarConv(3, 5, 5),
+    "far causal convolution": lambda: FarConv(2, 10, 10),
 }
 
 
@@ -984,7 +1008,14 @@ MODELS = {
     "shift": (lambda: Mixing("shift"), r"mix \(Shift\)"),
     "far shift": (lambda: Mixing("far shift"), "constant_pad_nd .* 9 places apart"),
     "far cat": (lambda: Mixing("far cat"), "cat .* 9 places apart"),
+    "far cat at the end": (lambda: Mixing("far cat at the end"), "cat .* 9 places apart"),
+    "far replication": (lambda: Mixing("far replication"), "replication_pad1d .* 9 places apart"),
+    "far assignment": (lambda: Mixing("far assignment"), "slice .* 9 places apart"),
     "far convolution": (lambda: Mixing("far convolution"), "convolution .* 10 places apart"),
+    "far causal convolution": (
+        lambda: Mixing("far causal convolution"),
+        "convolution .* 10 places apart",
+    ),
     "pool": (lambda: Mixing("pool"), r"mix \(Pool\)"),
     "batch norm": (lambda: Mixing("batch norm"), r"mix\.norm \(BatchNorm1d\)"),
     "convolution": (lambda: Mixing("convolution"), r"mix\.conv \(Conv1d\)"),
@@ -1023,6 +1054,47 @@ def test_refuses_by_name(group, name):
     for said in group(2, context=2)(first_forward, name, 3 if name == "pool" else 0):
         with pytest.raises(ModelError, match=MODELS[name][1]):
             raise ModelError(said)
+
+
+def shifts_far_later(world: sw.World) -> list[str]:
+    """Return the errors of batches of several lengths. A shift by 9 needs 10 tokens."""
+    model = Mixing("far shift")
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    errors = []
+    for length in (8, 9, 7, 16):
+        ids = torch.arange(2 * length).view(2, length) % WORDS
+        error = "none"
+        try:
+            logits = model(*world.share((ids, torch.arange(length).expand(2, length))))
+            engine.backward(logits.square().mean(), weight=logits.size(1))
+            engine.step()
+        except ModelError as raised:
+            error = str(raised)
+        errors.append(error)
+    engine.close()
+    return errors
+
+
+def test_short_sequences_do_not_admit_longer_ones(group):
+    for *short, long in group(2, context=2)(shifts_far_later):
+        assert short == ["none"] * 3
+        assert "9 places apart" in long
+
+
+def rotates_features(world: sw.World) -> float:
+    """Return the largest difference of outputs on parts."""
+    model = Mixing("rotated").double()
+    batch = torch.arange(32).view(2, 16) % WORDS, torch.arange(16).expand(2, 16)
+    whole = model(*batch).detach()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    wrong = (model(*world.share(batch)) - world.share(whole)).abs().max()
+    engine.close()
+    return float(wrong.detach())
+
+
+def test_features_as_many_as_tokens_are_no_tokens(group):
+    # A trial on two parts has 7 tokens.
+    assert max(group(2, context=2)(rotates_features)) < 1e-8
 
 
 def first_step_in_stages(world: sw.World) -> str:
