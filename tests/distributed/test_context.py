@@ -833,6 +833,56 @@ def test_each_worker_drops_others_and_recomputes_the_same(group, method):
 # -- models that are not token by token ------------------------------------------------------
 
 
+def shifted_in(world: sw.World, way: str, how: str) -> tuple[str, list[str]]:
+    """Shift labels after the split, `way`: by slices or with an ignored label.
+
+    Train with `how`, a method of the engine. Return the error, and the messages of the main rank.
+    """
+    said: list[str] = []
+    error = "none"
+    with mock.patch.object(
+        sw.World, "say_once", lambda self, line: said.append(line) if self.is_main else None
+    ):
+        problem = Problem(rows=(4,))
+        model = problem.model()
+        engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+
+        def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+            logits = model(ids, positions)
+            if way == "sliced":
+                return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        for step in range(5):
+            ids, positions, _, labels = problem.batches(step)[0]
+            batch = world.share((ids, positions, labels.clamp(min=1)))
+            try:
+                if how == "backward":
+                    engine.backward(loss_of(*batch), weight=batch[2].numel())
+                else:
+                    engine.forward_backward(loss_of, *batch, weight=lambda *x: x[2].numel())
+                engine.step()
+            except UsageError as raised:
+                error = str(raised)
+                break
+        engine.close()
+    return error, said
+
+
+@pytest.mark.parametrize(
+    ("how", "pipeline"), [("forward_backward", 1), ("forward_backward", 2), ("backward", 2)]
+)
+def test_sees_shifts_after_the_split_in_all_loops(group, how, pipeline):
+    axes = {"context": 2, "pipeline": pipeline}
+    for error, _ in group(2 * pipeline, **axes)(shifted_in, "sliced", how):
+        assert "leaves out the last of this worker's tokens" in error
+    (error, said), *others = group(2 * pipeline, **axes)(shifted_in, "ignored", how)
+    assert error == "none"
+    assert sum("the first label of the next worker's part is lost" in line for line in said) == 1
+    assert not any(lines for _, lines in others)
+
+
 class OwnPositions(Model):
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(ids, torch.arange(ids.size(1)).expand_as(ids), mask)
