@@ -934,6 +934,15 @@ class FarAssignment(nn.Module):
         return x + moved
 
 
+class Backwards(Model):
+    """Takes inputs (rows, 4, length) and (rows, length, 4), and averages over tokens."""
+
+    def forward(self, ids: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        assert first.mT.shape == last.shape, "other tokens"
+        x = super().forward(ids, positions)
+        return x + x.mean(1, keepdim=True)
+
+
 class Rotated(nn.Module):
     """Rotates features as a rotary embedding does."""
 
@@ -1053,6 +1062,12 @@ class LocalMask(Model):
         return x.transpose(1, 2).flatten(2) @ self.words.weight.T
 
 
+class Cond(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(ids, positions, mask)
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
 MODELS = {
     "own positions": (OwnPositions, r"places \(Embedding\)"),
     "shift": (lambda: Mixing("shift"), r"mix \(Shift\)"),
@@ -1077,6 +1092,7 @@ MODELS = {
     "stochastic depth": (lambda: OwnRandomness(lambda n: torch.rand(n, 1, 1) > 0.1), "random num"),
     "layer drop": (lambda: OwnRandomness(lambda n: random.random() > 0.1), "random numbers"),
     "flex attention": (Flex, "its forward calls flex_attention"),
+    "cond": (Cond, "its forward calls a higher-order operator such as torch.cond"),
     "error of one rank": (OneRankFails, "RuntimeError: only here"),
 }
 
@@ -1104,6 +1120,26 @@ def test_refuses_by_name(group, name):
     for said in group(2, context=2)(first_forward, name, 3 if name == "pool" else 0):
         with pytest.raises(ModelError, match=MODELS[name][1]):
             raise ModelError(said)
+
+
+def averages(world: sw.World) -> str:
+    """Return the error of a batch in which parts have as many tokens as features."""
+    model = Backwards()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    ids, positions = torch.arange(16).view(2, 8) % WORDS, torch.arange(8).expand(2, 8)
+    batch = ids, positions, torch.ones(2, 4, 8), torch.ones(2, 8, 4)
+    try:
+        model(*world.share(batch, sequence_dim={2: 2}))
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+def test_shows_the_reason_of_the_right_dimensions(group):
+    for said in group(2, context=2)(averages):
+        assert "its forward (Backwards) gives a different result" in said
 
 
 def shifts_far_later(world: sw.World) -> list[str]:

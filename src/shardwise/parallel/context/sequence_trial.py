@@ -361,6 +361,8 @@ class SequenceTrial:
         if isinstance(error, ModelError):  # attention that cannot run on parts says why
             return str(error).removeprefix(f"--context {self._run.group.size}: ")
         frame = error.__traceback__
+        # Its branches run below the modes that draw weights and observe operations.
+        is_opaque = isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error)
         while frame is not None:
             module = str(frame.tb_frame.f_globals.get("__name__", ""))
             if kernel := next((each for each in _KERNELS if each in module), None):
@@ -370,6 +372,11 @@ class SequenceTrial:
                     "flash kernels."
                 )
             frame = frame.tb_next
+        if is_opaque:
+            return (
+                "its forward calls a higher-order operator such as torch.cond, and the trial does "
+                "not see the operations inside. Compute both results and choose with torch.where."
+            )
         return f"{type(error).__name__}: {error}"
 
     def _filled(self, model: nn.Module, weights: DrawnWeights) -> nn.Module:
