@@ -833,6 +833,56 @@ def test_each_worker_drops_others_and_recomputes_the_same(group, method):
 # -- models that are not token by token ------------------------------------------------------
 
 
+def shifted_in(world: sw.World, way: str, how: str) -> tuple[str, list[str]]:
+    """Shift labels after the split, `way`: by slices or with an ignored label.
+
+    Train with `how`, a method of the engine. Return the error, and the messages of the main rank.
+    """
+    said: list[str] = []
+    error = "none"
+    with mock.patch.object(
+        sw.World, "say_once", lambda self, line: said.append(line) if self.is_main else None
+    ):
+        problem = Problem(rows=(4,))
+        model = problem.model()
+        engine = sw.Engine(model, problem.optimizer_of(model), quiet=True)
+
+        def loss_of(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
+            logits = model(ids, positions)
+            if way == "sliced":
+                return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+            return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+        for step in range(5):
+            ids, positions, _, labels = problem.batches(step)[0]
+            batch = world.share((ids, positions, labels.clamp(min=1)))
+            try:
+                if how == "backward":
+                    engine.backward(loss_of(*batch), weight=batch[2].numel())
+                else:
+                    engine.forward_backward(loss_of, *batch, weight=lambda *x: x[2].numel())
+                engine.step()
+            except UsageError as raised:
+                error = str(raised)
+                break
+        engine.close()
+    return error, said
+
+
+@pytest.mark.parametrize(
+    ("how", "pipeline"), [("forward_backward", 1), ("forward_backward", 2), ("backward", 2)]
+)
+def test_sees_shifts_after_the_split_in_all_loops(group, how, pipeline):
+    axes = {"context": 2, "pipeline": pipeline}
+    for error, _ in group(2 * pipeline, **axes)(shifted_in, "sliced", how):
+        assert "leaves out the last of this worker's tokens" in error
+    (error, said), *others = group(2 * pipeline, **axes)(shifted_in, "ignored", how)
+    assert error == "none"
+    assert sum("the first label of the next worker's part is lost" in line for line in said) == 1
+    assert not any(lines for _, lines in others)
+
+
 class OwnPositions(Model):
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(ids, torch.arange(ids.size(1)).expand_as(ids), mask)
@@ -869,12 +919,36 @@ class FarShift(nn.Module):
 
 
 class FarConv(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, size: int, padding: int, dilation: int) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=5, dilation=5)
+        self.conv = nn.Conv1d(WIDTH, WIDTH, size, padding=padding, dilation=dilation)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+        return self.conv(x.transpose(1, 2))[..., : x.size(1)].transpose(1, 2)
+
+
+class FarAssignment(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        moved = torch.zeros_like(x)
+        moved[:, 9:] = x[:, :-9]
+        return x + moved
+
+
+class Backwards(Model):
+    """Takes inputs (rows, 4, length) and (rows, length, 4), and averages over tokens."""
+
+    def forward(self, ids: Tensor, positions: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        assert first.mT.shape == last.shape, "other tokens"
+        x = super().forward(ids, positions)
+        return x + x.mean(1, keepdim=True)
+
+
+class Rotated(nn.Module):
+    """Rotates features as a rotary embedding does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.cat([x, x, x, x], -1)[..., :14]
+        return x + torch.cat([wide[..., 7:], -wide[..., :7]], -1)[..., :WIDTH]
 
 
 class Pool(nn.Module):
@@ -904,10 +978,19 @@ MIXING = {
     "shift": Shift,
     "far shift": lambda: FarShift(lambda x: F.pad(x, (0, 0, 9, 0))),
     "far cat": lambda: FarShift(lambda x: torch.cat([x.new_zeros(len(x), 9, WIDTH), x], 1)),
+    "rotated": Rotated,
     "pool": Pool,
     "batch norm": Norm,
     "convolution": Conv,
-    "far convolution": FarConv,
+    "far cat at the end": lambda: FarShift(
+        lambda x: torch.cat([x, x.new_zeros(len(x), 9, WIDTH)], 1)[:, 9:]
+    ),
+    "far replication": lambda: FarShift(
+        lambda x: F.pad(x.mT, (9, 0), mode="replicate").mT,
+    ),
+    "far assignment": FarAssignment,
+    "far convolution": lambda: FarConv(3, 5, 5),
+    "far causal convolution": lambda: FarConv(2, 10, 10),
 }
 
 
@@ -979,12 +1062,25 @@ class LocalMask(Model):
         return x.transpose(1, 2).flatten(2) @ self.words.weight.T
 
 
+class Cond(Model):
+    def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(ids, positions, mask)
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x - 1, (x,))
+
+
 MODELS = {
     "own positions": (OwnPositions, r"places \(Embedding\)"),
     "shift": (lambda: Mixing("shift"), r"mix \(Shift\)"),
     "far shift": (lambda: Mixing("far shift"), "constant_pad_nd .* 9 places apart"),
     "far cat": (lambda: Mixing("far cat"), "cat .* 9 places apart"),
+    "far cat at the end": (lambda: Mixing("far cat at the end"), "cat .* 9 places apart"),
+    "far replication": (lambda: Mixing("far replication"), "replication_pad1d .* 9 places apart"),
+    "far assignment": (lambda: Mixing("far assignment"), "slice .* 9 places apart"),
     "far convolution": (lambda: Mixing("far convolution"), "convolution .* 10 places apart"),
+    "far causal convolution": (
+        lambda: Mixing("far causal convolution"),
+        "convolution .* 10 places apart",
+    ),
     "pool": (lambda: Mixing("pool"), r"mix \(Pool\)"),
     "batch norm": (lambda: Mixing("batch norm"), r"mix\.norm \(BatchNorm1d\)"),
     "convolution": (lambda: Mixing("convolution"), r"mix\.conv \(Conv1d\)"),
@@ -996,6 +1092,7 @@ MODELS = {
     "stochastic depth": (lambda: OwnRandomness(lambda n: torch.rand(n, 1, 1) > 0.1), "random num"),
     "layer drop": (lambda: OwnRandomness(lambda n: random.random() > 0.1), "random numbers"),
     "flex attention": (Flex, "its forward calls flex_attention"),
+    "cond": (Cond, "its forward calls a higher-order operator such as torch.cond"),
     "error of one rank": (OneRankFails, "RuntimeError: only here"),
 }
 
@@ -1023,6 +1120,67 @@ def test_refuses_by_name(group, name):
     for said in group(2, context=2)(first_forward, name, 3 if name == "pool" else 0):
         with pytest.raises(ModelError, match=MODELS[name][1]):
             raise ModelError(said)
+
+
+def averages(world: sw.World) -> str:
+    """Return the error of a batch in which parts have as many tokens as features."""
+    model = Backwards()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    ids, positions = torch.arange(16).view(2, 8) % WORDS, torch.arange(8).expand(2, 8)
+    batch = ids, positions, torch.ones(2, 4, 8), torch.ones(2, 8, 4)
+    try:
+        model(*world.share(batch, sequence_dim={2: 2}))
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+def test_shows_the_reason_of_the_right_dimensions(group):
+    for said in group(2, context=2)(averages):
+        assert "its forward (Backwards) gives a different result" in said
+
+
+def shifts_far_later(world: sw.World) -> list[str]:
+    """Return the errors of batches of several lengths. A shift by 9 needs 10 tokens."""
+    model = Mixing("far shift")
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    errors = []
+    for length in (8, 9, 7, 16):
+        ids = torch.arange(2 * length).view(2, length) % WORDS
+        error = "none"
+        try:
+            logits = model(*world.share((ids, torch.arange(length).expand(2, length))))
+            engine.backward(logits.square().mean(), weight=logits.size(1))
+            engine.step()
+        except ModelError as raised:
+            error = str(raised)
+        errors.append(error)
+    engine.close()
+    return errors
+
+
+def test_short_sequences_do_not_admit_longer_ones(group):
+    for *short, long in group(2, context=2)(shifts_far_later):
+        assert short == ["none"] * 3
+        assert "9 places apart" in long
+
+
+def rotates_features(world: sw.World) -> float:
+    """Return the largest difference of outputs on parts."""
+    model = Mixing("rotated").double()
+    batch = torch.arange(32).view(2, 16) % WORDS, torch.arange(16).expand(2, 16)
+    whole = model(*batch).detach()
+    engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+    wrong = (model(*world.share(batch)) - world.share(whole)).abs().max()
+    engine.close()
+    return float(wrong.detach())
+
+
+def test_features_as_many_as_tokens_are_no_tokens(group):
+    # A trial on two parts has 7 tokens.
+    assert max(group(2, context=2)(rotates_features)) < 1e-8
 
 
 def first_step_in_stages(world: sw.World) -> str:

@@ -617,7 +617,7 @@ def test_accelerate_refuses_by_name(group):
         assert "have read different samples" in errors["other_samples"]
         assert errors["a_loss"].startswith("gather_for_metrics got values of shape (4,)")
         assert errors["objects"].startswith("gather_for_metrics of objects")
-        assert "leaves out the last of this worker's" in errors["a_shift"]
+        assert "leaves out the last of this worker's tokens" in errors["a_shift"]
         assert "it is unknown whether they are values per token" in errors["of_one_length"]
         assert errors["values"] == "True"
         assert "write model.train() before the loop" in errors["in_eval_mode"]

@@ -432,6 +432,9 @@ def test_flash_attention_refuses_padding_of_later_batches(solo, monkeypatch, is_
         monkeypatch.setattr(transformers_inputs, "_is_free_to_read", lambda _: False)
     for _ in range(transformers_inputs.CHECKED):
         inputs._check_no_padding(mask, [4], solo.context)
+    # A trial in evaluation mode has its masks on the CPU, and does not change what is read later.
+    with mock.patch.object(transformers_inputs, "_is_free_to_read", return_value=True):
+        inputs._check_no_padding(mask, [4], solo.context)
     with (
         mock.patch.object(transformers_inputs, "gather", wraps=gather) as gathered,
         pytest.raises(ModelError if is_read else RuntimeError, match="takes no padding"),

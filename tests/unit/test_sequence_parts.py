@@ -107,6 +107,18 @@ def test_numbers_fields_without_names():
     assert torch.equal(found.fields[1], IDS.T[4:])
 
 
+def test_fields_without_names_leave_the_names_of_other_tensors():
+    found, _ = part({"source": IDS.T, "other": Registered(IDS, IDS)}, dim={"source": 0})
+    assert torch.equal(found["source"], IDS.T[4:])
+    assert torch.equal(found["other"].fields[1], IDS[:, 4:])
+    found, _ = part({"other": Registered(IDS.T, IDS.T), "y": IDS}, dim={"other": 0})
+    assert torch.equal(found["other"].fields[1], IDS.T[4:])
+    # The number 2 is the place in the tuple, and not in its leaves.
+    found, _ = part((SQUARE, Registered(SQUARE, SQUARE), SQUARE), dim={2: 0})
+    assert torch.equal(found[1].fields[1], SQUARE[:, 4:])
+    assert torch.equal(found[2], SQUARE[4:])
+
+
 @pytest.mark.parametrize("width", [4, 8])
 def test_knows_tensors_that_are_not_split(width):
     image = torch.ones(3, width)

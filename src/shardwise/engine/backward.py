@@ -87,8 +87,9 @@ class BackwardRunner:
         if self._spec.context is not None:
             # Only the last stage knows the terms, but all stages must raise the same error.
             known = UNKNOWN if in_parts else terms
-            if not in_parts:
-                self._spec.context.check_shift(loss, batch)
+            if value is not None:
+                self._spec.context.note_shift(value, batch)
+            self._spec.context.check_shift(agrees=in_parts)
             self._spec.context.check_loss(known, batch, reduction, is_weighted=given)
         # An explicit sum needs no weight, so there is nothing to compare with the graph.
         compares = given or reduction == "mean"
@@ -155,6 +156,8 @@ class BackwardRunner:
         def look_at(loss: Tensor, number: int) -> None:
             # Read the graph before the backward pass, which frees its saved tensors.
             found.append((loss_terms.read(loss, micro[number][0]), factors[number]))
+            if self._spec.context is not None:
+                self._spec.context.note_shift(loss, of)
 
         if self._spec.routing is not None:
             self._spec.routing.divisor = divisor
@@ -169,6 +172,8 @@ class BackwardRunner:
         run = self._one_by_one if self._pipeline is None else self._through_stages
         with self.abandoning():
             loss = run(loss_of, parts, last=last, look_at=look_at)
+            if self._spec.context is not None:
+                self._spec.context.check_shift(agrees=True)
         if found:
             self._announce_loss(found[0][0], is_said=given or summed)
         # `found` is empty on pipeline stages without the loss.

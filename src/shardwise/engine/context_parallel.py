@@ -61,6 +61,7 @@ class ContextParallel:
         self._is_whole = False
         self._unlabelled = 0
         """Number of losses without labels at the end of a part. Above CHECKED, none are checked."""
+        self._drops_last = False
 
     def _choice(self, method: str, costs: dict[str, float]) -> str:
         """Describe the `method` of an attention call, given the bytes that the methods send."""
@@ -211,8 +212,8 @@ class ContextParallel:
                 "worker's part. Leave the block first."
             )
 
-    def check_shift(self, loss: Tensor, batch: Batch | None) -> None:
-        """Raise UsageError if `loss` leaves out the last token of this rank's part."""
+    def note_shift(self, loss: Tensor, batch: Batch | None) -> None:
+        """Read from the graph of `loss` whether labels were shifted. `check_shift` follows."""
         if batch is None or not batch.samples or batch.sequence is None or not self.run.lengths:
             return
         own, dims = self.run.lengths[self.run.group.rank], batch.sequence.all_dims
@@ -220,20 +221,34 @@ class ContextParallel:
         if self._unlabelled < CHECKED and self.run.group.rank == 0 and 0 not in dims:
             is_unlabelled = not isinstance(loss, FakeTensor) and ends_without_label(loss, own)
             self._unlabelled = self._unlabelled + 1 if is_unlabelled else CHECKED + 1
-            if self._unlabelled == CHECKED:
-                self._world.say_once(
-                    f"in the first {CHECKED} batches, the last token of each worker's part had no "
-                    "label, unlike the token before it. If the script shifts labels after the "
-                    f"split (--context {self.size}), the first label of the next worker's part is "
-                    "lost. Shift the labels of whole sequences, before they are split: "
-                    "F.pad(labels[:, 1:], (0, 1), value=-100) in the collate_fn"
-                )
-        if drops_last(loss, own, {0, DIM, *dims}):
+        self._drops_last |= drops_last(loss, own, {0, DIM, *dims})
+
+    def check_shift(self, *, agrees: bool) -> None:
+        """Raise UsageError if a loss leaves out the last token of this rank's part.
+
+        Args:
+            agrees: True to raise on all ranks of the model if any rank has noted such a loss, which
+                is collective. With `--pipeline`, only the last stage has losses.
+        """
+        found = [self._drops_last, self._unlabelled == CHECKED]
+        for group in (self.run.group, self._world.pipeline) if agrees else ():
+            found = [any(each) for each in zip(*group.gather_plain(found), strict=True)]
+        self._drops_last = False
+        if found[1]:
+            self._unlabelled = CHECKED + 1
+            self._world.say_once(
+                f"in the first {CHECKED} batches, the last token of each worker's part had no "
+                "label, unlike the token before it. If the script shifts labels after the "
+                f"split (--context {self.size}), the first label of the next worker's part is "
+                "lost. Shift the labels of whole sequences, before they are split: "
+                "F.pad(labels[:, 1:], (0, 1), value=-100) in the collate_fn"
+            )
+        if found[0]:
             raise UsageError(
-                f"--context {self.size}: this loss leaves out the last of this worker's {own} "
-                "tokens, as logits[:, :-1] does. Its label is the first one of the next worker's "
-                "part, and would be lost. Shift the labels of whole sequences, before they are "
-                "split: batch['shift_labels'] = F.pad(labels[:, 1:], (0, 1), value=-100) in the "
+                f"--context {self.size}: this loss leaves out the last of this worker's tokens, as "
+                "logits[:, :-1] does. Its label is the first one of the next worker's part, and "
+                "would be lost. Shift the labels of whole sequences, before they are split: "
+                "batch['shift_labels'] = F.pad(labels[:, 1:], (0, 1), value=-100) in the "
                 "collate_fn, and compute the loss of all logits. A model of Transformers can shift "
                 "them itself: model(**batch).loss."
             )

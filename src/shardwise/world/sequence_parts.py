@@ -232,12 +232,30 @@ def as_tree(batch: Any) -> Any:
 
 
 def _named_leaves(batch: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Return the leaves of `batch` with their paths, and its structure."""
+    """Return the leaves of `batch` with their paths, and its structure.
+
+    The leaves of an object without names for its fields are numbered.
+    """
     try:
         return pytree.tree_flatten_with_path(batch)
-    except ValueError:  # a class that is registered without names for its fields
-        leaves, nest = pytree.tree_flatten(batch)
-        return [((pytree.SequenceKey(n),), leaf) for n, leaf in enumerate(leaves)], nest
+    except ValueError:
+        named: list[tuple[Any, Any]] = []
+        for path, node in pytree.tree_flatten_with_path(batch, is_leaf=_is_nameless)[0]:
+            if _is_nameless(node):
+                leaves = enumerate(pytree.tree_leaves(node))
+                named += [((*path, pytree.SequenceKey(n)), leaf) for n, leaf in leaves]
+            else:
+                named.append((path, node))
+        return named, pytree.tree_structure(batch)
+
+
+def _is_nameless(node: Any) -> bool:
+    """Return whether the class of `node` is registered as a tree without names for its fields."""
+    try:
+        pytree.tree_flatten_with_path(node, is_leaf=lambda child: child is not node)
+    except ValueError:
+        return True
+    return False
 
 
 def _given_dims(

@@ -152,9 +152,14 @@ def test_shared_memory_keeps_two_copies_of_exchanged_tokens():
     for hardware, kept in ((Hardware(apart=False, shares=True), 1400), (GPU, 0)):
         plan = predict(record(exchanged=exchanged), choice(0), hardware)
         assert set(plan.parts["buckets"]) == {kept}
+    # The pool does not take one that is too large, so it exists only while the unit runs.
     longest = SequenceExchange(POOLED + 1, 1, "forward")
-    plan = predict(record(exchanged=(longest,)), choice(0), Hardware(apart=False, shares=True))
-    assert not plan.parts["buckets"].any()
+    for others in ((), exchanged):
+        plan = predict(
+            record(exchanged=(longest, *others)), choice(0), Hardware(False, shares=True)
+        )
+        kept = 1400 if others else 0
+        assert list(plan.parts["buckets"]) == [kept + POOLED + 1, *[kept] * 4]
 
 
 @pytest.mark.parametrize("per_host", [1, 8])

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice, product
+from math import inf
 from typing import Any
 
 import torch
@@ -85,8 +86,9 @@ class SequenceTrial:
     ) -> None:
         self._run, self._inputs, self._device, self._planned = run, inputs, device, planned
         self._name = type(model).__name__
-        self._passed: dict[Any, bool] = {}
-        """Maps the forms of inputs that passed a trial to `has_attention`."""
+        self._passed: dict[Any, tuple[bool, float]] = {}
+        """Maps the forms of inputs that passed a trial to `has_attention`, and to the length of the
+        longest sequences that the trial covers."""
         self.has_attention = False
         # Parameters without storage, because only their shapes are needed.
         shapes = {
@@ -114,7 +116,8 @@ class SequenceTrial:
     ) -> None:
         """Raise ModelError on all ranks of the group if `model` differs on parts. Collective.
 
-        Does nothing if inputs of the same form have already passed.
+        Does nothing if inputs of the same form have already passed, unless the sequences are longer
+        than those that the trial covers.
 
         Args:
             model: The engine's model. The trial copies its training flags.
@@ -129,8 +132,9 @@ class SequenceTrial:
         known = [] if sequences.rows in lengths else [x for x in leaves if isinstance(x, Tensor)]
         dims_now = tuple(tuple(sequences.dims_by_shape(x, lengths)) for x in known)
         key = str(nest), forms, dims_now, model.training
-        if key in self._passed:
-            self.has_attention = self._passed[key]
+        has_attention, longest = self._passed.get(key, (False, -1))
+        if sequences.length <= longest:
+            self.has_attention = has_attention
             return
         masked = has_added_mask(given[1], completed[1])
         reasons: list[str] = []
@@ -138,18 +142,27 @@ class SequenceTrial:
         # (rows, length, length) may be features of tokens, or a mask over pairs of tokens.
         pairs = [False, True] if _has_features_like_tokens(leaves, sequences.length) else [True]
         for number, (dims, cuts_keys) in enumerate(product(likely, pairs)):
-            why = self._difference(model, leaves, nest, dims, masked=masked, cuts_keys=cuts_keys)
-            # The copy and its graph refer to themselves, so only a collection frees them.
-            gc.collect()
-            found = [each for each in self._run.group.gather_plain(why) if each is not None]
+            # Features may be as many as a trial's tokens. Both numbers of tokens are unlikely.
+            for tokens in (TOKENS, TOKENS + 1):
+                why, reaches = self._difference(
+                    model, leaves, nest, dims, tokens, masked=masked, cuts_keys=cuts_keys
+                )
+                # The copy and its graph refer to themselves, so only a collection frees them.
+                gc.collect()
+                states = self._run.group.gather_plain([why, reaches])
+                if not any(reach < sequences.length for _, reach in states):
+                    break
+            found = [each for each, _ in states if each is not None]
             # Without attention, a model that mixes tokens passes a trial that cuts its rows.
             if not found and (number == 0 or self.has_attention):
-                self._passed[key] = self.has_attention
+                self._passed[key] = self.has_attention, min(reach for _, reach in states)
                 return
             reasons += found
+        # A model may fail because the dimensions are wrong.
+        others = [each for each in reasons if not each.startswith(_FAILED)]
         raise ModelError(
             f"--context {self._run.group.size}: {self._name} cannot be trained on parts of "
-            f"sequences: {reasons[0]}"
+            f"sequences: {(others or reasons)[0]}"
         )
 
     def _possible_dims(
@@ -175,20 +188,25 @@ class SequenceTrial:
         leaves: list[Any],
         nest: Any,
         dims: Sequence[int | None],
+        tokens: int,
         *,
         masked: bool,
         cuts_keys: bool,
-    ) -> str | None:
+    ) -> tuple[str | None, float]:
         """Return a message saying how the results differ, or None. Collective.
 
-        If `masked` is true, the trial's sequences have padding or several documents. If `cuts_keys`
-        is true, inputs (rows, length, length) are masks.
+        Also returns the least distance of tokens that are too far apart for the trial, and that the
+        model mixes. It is infinite if there are none.
+
+        `tokens` is the number of tokens per part. If `masked` is true, the trial's sequences have
+        padding or several documents. If `cuts_keys` is true, inputs (rows, length, length) are
+        masks.
         """
         group, lengths = self._run.group, self._run.lengths
         full = sum(lengths)
         # The first tokens of the sequences, without gaps: some models read from the positions
         # where a packed document begins.
-        total = min(full, TOKENS * group.size + 1)
+        total = min(full, tokens * group.size + 1)
         kept = lengths_of(total, group.size)
         start = sum(kept[: group.rank])
         parted = [(x, dim) for x, dim in zip(leaves, dims, strict=True) if dim is not None]
@@ -211,7 +229,7 @@ class SequenceTrial:
                 return (
                     f"inputs of shapes {found} are not parts of one tensor. If they are masks made "
                     "from this worker's tokens, make them in the model's forward instead."
-                )
+                ), inf
         joined = iter(gathered)
         whole = [
             x if dim is None else torch.cat(next(joined), dim).narrow(dim, 0, total)
@@ -245,14 +263,14 @@ class SequenceTrial:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
             fixed = WithoutRandomness()
-            with self._run.on_whole_sequences(), _Operations(total, full) as operations:
+            with self._run.on_whole_sequences(), _Operations(total) as operations:
                 expected = self._try(model, (args, of_whole_sequences(kwargs)), sum(weights), fixed)
-            problem = operations.far
+            problem = operations.far if operations.reach < full else None
             if expected.problem is not None:
-                problem = f"the trial on whole sequences failed: {expected.problem}"
+                problem = _FAILED + expected.problem
             failed = [each for each in group.gather_plain(problem) if each is not None]
             if failed:
-                return str(failed[0])
+                return str(failed[0]), operations.reach
             with self._run.on_parts(kept):
                 self._run.agree = self._agree
                 # Random numbers of the same shape as for full sequences raise SharedRandomness.
@@ -264,10 +282,11 @@ class SequenceTrial:
             # The model's own forward pass, which follows, is counted from 0.
             self.has_attention, self._run.calls = self._run.calls > 0, 0
             if actual.problem is not None:
-                return actual.problem + (_OFFSETS if offsets else "")
+                return actual.problem + (_OFFSETS if offsets else ""), operations.reach
         tolerances = _FP32 if operations.has_fp32 else _FP64
         place = _Place(total, start, kept[group.rank], kept_rows, tolerances)
-        return self._compare(expected, actual, place, has_labels=bool(weights))
+        wrong = self._compare(expected, actual, place, has_labels=bool(weights))
+        return wrong, operations.reach
 
     def _agree(self, place: str, problem: str | None) -> None:
         """Raise _StoppedError on all ranks if any has a problem or a different `place`. Collective.
@@ -342,6 +361,8 @@ class SequenceTrial:
         if isinstance(error, ModelError):  # attention that cannot run on parts says why
             return str(error).removeprefix(f"--context {self._run.group.size}: ")
         frame = error.__traceback__
+        # Its branches run below the modes that draw weights and observe operations.
+        is_opaque = isinstance(error, NotImplementedError) and "HigherOrderOperator" in str(error)
         while frame is not None:
             module = str(frame.tb_frame.f_globals.get("__name__", ""))
             if kernel := next((each for each in _KERNELS if each in module), None):
@@ -351,6 +372,11 @@ class SequenceTrial:
                     "flash kernels."
                 )
             frame = frame.tb_next
+        if is_opaque:
+            return (
+                "its forward calls a higher-order operator such as torch.cond, and the trial does "
+                "not see the operations inside. Compute both results and choose with torch.where."
+            )
         return f"{type(error).__name__}: {error}"
 
     def _filled(self, model: nn.Module, weights: DrawnWeights) -> nn.Module:
@@ -446,6 +472,13 @@ _OFFSETS = (
 )
 
 
+_FAILED = "the trial on whole sequences failed: "
+
+
+_PADS = {_ops.constant_pad_nd, _ops.replication_pad1d, _ops.replication_pad2d}
+"""Operations that add values at the ends of dimensions. Others add at most the size itself."""
+
+
 _KERNELS = ("flex_attention", "flash_attn", "xformers")
 """Modules whose attention computes on this rank's tokens only."""
 
@@ -528,17 +561,19 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         total: The number of tokens of the trial's sequences.
-        full: The number of tokens of the batch's sequences.
 
     Attributes:
         has_fp32: True if an operation has computed in less than fp64.
-        far: Why the result may depend on tokens that are too far apart for the trial, or None.
+        reach: The least distance of tokens that an operation mixes, of those that are too far apart
+            for the trial. Infinite if there are none.
+        far: Describes the operation with this distance.
     """
 
-    def __init__(self, total: int, full: int) -> None:
+    def __init__(self, total: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._total, self._full = total, full
+        self._total = total
         self.has_fp32 = False
+        self.reach = inf
         self.far: str | None = None
 
     def __torch_dispatch__(
@@ -548,7 +583,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(result, Tensor) and result.is_floating_point():
             self.has_fp32 |= result.dtype != torch.float64
             reach = self._reach(func.overloadpacket, result, args)
-            if self._total <= reach < self._full:
+            if self._total <= reach < self.reach:
+                self.reach = reach
                 self.far = (
                     f"{func.overloadpacket.__name__} moves or mixes values of tokens that are "
                     f"{reach} places apart, and the trial has only {self._total} tokens. {_ADVICE}"
@@ -558,13 +594,22 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _reach(self, packet: Any, result: Tensor, args: tuple[Any, ...]) -> int:
         """Return the distance of tokens that a convolution mixes, or a shift moves apart."""
         if packet is _ops.convolution:
-            weight, dilation = args[1], args[5]
-            spans = zip(result.shape[2:], weight.shape[2:], dilation, strict=True)
-            return max((d * (k - 1) for size, k, d in spans if size == self._total), default=0)
-        if packet is _ops.constant_pad_nd or packet is _ops.cat:
-            first = args[0] if isinstance(args[0], Tensor) else args[0][-1]
-            grown = zip(first.shape, result.shape, strict=False)
+            inputs, weight, dilation = args[0], args[1], args[5]
+            # A convolution that pads itself may have more outputs than inputs.
+            spans = zip(inputs.shape[2:], result.shape[2:], weight.shape[2:], dilation, strict=True)
+            return max((d * (k - 1) for *sizes, k, d in spans if self._total in sizes), default=0)
+        if packet is _ops.cat:
+            dim = args[1] if len(args) > 1 else 0
+            sizes = [each.size(dim) for each in args[0] if each.ndim == result.ndim]
+            return result.size(dim) - self._total if self._total in sizes else 0
+        if packet in _PADS:
+            grown = zip(args[0].shape, result.shape, strict=True)
             return max((to - size for size, to in grown if size == self._total), default=0)
+        if packet is _ops.slice:
+            _, dim, first, last = (*args, *(0, None, None)[len(args) - 1 :])[:4]
+            # The slices of a shift have no tokens if the sequences are shorter than the shift.
+            ends = (first or 0, -(last or 0))
+            return max(ends) if args[0].size(dim) == self._total else 0
         return 0
 
 

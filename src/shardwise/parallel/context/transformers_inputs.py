@@ -60,7 +60,7 @@ class TransformersInputs:
                 'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
             )
         self._checked = 0
-        """Number of masks whose values were read."""
+        """Number of masks whose values were read, and for which the device had to finish."""
         self._is_causal = any(getattr(each, "is_causal", False) for each in model.modules())
         self._shifts = takes_shifted_labels(model)
         self._window: int | None = getattr(config, "sliding_window", None)
@@ -115,10 +115,11 @@ class TransformersInputs:
             'Write attn_implementation="sdpa", or pack the documents of a batch '
             "(DataCollatorWithFlattening, or sw.Packing)."
         )
-        if self._checked == CHECKED and not _is_free_to_read(mask):
-            torch._assert_async(mask.all(), problem)
-            return
-        self._checked += 1
+        if not _is_free_to_read(mask):
+            if self._checked >= CHECKED:
+                torch._assert_async(mask.all(), problem)
+                return
+            self._checked += 1
         if not bool(gather(mask, 1, lengths, group).all()):
             raise ModelError(problem)
 

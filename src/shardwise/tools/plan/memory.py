@@ -259,13 +259,20 @@ def _borrowed(layout: StateLayout, hardware: Hardware) -> int:
     return whole * sent // layout.ranks
 
 
-def _published(record: StepRecord) -> int:
-    """Return the bytes of the copies of exchanged tokens that shared memory keeps.
+def _published(record: StepRecord) -> NDArray[np.int64]:
+    """Return the bytes of the copies of exchanged tokens in shared memory at each operation.
 
-    A rank may start the next exchange before the others have read its last one, so there are two.
+    The pool keeps two copies, because a rank may start the next exchange before the others have
+    read its last one. A copy that is too large for the pool exists only while its unit runs.
     """
-    longest = max((each.nbytes for each in record.exchanged), default=0)
-    return 2 * longest if longest <= POOLED else 0
+    pooled = max((each.nbytes for each in record.exchanged if each.nbytes <= POOLED), default=0)
+    large: dict[tuple[int, str], int] = defaultdict(int)
+    for each in record.exchanged:
+        if each.nbytes > POOLED:
+            place = each.unit, each.phase
+            large[place] = max(large[place], each.nbytes)
+    alone = [large.get((each.unit, each.phase), 0) for each in record.operations]
+    return 2 * pooled + np.array([*alone, 0], dtype=np.int64)
 
 
 def _gathered(layout: StateLayout, record: StepRecord, hardware: Hardware) -> NDArray[np.int64]:
