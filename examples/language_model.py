@@ -42,8 +42,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )
+    # A warm-up of a single step would divide by zero in OneCycleLR.
+    warm_up = max(0.1, 2 / (args.steps + 1))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1, cycle_momentum=False
+        optimizer, args.lr, total_steps=args.steps + 1, pct_start=warm_up, cycle_momentum=False
     )
     engine = sw.Engine(model, optimizer)
     windows, held_out = text.windows(args.context, args.held_out)

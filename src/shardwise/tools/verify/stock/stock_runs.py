@@ -24,6 +24,7 @@ import shardwise
 from shardwise.errors import LaunchError
 from shardwise.launch.orphan_reaper import OrphanReaper, end_within
 from shardwise.messages.printable import printable
+from shardwise.net.python_command import python_words
 from shardwise.tools.verify import records
 from shardwise.tools.verify.records import RecordedTraining
 from shardwise.tools.verify.runs import RunFailed, environment
@@ -103,7 +104,7 @@ class StockCommand:
             return list(self.words)
         flags = ["--standalone", "--log-dir", str(logs), "--nproc-per-node", str(self.size)]
         if warm is None:
-            return [sys.executable, "-m", TORCHRUN, *flags, *self.words]
+            return [*python_words(TORCHRUN), *flags, *self.words]
         ranks = ["--no-python", sys.executable, *warm.words(0, self.words)]
         return [sys.executable, *warm.words(0, [*flags, *ranks], module=TORCHRUN)]
 
