@@ -27,7 +27,7 @@ from shardwise.timeline.recorder import span
 
 
 class EarlyUpdate:
-    """The update of one step, which may be launched before the step's totals are read.
+    """The update of one step. It may be launched before the host reads the step's totals.
 
     Args:
         states: The engine's parameters, gradients and optimizer state.
@@ -55,7 +55,7 @@ class EarlyUpdate:
         self._abandoning = abandoning
 
     def launch(self, report: StepReport) -> None:
-        """Launch the update from what the host knows. Does nothing if the host must decide first.
+        """Launch the update. Does nothing if the host must decide first.
 
         `report` is the step's report, whose norm and losses are still on the device.
         """

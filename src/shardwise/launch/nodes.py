@@ -61,7 +61,7 @@ _OUT, _ERR, _CODE = b"o", b"e", b"c"
 
 @dataclass(frozen=True)
 class Node:
-    """What a host reports when it joins: its number, its ranks, and the port for its link.
+    """The report of a host that joins: its number, its ranks, and the port for its link.
 
     `name` is a random name of the process that waits for the link, and part of its role.
     """
@@ -165,7 +165,7 @@ def _agent_role(name: str) -> bytes:
 
 
 def _listen_address(meeting: ElasticRendezvous) -> str:
-    """Return the address of --rdzv-endpoint, or that of all interfaces if it is a loopback one."""
+    """Return the address of --rdzv-endpoint. For a loopback address, return all interfaces."""
     try:
         found = str(socket.getaddrinfo(meeting.host, meeting.port)[0][4][0])
     except OSError as error:
@@ -180,7 +180,7 @@ def _listen_address(meeting: ElasticRendezvous) -> str:
 
 
 def _described(connection: rpc.Connection, command: Sequence[Any]) -> Node | None:
-    """Return what a host reports, or None if it has ended. Raises LaunchError if it differs."""
+    """Return a host's report, or None if it has ended. Raises LaunchError if it differs."""
     try:
         address = str(connection.socket.getpeername()[0])
         connection.socket.settimeout(ANSWER_LIMIT)
@@ -204,7 +204,7 @@ def _has_ended(connection: rpc.Connection) -> bool:
 
 
 def _shares(found: Sequence[Node]) -> tuple[Share, ...]:
-    """Number the ranks, by --node-rank or in the order in which the hosts have joined."""
+    """Number the ranks, by --node-rank or in the order of joining."""
     numbers = [node.number for node in found]
     given = [number for number in numbers if number is not None]
     if given and len(set(given)) < len(numbers):
@@ -277,7 +277,7 @@ def serve(
 
 
 def _keepalive(patience: float) -> dict[str, int]:
-    """Return the socket options with which a silent connection ends after about `patience` s."""
+    """Return socket options that end a silent connection after about `patience` seconds."""
     first, next_ones = max(1, round(patience / 2)), max(1, round(patience / 6))
     return {"TCP_KEEPIDLE": first, "TCP_KEEPINTVL": next_ones, "TCP_KEEPCNT": 3}
 
