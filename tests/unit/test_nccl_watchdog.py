@@ -2,7 +2,6 @@
 
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -158,24 +157,25 @@ def test_blames_silent_rank() -> None:
     assert failure_report.judge(ends, reports) == Verdict(rank=1, exit_code=1, waiting=0, late=True)
 
 
-def test_reader_of_nccl_result_is_known_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+class Rows:
+    """Rows of a collective. `seen` is the wait that was recorded while they were read."""
+
+    def __init__(self, group: Nccl) -> None:
+        self._group = group
+        self.seen = None
+
+    def cpu(self) -> str:
+        wait = self._group.status_server.waits.longest()
+        self.seen = wait and (wait.call, list(wait.missing()))
+        return "the rows"
+
+
+def test_reader_of_nccl_result_is_known_to_wait() -> None:
     import torch
 
-    from shardwise.comm import Collectives
-
-    group, rows, seen = Nccl(1, 3, torch.device("cpu")), torch.ones(3, 2), []
-
-    def start_read(self: Collectives, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        assert self.status_server.waits.longest() is None, "the copy is only started"
-
-        def finish() -> torch.Tensor:
-            wait = self.status_server.waits.longest()
-            seen.append(wait and (wait.call, list(wait.missing())))
-            return rows
-
-        return finish
-
-    monkeypatch.setattr(Collectives, "start_read", start_read)
-    assert group.read(rows) is rows
-    assert seen == [("a collective over NCCL, or the GPU's work before it", [0, 2])]
+    group = Nccl(1, 3, torch.device("cpu"))
+    rows = Rows(group)
+    assert group.read(rows) == "the rows"
+    assert rows.seen is not None
+    assert rows.seen[0] == "a collective over NCCL, or the GPU's work before it"
     assert group.status_server.waits.longest() is None

@@ -374,27 +374,11 @@ class Collectives(ABC):
         host, so `read` waits for all work that is queued on the current stream. That stream must
         have computed `rows`, or must already wait for it.
         """
-        return self.start_read(rows)()
+        return rows.cpu()
 
-    def start_read(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Start copying `rows` to the CPU. Return a function that waits for the copy.
-
-        The function returns the copy. It doesn't wait for work that was queued after this call.
-        """
-        if rows.device.type == "cpu":
-            return lambda: rows
-        copied = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
-        copied.copy_(rows, non_blocking=True)
-        streams = torch.get_device_module(rows.device)
-        event = streams.Event()
-        # By default, the event would be on the current device, which may be another one.
-        event.record(streams.current_stream(rows.device))
-
-        def finish() -> Tensor:
-            event.synchronize()
-            return copied
-
-        return finish
+    def wait_for(self, event: Any) -> None:
+        """Wait for an `event` of this rank's device. Blocks. Hang reports show this wait."""
+        event.synchronize()
 
     @property
     def small_device(self) -> torch.device:

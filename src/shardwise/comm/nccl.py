@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -170,18 +171,20 @@ class Nccl(Collectives):
         _gather(rows.view(-1), row, group=self._group)
         return rows
 
-    def start_read(self, rows: Tensor) -> Callable[[], Tensor]:
-        wait = super().start_read(rows)
+    def read(self, rows: Tensor) -> Tensor:
+        with self._noted():
+            return rows.cpu()
 
-        def finish() -> Tensor:
-            # The host cannot tell whether it waits for the other ranks or for earlier work of its
-            # own device. An event could not distinguish these, because that work itself waits for
-            # earlier collectives.
-            others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
-            with self.status_server.waits.noted(NOTED, lambda: others):
-                return wait()
+    def wait_for(self, event: Any) -> None:
+        with self._noted():
+            event.synchronize()
 
-        return finish
+    def _noted(self) -> AbstractContextManager[None]:
+        # The host cannot tell whether it waits for the other ranks or for earlier work of its own
+        # device. An event could not distinguish these, because that work itself waits for earlier
+        # collectives.
+        others = [rank for rank in self._group_ranks.ranks if rank != self.status_server.rank]
+        return self.status_server.waits.noted(NOTED, lambda: others)
 
     def split(self, groups: Sequence[Sequence[int]]) -> Collectives:
         def make(members: Sequence[int], group: dist.ProcessGroup) -> Collectives:

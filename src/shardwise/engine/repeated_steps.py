@@ -274,23 +274,16 @@ class RepeatableSteps(StepRunner):
             self._follow_group(rebuilds=True)
             self._survival.announce_left(surplus)
 
-    def _update(
-        self,
-        totals: StepTotals,
-        stats: StepStats,
-        max_norm: float | None,
-        *,
-        is_done: bool = False,
-    ) -> None:
+    def _update(self, totals: StepTotals, factor: float | None) -> None:
         """Update this rank's optimizer state, and the second copy that it holds.
 
         Losing a rank no longer changes the result.
         """
         copies = self._objects.states.copies
-        if copies is None:
+        if copies is None or factor is None:
             loss = None
             try:
-                super()._update(totals, stats, max_norm, is_done=is_done)
+                super()._update(totals, factor)
             except PeerLost as error:
                 loss = error
             if loss is not None:
@@ -300,7 +293,7 @@ class RepeatableSteps(StepRunner):
                 raise loss
             self._wait_for_updates([])
         else:
-            self._update_with_copies(copies, totals, self._factor(totals, stats, max_norm))
+            self._update_with_copies(copies, totals, factor)
 
     def _update_with_copies(self, copies: SecondCopies, totals: StepTotals, factor: float) -> None:
         """Update each bucket, and its second copy of another rank's state."""

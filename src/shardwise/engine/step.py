@@ -110,7 +110,7 @@ class StepRunner:
         if not stats.skipped:
             self._call_before_step()
             is_done = early is not None and early.has_updated
-            self._update(totals, stats, max_norm, is_done=is_done)
+            self._update(totals, None if is_done else self._factor(totals, stats, max_norm))
             usage_checks.call_after_step(self._spec.optimizers)
         return self._finish(totals, stats)
 
@@ -227,11 +227,13 @@ class StepRunner:
 
     def _early_update(self, max_norm: float | None) -> EarlyUpdate | None:
         """Return the update to launch before the totals are read, or None if they are needed."""
-        # Hooks of users may change the gradients, and expect that the step is not skipped.
         spec = self._spec
-        needs_totals = self._hooks is not None or usage_checks.has_pre_hooks(spec.optimizers)
-        # The norm is that of all stages, even if each stage has a single rank.
-        if not self._updates_early or needs_totals or spec.pipeline is not None:
+        # On a CPU there is nothing to overlap. The norm is that of all stages, even if each stage
+        # has a single rank.
+        if not self._updates_early or spec.device.type == "cpu" or spec.pipeline is not None:
+            return None
+        # Hooks of users may change the gradients, and expect that the step is not skipped.
+        if self._hooks is not None or usage_checks.has_pre_hooks(spec.optimizers):
             return None
         state, abandoning = self._state, self._backward.abandoning
         return EarlyUpdate(state.states, state.aggregation, state.weighting, max_norm, abandoning)
@@ -356,19 +358,11 @@ class StepRunner:
             self._backward.abandon()
             raise
 
-    def _update(
-        self,
-        totals: StepTotals,
-        stats: StepStats,
-        max_norm: float | None,
-        *,
-        is_done: bool = False,
-    ) -> None:
+    def _update(self, totals: StepTotals, factor: float | None) -> None:
         """Update the buckets in turn. Each is all-gathered while the next one is updated.
 
-        If `is_done`, the optimizers have been called already.
+        `factor` multiplies the gradients. If it is None, the optimizers were called already.
         """
-        factor = self._factor(totals, stats, max_norm)
         states = self._objects.states
         publishes = self._spec.placement.is_sharded("optimizer")
         gathers: list[Handle] = []
@@ -380,7 +374,7 @@ class StepRunner:
                     self._world.seed, self._state.number, "rounding", self._state.steps
                 )
             for inner in states.optimizer.inners:
-                if not is_done:
+                if factor is not None:
                     inner.step(totals.used, factor)
                 if publishes:
                     gathers += [states.parameters.publish(number) for number in inner.buckets]

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwise.comm import Collectives
 from shardwise.layout.packed_flags import any_of, pack, words
 from shardwise.states.step_totals import StepTotals
-from shardwise.tiers.copy_stream import to_device
+from shardwise.tiers.copy_stream import start_to_host, to_device
 from shardwise.world.common_calls import nearly_alike
 from shardwise.world.randomness import seed_from
 
@@ -145,10 +145,11 @@ class StepReport:
         far = [n for n in (*numbers, self.squared_norm) if isinstance(n, Tensor) and _is_far(n)]
         if not far:
             return lambda: self
-        wait = group.start_read(torch.cat([number.double().reshape(-1) for number in far]))
+        copy, event = start_to_host(torch.cat([number.double().reshape(-1) for number in far]))
 
         def finish() -> StepReport:
-            read = iter(wait().tolist())
+            group.wait_for(event)
+            read = iter(copy.tolist())
             near = iter([next(read) if _is_far(number) else number for number in numbers])
             return replace(
                 self,

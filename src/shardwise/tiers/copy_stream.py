@@ -226,7 +226,7 @@ def start_to_host(values: Tensor) -> tuple[Tensor, Any]:
     Returns the copy and an event that marks completion.
     """
     # Only a copy to pinned memory is asynchronous.
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     copy.copy_(values, non_blocking=True)
     module = torch.get_device_module(values.device)
     event = module.Event()
