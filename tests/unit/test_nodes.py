@@ -36,7 +36,7 @@ def meeting(number: int | None, port: int) -> ElasticRendezvous:
 
 
 def meet(numbers: tuple[int | None, int | None], given: list[Any]) -> tuple[nodes.Nodes, int]:
-    """Let two hosts join. `given` is the command of the second. Return what each has found."""
+    """Join two hosts, and return the result of each. `given` is the command of the second."""
     with network.reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     met: list[nodes.Nodes | LaunchError] = []
@@ -114,7 +114,7 @@ def test_hosts_derive_the_same_secret_for_a_run() -> None:
 
 @contextmanager
 def waiting(host: str, most: int) -> Iterator[tuple[int, list[nodes.Nodes | str]]]:
-    """Let the first host wait in a thread. Yield its port, and a list for what it has found."""
+    """Wait for hosts in a thread, as the first host. Yield its port, and a list for its results."""
     with network.reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     place = replace(meeting(None, port), host=host, fewest=most, most=most)
