@@ -1,6 +1,6 @@
 # Each target is a script in scripts/, so that a person, an editor and CI run the same lines.
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-torch check docs dist benchmark gpu
+.PHONY: help install demo test test-slow test-all test-torch check docs dist benchmark gpu
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -11,8 +11,11 @@ install:  ## make .venv with everything that the other targets need
 demo: install  ## train a language model on two workers, three minutes at most
 	.venv/bin/shardwise run -n 2 --zero 2 examples/language_model.py
 
-test: install  ## the tests, without the long products of parity tables
+test: install  ## the tests, without slow ones and the long products of parity tables
 	@scripts/test
+
+test-slow: install  ## the slow tests: launchers, clusters and whole programs, run by CI
+	@scripts/test --slow
 
 test-all: install  ## all tests
 	@scripts/test -m ""

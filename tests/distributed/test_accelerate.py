@@ -114,6 +114,7 @@ def parity_case(world, zero, dtype):
             assert torch.allclose(state[name], value, rtol=1e-3, atol=1e-3 * ENDS[dtype] / 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", ENDS)
 def test_results_of_stock_accelerate(group, size, dtype):

@@ -122,6 +122,7 @@ def accelerated(world, zero: int) -> tuple[dict[str, Tensor], Tensor, list[float
     return state, torch.cat(found), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "context", "zero"),
     [(2, 2, 1), (4, 2, 0), pytest.param(4, 4, 3, marks=pytest.mark.full)],

@@ -95,6 +95,7 @@ def growth_in_trial(world: sw.World) -> tuple[int, int]:
     return growth, 8 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_trial_needs_no_copy_of_the_model(group):
     for growth, whole in group(2, context=2)(growth_in_trial, limit=180):
         # One of the six weights, its gradient and another copy, but not all of them.

@@ -153,6 +153,7 @@ def parity_case(world, stages, zero, method, interval):
     close(engine, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "stages", "zero", "method", "interval"),
     [

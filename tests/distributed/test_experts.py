@@ -123,6 +123,7 @@ def compiled(world: sw.World, problem: Problem) -> tuple[dict[str, Any], int]:
     return found, len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_compiles_the_layers_around_the_experts(group, zero):
     problem = Problem(optimizer="sgd", steps=3, settings={"zero": zero, "compile": True})
@@ -188,6 +189,7 @@ STAGES = {  # axes, and further settings
 FAST_STAGES = {("1f1b", "adamw"), ("interleaved", "sgd"), ("one stage", "sgd")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -340,6 +342,7 @@ def continued(world: sw.World, problem: Problem, folder: str, first: int, end: i
     return {"losses": losses, "norms": norms, "values": values, "state": state, "kept": moments}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zeros", "axes", "later"),
     [

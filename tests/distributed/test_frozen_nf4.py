@@ -153,6 +153,7 @@ def compiled(world, settings):
     return results, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"zero": 0}, {"zero": 3, "activations": "recomputed"}])
 def test_compiled_equals_a_process_with_rounded_weights(group, settings):
     losses, weights, merged = plain("sgd")

@@ -98,6 +98,7 @@ OFTEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "loss_of", "kind", "reverse"),
     [

@@ -115,6 +115,7 @@ def borrowed_case(world):
     assert used[-1] - used[8] < 30, used
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 def test_number_of_borrowed_buffers_is_bounded(group, transport):
     group(2, transport=transport)(borrowed_case)

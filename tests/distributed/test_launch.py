@@ -41,6 +41,7 @@ class TestTraining:
         for losses, _ in found:
             assert losses == pytest.approx(alone, rel=1e-8)
 
+    @pytest.mark.slow
     def test_new_processes_import_the_function(self):
         found = sw.launch(losses_of_training, 2, workers=2, zero=1)  # auto, as it can be imported
         assert [(len(losses), name) for losses, name in found] == [(2, "ZERO_1")] * 2

@@ -167,6 +167,7 @@ def parity_case(world, dtype, rows):
             assert value.item() == pytest.approx(stock.callback_metrics[name].item(), rel=1e-4)
 
 
+@pytest.mark.slow
 @each_value(dtype=ENDS, size=[1, 2, 4])
 def test_results_of_the_stock_trainer(group, size, dtype):
     """Five batches, two to a step, clipped and scheduled; 11 samples to validate on."""

@@ -383,6 +383,7 @@ def test_parts_resumed_at_other_sizes_give_every_sample_once(group, legs, num_wo
 LEGS = st.lists(st.tuples(st.integers(1, 4), st.integers(4, 9), st.integers(1, 4)), max_size=4)
 
 
+@pytest.mark.slow
 @settings(
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

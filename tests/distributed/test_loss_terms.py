@@ -270,6 +270,7 @@ def trains(world, names, micro, zero):
         engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "micro"),
     [

@@ -211,6 +211,7 @@ FEW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("zero", "story", "before", "until"), FEW)
 def test_as_plain_pytorch(group, zero, story, before, until):
     """Each optimizer runs two of the stories, and each story a third of the optimizers."""

@@ -46,6 +46,7 @@ def _mesh(told):
     return {key: told[key] for key in ("tensor", "pipeline") if key in told}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), MESHES)
 def test_resumes_on_another_mesh(group, tmp_path, first, second):
     background = "tensor" in first
@@ -132,6 +133,7 @@ def writes(world, row):
     return float(after), read, plain, values, type(inner).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 3])
 def test_written_tied_weights_are_sent_again(group, row):
     model = gpt()

@@ -111,6 +111,7 @@ OFTEN = {
 """Ways and times of compilation, each once."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "compile_it", "first"),
     [

@@ -14,6 +14,7 @@ from tests.system.test_launchers import SETTINGS, TORCHRUN, mpirun, run, slurm
 from tests.system.warm import WarmPython
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
     pytest.mark.usefixtures("warm_library_programs"),
 ]

@@ -22,6 +22,7 @@ from tests.system.test_hosts import over
 from tests.system.test_restarts import rank_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces"),
     pytest.mark.usefixtures("warm_programs"),
 ]

@@ -15,7 +15,10 @@ from tests.system.grid_engine import DAEMONS, GridEngine
 from tests.system.test_launchers import EXAMPLES, MPICH, OPEN_MPI, SETTINGS, mpirun, notes
 from tests.system.warm import WarmPython
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces as on Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="namespaces as on Linux"),
+]
 
 LOSSES = str(EXAMPLES / "same_losses.py")
 VENV = f"VENV={Path(sys.executable).parents[1]}"

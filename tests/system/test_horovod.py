@@ -9,6 +9,7 @@ from tests.system.launcher import Launcher, script
 from tests.system.test_launchers import EXAMPLES, TORCHRUN, mpirun, run
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
     pytest.mark.usefixtures("warm_programs"),
 ]

@@ -19,7 +19,10 @@ from tests.system.lab import PORT, Lab
 from tests.system.launcher import Launcher, script
 from tests.system.warm import WarmPython
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces"),
+]
 
 WARM = pytest.mark.usefixtures("warm_programs")
 PASSED_ON = ("PYTHONPATH", "TESTS_WARM")

@@ -13,9 +13,12 @@ import pytest
 
 from tests.system.launcher import Launcher, script
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        sys.platform != "linux" or os.geteuid() != 0, reason="only root may become another user"
+    ),
+]
 LIMIT = 90.0
 
 

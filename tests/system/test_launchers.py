@@ -19,7 +19,10 @@ from tests.system.components import need
 from tests.system.launcher import Launcher, Ran, script
 from tests.system.warm import WarmPython
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="launchers as on Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="launchers as on Linux"),
+]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))

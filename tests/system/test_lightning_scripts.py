@@ -9,6 +9,7 @@ from tests.system.launcher import Launcher, Ran, script
 from tests.system.test_launchers import TORCHRUN, run
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
     pytest.mark.usefixtures("warm_library_programs"),
 ]

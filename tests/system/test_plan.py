@@ -47,6 +47,7 @@ def plan(tmp_path: Path, line: str, *flags: str) -> subprocess.CompletedProcess[
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.slow
 def test_explains_the_peak(tmp_path):
     file = tmp_path / "plan.json"
     done = plan(tmp_path, "loss.item()", "--on", "2xH100", "--explain", "--json", str(file))

@@ -10,7 +10,10 @@ import pytest
 
 from shardwise.tools.plan.observe import Script, Way, observe
 
-pytestmark = pytest.mark.usefixtures("warm_programs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 SCRIPT = """\
 import torch

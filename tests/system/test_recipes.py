@@ -12,6 +12,8 @@ from nbclient import NotebookClient
 from tests.system.documents import ROOT
 from tests.system.launcher import Launcher
 
+pytestmark = pytest.mark.slow
+
 RECIPES = ROOT / "examples" / "recipes"
 FLAGS = {
     "image_classifier": ["--sync-batch-norm", "--ema-decay", "0.9"],

@@ -15,6 +15,7 @@ from shardwise.tools.scale.runs import ScalingPlan
 from tests.system.launcher import Launcher, script
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
     pytest.mark.usefixtures("warm_programs"),
 ]

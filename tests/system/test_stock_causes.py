@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 THREADS = ROOT / "examples" / "mistakes" / "threads"
 CAUSES = Path(__file__).parent / "scripts" / "stock_causes.py"

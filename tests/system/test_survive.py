@@ -184,6 +184,7 @@ MORE_REPLICAS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "axes", "transport", "loop", "kind", "kills", "left"),
     [*REPLICAS, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE_REPLICAS)],

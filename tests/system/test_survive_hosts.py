@@ -23,6 +23,7 @@ from tests.system.test_hosts import over
 from tests.system.warm import WarmPython
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="hosts are Linux namespaces"),
     pytest.mark.usefixtures("warm_programs"),
 ]

@@ -10,7 +10,10 @@ import pytest
 from tests.system.launcher import LIMIT, script
 from tests.system.namespaces import TwoHosts
 
-pytestmark = pytest.mark.usefixtures("warm_programs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 
 @pytest.fixture

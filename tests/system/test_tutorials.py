@@ -15,7 +15,10 @@ import pytest
 
 from tests.system.components import need
 
-pytestmark = pytest.mark.usefixtures("warm_programs")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("warm_programs"),
+]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SETTINGS = {

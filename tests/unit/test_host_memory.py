@@ -70,6 +70,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environ", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "65536"}, False)]
 )
