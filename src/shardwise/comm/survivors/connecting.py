@@ -36,6 +36,7 @@ MARK = 2.0
 
 def retire(group: Collectives) -> Arena | None:
     """Close a transport that has lost a rank, and return its shared memory, if it has any."""
+    listeners.close_gloo()  # those of groups over shared memory too
     if isinstance(group, SharedMemory | Hierarchical):
         return group.retire()
     if isinstance(group, Gloo):
