@@ -462,7 +462,9 @@ def test_connections_to_a_lost_host_are_closed() -> None:
         assert ends["127.0.0.1"][0].recv(1) == b"x"
 
 
-@pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+@pytest.mark.parametrize(
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
 def test_only_connections_of_gloo_are_closed(family: int, address: str) -> None:
     """Gloo publishes its listening addresses as the kernel's sockaddr structures."""
     with ExitStack() as stack:
