@@ -17,7 +17,7 @@ ENVIRON = {"OMP_NUM_THREADS": "1"}
 SCRIPT = str(ROOT / "tests" / "phantom" / "survives.py")
 
 CASES = [
-    (3, "plain", "adamw", "0:gather:6"),
+    pytest.param(3, "plain", "adamw", "0:gather:6", marks=pytest.mark.full),
     # The aborted all-gather spoils the only copy of the lost rank's parameters.
     (1, "plain", "adamw", "0:publish:4"),
     pytest.param(2, "steps", "sgd", "1:backward:4", marks=pytest.mark.full),

@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -84,13 +84,19 @@ class Communicators:
         with self._lock:
             self._groups.append(group)
 
+    def remove(self, group: dist.ProcessGroup) -> None:
+        """Forget the communicator of a group that is closed."""
+        with self._lock, suppress(ValueError):  # it may be closed again after a loss
+            self._groups.remove(group)
+
     def abort(self) -> None:
         """Abort all communicators. Kernels that wait for other ranks end."""
         with self._lock:
             if not self._aborted.is_set():
                 # First, so that a wait that ends because of the abort sees it.
                 self._aborted.set()
-                abort_communicators(self._groups)
+                if self._groups:
+                    abort_communicators(self._groups)
 
     def wait_for_abort(self) -> bool:
         """Wait as long as it may take to learn of a lost rank. Return whether there is one."""
@@ -152,6 +158,7 @@ class AbortableNccl(Collectives):
         self._communicators = whole or Communicators(status_server, group_ranks.ranks)
         world = dist.group.WORLD if group is None else group
         assert world is not None
+        self._torch_group = world
         self._communicators.add(world)
 
     def connect(self) -> None:
@@ -284,6 +291,7 @@ class AbortableNccl(Collectives):
     def close(self) -> None:
         if self._is_whole:
             self._communicators.close()
+        self._communicators.remove(self._torch_group)
         self.host.close()  # it destroys torch's group, with both backends
 
 
