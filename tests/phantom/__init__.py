@@ -12,6 +12,7 @@ tracks which other orders a real device could have chosen:
     operators.py    runs every operation on the host's views of its tensors
     streams.py      torch.cuda's streams and events; torch_cuda.py: the rest of that module
     collectives.py  NCCL's collectives: Gloo moves the bytes, one stream per communicator
+    abortable.py    communicators of NCCL that wait for a lost rank until they are aborted
     host.py         reads and writes of pinned memory by the CPU and by files
     warm.py         a process with a device that programs are forked from; script.py: programs
     rank.py         a rank of a warm group with such a device; report.py: the results of a case

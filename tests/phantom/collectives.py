@@ -22,6 +22,16 @@ from tests.phantom.streams import Device
 
 Group = dist.ProcessGroup | None
 
+NCCL = ("nccl", "cpu:gloo,cuda:nccl")
+"""The backends that include NCCL."""
+
+
+def move_bytes(group: Group, move: Callable[[], Any], writes: Sequence[Tensor]) -> Any:
+    """Run the function that moves the bytes of a collective. abortable.py replaces it."""
+    del group, writes
+    return move()
+
+
 made: list[dict[str, Any]] = []
 """Keywords of all groups that were made over NCCL."""
 
@@ -97,19 +107,19 @@ def _launch(
         order.wait(stream, order.moment(Device.current()))
         order.kernel(stream, name, map(span, reads), map(span, writes))
         seen = order.moment(stream)
-    work = Work(seen, move(), (*reads, *writes))
+    work = Work(seen, move_bytes(group, move, writes), (*reads, *writes))
     return work if async_op else (work.wait() and None)
 
 
 def _init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-    if backend == "nccl":
+    if backend in NCCL:
         made.append(kwargs)
         backend, kwargs = "gloo", {k: v for k, v in kwargs.items() if k != "device_id"}
     _REAL["init_process_group"](backend, *args, **kwargs)
 
 
 def _new_group(*args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("backend") == "nccl":
+    if kwargs.get("backend") in NCCL:
         made.append(kwargs)
         kwargs = {k: v for k, v in kwargs.items() if k != "device_id"} | {"backend": "gloo"}
     return _REAL["new_group"](*args, **kwargs)
@@ -161,7 +171,9 @@ def _all_gather(
                 _REAL["broadcast"](whole, group_src=rank, group=group)
             to_host(part).copy_(whole)
 
-    return _launch("all_gather", group, async_op, move, [tensor], list(tensors))
+    # A rank's own part is not written if it is in place.
+    written = [part for part in tensors if part.data_ptr() != tensor.data_ptr()]
+    return _launch("all_gather", group, async_op, move, [tensor], written)
 
 
 def _all_gather_single(

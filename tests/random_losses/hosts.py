@@ -67,7 +67,7 @@ def draw(seed: int) -> tuple[Run, dict[int, list[int]]]:
         kind=rng.choice(["sgd", "adamw"]),
         losses=(loss,),
     )
-    return run, where
+    return replace(run, spares=rng.choice([0, 0, 1])), where
 
 
 class HostRunner(Runner):
@@ -95,10 +95,14 @@ class HostRunner(Runner):
         (loss,), self._cut_off = run.losses, []
         self._is_killed = loss.name == "HOST"
         node = next(node for node, ranks in self._where.items() if loss.rank in ranks)
-        hosts = ",".join(f"node{each}:{len(ranks)}" for each, ranks in self._where.items())
+        slots = {each: len(ranks) for each, ranks in self._where.items()}
+        slots[list(slots)[-1]] += run.spares  # earlier hosts are filled first
+        hosts = ",".join(f"node{each}:{count}" for each, count in slots.items())
         environ = {name: value for name, value in os.environ.items() if name in PASSED_ON}
-        passed = [word for name in environ | self._environ for word in ("-x", name)]
+        slow = {"TESTS_RANKS": str(run.size)} if run.spares else {}
+        passed = [word for name in environ | self._environ | slow for word in ("-x", name)]
         flags = ["--ssh", self._lab.ssh, "--ssh-port", str(PORT), *passed, "-H", hosts]
+        flags += ["-n", str(run.size), "--spares", str(run.spares)] if run.spares else []
         flags += ["--survive", "1", "--host-timeout", "3", *run.placement]
         flags += ["--transport", run.transport, "--timeout", str(TIMEOUT), "--device", "cpu"]
         words = ["run", *flags, script("survives"), run.loop, run.kind, "out", loss.word]
@@ -106,7 +110,7 @@ class HostRunner(Runner):
         cutter = threading.Thread(target=self._cut, args=(launcher.folder, node, is_over))
         cutter.start()
         try:
-            return launcher.finish(launcher.start(*words, env=self._environ), limit=150)
+            return launcher.finish(launcher.start(*words, env=self._environ | slow), limit=150)
         finally:
             is_over.set()
             cutter.join()

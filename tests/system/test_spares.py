@@ -222,7 +222,7 @@ def test_a_spare_that_has_not_joined_does_not_save(shardwise: Launcher) -> None:
     ("flags", "message"),
     [
         (["-n", "2", "--spares", "1"], "--spares 1 has no effect without --survive K"),
-        (["-n", "1", "--survive", "1", "--spares", "1"], "with two or more workers on one host"),
+        (["-n", "1", "--survive", "1", "--spares", "1"], "--spares 1 needs two or more workers"),
     ],
 )
 def test_spares_that_could_replace_nobody_are_refused(

@@ -119,6 +119,36 @@ def test_exact_run_keeps_its_bits_after_losses(
         assert torch.equal(each["weights"], undisturbed["weights"])
 
 
+def test_references_to_messages_do_not_keep_connections_open(shardwise: Launcher) -> None:
+    """Gloo closes its sockets only when nothing refers to a message of the group any more.
+
+    Until then, a rank would wait for one that has already left the group, up to `--timeout`.
+    """
+    (shardwise.folder / "leaves.py").write_text(
+        "import time, torch, torch.distributed as dist, shardwise as sw\n"
+        "from shardwise.comm.survivors.connecting import retire_part\n"
+        "from shardwise.errors import PeerLost\n"
+        "world = sw.init(seed=0)\n"
+        "part = world.collectives.second_group().inner\n"
+        "group = part.messages._group\n"
+        "world.barrier()\n"
+        "if world.rank == 1:\n"
+        "    held = dist.irecv(torch.zeros(1), group_src=0, group=group)\n"
+        "    retire_part(part)\n"
+        "    time.sleep(8)\n"
+        "else:\n"
+        "    began = time.monotonic()\n"
+        "    try:\n"
+        "        part.barrier()\n"
+        "    except PeerLost:\n"
+        "        print(f'noticed after {time.monotonic() - began:.1f} s')\n"
+    )
+    flags = ["-n", "2", "--survive", "1", "--transport", "gloo", "--timeout", "20"]
+    ran = shardwise.run("run", *flags, "leaves.py")
+    (seconds,) = re.findall(r"noticed after (\d+\.\d+) s", ran.out)
+    assert float(seconds) < 4
+
+
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_loss_while_the_script_writes_parameters_is_named(shardwise: Launcher, zero: int) -> None:
     flags = ["-n", "3", "--survive", "1", "--zero", str(zero)]

@@ -124,6 +124,42 @@ def test_a_host_is_lost(
 
 
 @pytest.mark.parametrize(
+    ("where", "size", "spares", "zero", "kills", "left"),
+    [
+        ("node1,node2,node3", 2, 1, 2, ["1:backward:2"], [0, 2]),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ("node1:2,node2:2,node3:2", 4, 2, 2, ["2:reduce:2:HOST"], [0, 1, 4, 5]),
+                ("node2,node1,node3:2", 2, 2, 1, ["0:reduce:2", "2:enter:-1"], [1, 3]),
+                # The first spare is lost after it has joined, on a host that has no other rank.
+                ("node1,node2:2,node3", 3, 1, 3, ["1:forward:1", "3:refilled:-1:HOST"], [0, 2]),
+            ]
+        ),
+    ],
+)
+def test_spares_on_other_hosts_replace_lost_ranks(
+    shardwise: Launcher,
+    hosts: Lab,
+    where: str,
+    size: int,
+    spares: int,
+    zero: int,
+    kills: list[str],
+    left: list[int],
+) -> None:
+    flags = ("-n", str(size), "--spares", str(spares), "-x", f"TESTS_RANKS={size}")
+    words = ["steps", "adamw", "out", *kills]
+    ran = survive(shardwise, hosts, where, *words, zero=zero, most=1, flags=flags)
+    hosts.clear()
+    assert ran.code == 0, ran.err
+    found = re.findall(rf"rank (\d+) is (\d+) of {len(left)} after step {STEPS}", ran.out)
+    order = [int(rank) for rank, _ in sorted(found, key=lambda each: int(each[1]))]
+    assert sorted(order) == left, ran.out + ran.err
+    check(shardwise.folder, "adamw", order, joined={rank for rank in left if rank >= size})
+
+
+@pytest.mark.parametrize(
     ("zero", "kill", "left"),
     [
         (3, "3:backward:4", [0, 1]),

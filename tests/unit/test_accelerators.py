@@ -15,7 +15,8 @@ from shardwise.world.randomness import generator_of
 
 SOURCES = Path(shardwise.__file__).parent
 CUDA_ALONE = {
-    "comm/connect.py": "NCCL is for GPUs of CUDA and ROCm",
+    "comm/abortable_nccl.py": "NCCL is for GPUs of CUDA and ROCm",
+    "comm/connect.py": "the same",
     "comm/nccl.py": "the same",
     "config/settings.py": "ranks are put on these devices: the transports are NCCL and Gloo",
     "deepspeed/accelerator.py": "DeepSpeed's own accelerator: that of NCCL or of Gloo",

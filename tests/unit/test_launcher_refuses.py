@@ -79,7 +79,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["--nnodes", "2", "--rdzv-endpoint", "h:1", "--survive", "1", "-x", "KEY=secret"],
             "-x KEY with --nnodes and --survive: the hosts would send its value to each other",
         ),
-        (["-H", "h1,h2", "--survive", "1", "--spares", "2"], "--spares 2 needs all workers on"),
+        (
+            ["-H", "h1:2,h2", "-n", "2", "--survive", "1", "--spares", "1"],
+            "--spares 1 on other hosts needs workers on at least two hosts",
+        ),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
     ],
 )

@@ -129,6 +129,21 @@ class TestHosts:
         assert [share.host for share in shares] == given[: len(counts)]
 
     @pytest.mark.parametrize(
+        ("total", "spares", "found"),
+        [
+            (6, 1, [("ranks 0-3", ()), ("ranks 4-5 and spare 6", (6,))]),
+            (3, 2, [("ranks 0-2 and spare 3", (3,)), ("spare 4", (4,))]),
+            (None, 2, [("ranks 0-3", ()), ("ranks 4-7 and spares 8, 9", (8, 9))]),
+            (4, 0, [("ranks 0-3", ())]),
+        ],
+    )
+    def test_spares_use_the_slots_that_are_left(
+        self, total: int | None, spares: int, found: list[tuple[str, tuple[int, ...]]]
+    ) -> None:
+        shares = hosts.spread(TWO, total=total, spares=spares)
+        assert [(share.ranks, share.spares) for share in shares] == found
+
+    @pytest.mark.parametrize(
         ("total", "per_host", "message"),
         [
             (9, None, r"-n 9: the 2 hosts have 8 slots in total. Increase their slots \(h1:5\)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -461,25 +462,32 @@ def test_connections_to_a_lost_host_are_closed() -> None:
         assert ends["127.0.0.1"][0].recv(1) == b"x"
 
 
-def test_connections_of_python_are_kept_if_only_those_of_gloo_are_closed() -> None:
+@pytest.mark.parametrize(
+    ("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_only_connections_of_gloo_are_closed(family: int, address: str) -> None:
+    """Gloo publishes its listening addresses as the kernel's sockaddr structures."""
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.2", 0)))
-        kept = stack.enter_context(socket.create_connection(listener.getsockname()))
-        kept_end = stack.enter_context(listener.accept()[0])
-        # Without a Python object, a socket looks like one that a C++ library has opened.
-        client = socket.create_connection(listener.getsockname()).detach()
-        stack.callback(os.close, client)
-        other = stack.enter_context(listener.accept()[0])
+        ends = []
+        for publishes in (True, False):
+            listener = stack.enter_context(socket.create_server((address, 0), family=family))
+            host = socket.inet_pton(family, address)
+            gap = b"" if family == socket.AF_INET else bytes(4)
+            port = struct.pack("!H", listener.getsockname()[1])
+            if publishes:
+                listeners.note(b"abc" + struct.pack("=H", family) + port + gap + host + b"\x02\x00")
+            client = stack.enter_context(socket.create_connection(listener.getsockname()[:2]))
+            ends.append((client, stack.enter_context(listener.accept()[0])))
         # Another thread may close a socket while the descriptors are listed.
         closed = socket.socket()
         stack.callback(closed.detach)
         os.close(closed.fileno())
-        listeners.close_connections(["127.0.0.2"], only_gloo=True)
-        assert os.read(client, 1) == b""
+        listeners.shut()
+        listeners.close_gloo()
+        (client, server), (kept, kept_end) = ends
+        assert client.recv(1) == server.recv(1) == b""
         kept_end.sendall(b"x")
         assert kept.recv(1) == b"x"
-        # This end is a Python socket, which sees that the other one is closed.
-        assert other.recv(1) == b""
 
 
 def test_the_scope_of_an_address_does_not_keep_a_connection_open() -> None:

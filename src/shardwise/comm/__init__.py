@@ -7,6 +7,7 @@ This package is the only caller of torch.distributed's collectives.
     shared_memory.py    CPU ranks on one host, through memory that all of them map
     hierarchical.py     CPU ranks on several hosts: shared memory within a host, Gloo between hosts
     nccl.py             CUDA ranks, over NCCL's collectives
+    abortable_nccl.py   the same with `--survive`: a lost rank does not block the others
     survivors/          the group of a run with `--survive`, which replaces its transport when
                         ranks are lost
     host_staged.py      CUDA ranks that share a GPU, over Gloo through host memory

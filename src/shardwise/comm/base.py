@@ -139,6 +139,12 @@ class Collectives(ABC):
     NCCL does.
     """
 
+    spoils_buffers = False
+    """True if a collective that is interrupted may leave any values in its buffers.
+
+    Otherwise, each element has its old value, or the new one.
+    """
+
     _gathered = 0
     """Number of calls to `gather_objects`."""
 

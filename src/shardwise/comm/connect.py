@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from shardwise.comm import abortable_nccl
+from shardwise.comm.abortable_nccl import AbortableNccl
 from shardwise.comm.base import Collectives, GroupRanks, Solo
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.hierarchical import Hierarchical
@@ -75,6 +77,8 @@ def connect(
     rendezvous: str | None = None,
     on_meeting: OnMeeting | None = None,
     of_run: GroupRanks | None = None,
+    *,
+    survives: bool = False,
 ) -> Collectives:
     """Connect to the group that `identity` describes, over a transport selected from `TRANSPORTS`.
 
@@ -89,6 +93,7 @@ def connect(
             agent owns the store.
         of_run: These ranks' numbers in the run, if the run contains other ranks too. `identity`
             numbers them from 0.
+        survives: True if the run continues after losing ranks.
 
     Raises:
         LaunchError: The other ranks cannot be reached, or shared memory is required but
@@ -104,6 +109,9 @@ def connect(
         )
     if identity.launcher == "python":
         return Solo()
+    if survives and row.backend == "nccl":
+        abortable_nccl.prepare()
+        row = Transport(abortable_nccl.BACKENDS, _abortable_nccl)
     of_run = of_run or GroupRanks.whole(identity.size)
     secret = _join(identity, row.backend, timeout, rendezvous, on_meeting)
     return row.make(
@@ -137,6 +145,20 @@ def _nccl(members: Members) -> Collectives:
         timeout=timedelta(seconds=members.timeout),
     )
     _introduce(identity, group)
+    return group
+
+
+def _abortable_nccl(members: Members) -> Collectives:
+    identity = members.identity
+    group = AbortableNccl(
+        identity.rank,
+        members.group_ranks,
+        members.device,
+        timedelta(seconds=members.timeout),
+        members.status_server,
+    )
+    _introduce(identity, group)
+    group.connect()
     return group
 
 

@@ -23,6 +23,7 @@ from shardwise.comm.mismatched_calls import mismatch_error
 from shardwise.comm.progress_thread import PendingWork, ProgressThread
 from shardwise.comm.torch_backend import explain, is_timeout, real_view, timeout_error
 from shardwise.errors import CollectiveError, PeerLost
+from shardwise.net import listeners
 from shardwise.watch.status_server import StatusServer
 
 PROBE = 1
@@ -136,16 +137,16 @@ class GlooExchange:
             pending.wait()
 
     def forget(self) -> None:
-        """Drop all pending messages and close the sockets.
+        """Drop all pending messages and close the sockets of all groups of this process.
 
         Call this before `close` if a rank is lost. Otherwise pending messages would keep the
         sockets open, and a rank that waits for this one would not notice that this one no longer
         takes part.
         """
         self._unwaited.clear()
-        group = dist.group.WORLD if self._group is None else self._group
-        if group is not None:
-            group._get_backend(torch.device("cpu")).abort()
+        # The script, an error's traceback or a waiting thread may still refer to a message, and
+        # Gloo's own `abort` closes nothing.
+        listeners.close_gloo()
 
     def close(self) -> None:
         """Stop the threads and leave torch's group."""

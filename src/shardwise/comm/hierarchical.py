@@ -33,7 +33,6 @@ from shardwise.comm.shared_work import DONE, HALFWAY, READY, Messages, Steps
 from shardwise.comm.socket_mesh import INLINE, MeshMessage
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.layout.sum_tree import node_sizes
-from shardwise.net import listeners
 
 Hosts = Sequence[Sequence[int]]
 """The ranks of each host, in ascending order. Every host has the same number of ranks."""
@@ -342,18 +341,10 @@ class Hierarchical(MappedMemory):
         return [ranks for ranks in found if ranks]
 
     def forget(self) -> None:
-        """Close the sockets to other hosts, because a rank is lost. See GlooExchange.forget."""
+        """Close the sockets of Gloo, because a rank is lost. See GlooExchange.forget."""
         assert isinstance(self._under, Gloo)
         self._between.messages.forget()
         self._under.messages.forget()
-        # A thread that waits for a message of another host keeps Gloo's sockets open. That host may
-        # wait for a message of this one, and would not notice that this one no longer takes part.
-        server = self.status_server
-        assert isinstance(self._under, Gloo)
-        places = server.places_of(self._under.group_ranks.ranks)
-        elsewhere = (place for place in places if not server.shares_host(place.rank))
-        addresses = {address for each in elsewhere for address in (each.address, *each.others)}
-        listeners.close_connections(addresses, only_gloo=True)
 
     def retire(self) -> Arena:
         """Close the group after ranks are lost. See SharedMemory.retire."""

@@ -33,6 +33,16 @@ NOTED = "a collective over NCCL, or the GPU's work before it"
 """Name that hang reports use for waiting for a collective's result."""
 
 
+def abort_communicators(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort the NCCL communicators of torch's process groups. Their kernels end at once."""
+    backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+    # In one NCCL group, because separate aborts of several communicators may wait for each other.
+    backends[0]._group_start()
+    for backend in backends:
+        backend.abort()
+    backends[0]._group_end()
+
+
 class Nccl(Collectives):
     """CUDA ranks that use NCCL's collectives.
 

@@ -250,6 +250,9 @@ class RepeatableSteps(StepRunner):
     def _lay_out_now(self) -> None:
         if self._accumulation.backwards:
             self._backward.abandon()
+        if (copies := self._objects.states.copies) is not None:
+            with torch.no_grad():
+                copies.restore()
         # If further ranks are lost from now on, the states in `_whole` are laid out nevertheless,
         # because spares have no others.
         joins = self._whole is not None
@@ -339,6 +342,8 @@ class RepeatableSteps(StepRunner):
             survival.loss = None
         elif survival.loss is not None:
             survival.replace_group(self._state.steps + 1, is_updated=True)
+        elif not self._is_layout_due and (copies := self._objects.states.copies) is not None:
+            copies.published()
         self._lay_out()
 
     def _gathers_span_all(self) -> bool:

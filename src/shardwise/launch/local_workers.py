@@ -16,7 +16,7 @@ from shardwise.launch.failure_report import ExitStatus
 from shardwise.launch.orphan_reaper import OrphanReaper
 from shardwise.launch.run_spec import Meeting, RunSpec, rank_environment
 from shardwise.launch.worker import Begin, OutputSource, Worker, WorkerStreams
-from shardwise.net import environment, error_file, progress
+from shardwise.net import environment, error_file, private_files, progress
 from shardwise.net.error_file import ErrorReport
 from shardwise.net.identity import Identity
 from shardwise.net.progress import Progress, StopLimit
@@ -112,8 +112,8 @@ class LocalWorkers:
             fds = [listener.fileno()] if listener is not None and rank == self._meets_at else []
             identity = self._identity(local_rank, fds[0] if fds else None)
             self._start_rank(rank, identity, fds, self._streams if rank == 0 else None)
-        for number in range(self._spec.spares):
-            self.start_spare(self._spec.size + number)
+        for rank in self._spec.share.spares:
+            self.start_spare(rank)
 
     def start_spare(self, rank: int, *, grows: bool = False) -> None:
         """Start a spare, which waits until it can replace a lost rank.
@@ -125,9 +125,12 @@ class LocalWorkers:
         # A lost spare with this number may have joined before.
         progress.forget(self._folder, rank)
         # Spares have numbers after those of the ranks that start the run.
-        size = max(self._spec.size + self._spec.spares, rank + 1)
+        size, share = max(self._spec.size + self._spec.spares, rank + 1), self._spec.share
+        place, places = rank, size
+        if share.count < self._spec.size:  # other hosts have ranks too
+            place, places = share.every.index(rank), len(share.every)
         identity = replace(
-            self._identity(0, None), rank=rank, size=size, local_rank=rank, local_size=size
+            self._identity(0, None), rank=rank, size=size, local_rank=place, local_size=places
         )
         spare = environment.GROWS if grows else environment.REPLACES
         self._start_rank(rank, identity, [], None, spare=spare)
@@ -253,6 +256,21 @@ class LocalWorkers:
         found = progress.read(self._folder, rank)
         return found is not None and found.joined is not None
 
+    def joined_spares(self) -> list[int]:
+        """Return the spares of this host that have joined the other ranks."""
+        return [rank for rank in self._spec.share.spares if self.has_joined(rank)]
+
+    def members(self) -> str:
+        """Return the addresses of the ranks that spares can join, or "" if unknown here."""
+        try:
+            return (self._folder / environment.MEMBERS_FILE).read_text()
+        except FileNotFoundError:
+            return ""
+
+    def set_members(self, text: str) -> None:
+        """Pass on the addresses from another host to the spares of this one."""
+        private_files.write(self._folder / environment.MEMBERS_FILE, text)
+
     def have_met(self, ranks: Collection[int]) -> bool:
         """Return whether all `ranks`, on this host, have met all other ranks in `sw.init`."""
         # A rank records its progress once it has exchanged messages with every other rank.
@@ -306,7 +324,7 @@ class LocalWorkers:
             rank=share.first + local_rank,
             size=self._spec.size,
             local_rank=local_rank,
-            local_size=share.count,
+            local_size=max(share.count, 1),  # a host may only have spares
             address=self._meeting.address,
             port=self._meeting.port,
             listen_fd=listen_fd,

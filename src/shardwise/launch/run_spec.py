@@ -232,7 +232,7 @@ def rank_environment(
     }
     if spec.survives:
         given[environment.SURVIVES_VARIABLE] = str(spec.spares)
-        if identity.local_size < identity.size and not spare:
+        if identity.local_size < identity.size:
             given[environment.LOST_AFTER_VARIABLE] = str(spec.lost_after)
     if spare:
         given[environment.SPARE_VARIABLE] = spare

@@ -13,6 +13,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,12 +97,20 @@ def _by_ourselves(
     if is_alone and request.hosts is None and request.hostfile is None:
         flags.refuse_without_effect(flags.ON_THIS_HOST, {**vars(request), **request.settings})
     size = sum(share.count for share in shares)
-    if not is_alone and request.settings.get("spares", "0") != "0":
+    spares = _spares(request)
+    has_workers = [share for share in shares if share.count]
+    if not is_alone and spares and sum(len(share.spares) for share in shares) < spares:
         raise LaunchError(
-            f"--spares {request.settings['spares']} needs all workers on this host, because spares "
-            "find the others through its files. Leave it out: --survive continues with the workers "
-            "that are left."
+            f"--spares {spares} cannot be combined with --nnodes on several hosts: no host knows "
+            "the others' free slots. Start the run with -H or --hostfile, or leave --spares out."
         )
+    if not is_alone and spares and len(has_workers) == 1:
+        raise LaunchError(
+            f"--spares {spares} on other hosts needs workers on at least two hosts, which know "
+            "each other's addresses. Divide the workers among the hosts, with fewer slots for each."
+        )
+    if is_alone and spares and size > 1:
+        shares = [replace(shares[0], spares=tuple(range(size, size + spares)))]
     parts, settings = 0, request.settings
     if request.part_runner is not None:
         counts = [share.count for share in shares]
@@ -318,9 +327,14 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
             f"-H {request.hosts} and --hostfile {request.hostfile}: give one of the two."
         )
     if request.hosts is not None:
-        return tuple(hosts.spread(hosts.from_list(request.hosts), total=size, per_host=each))
-    if request.hostfile is not None:
-        return tuple(hosts.spread(hosts.read(Path(request.hostfile)), total=size, per_host=each))
+        named = hosts.from_list(request.hosts)
+    elif request.hostfile is not None:
+        named = hosts.read(Path(request.hostfile))
+    else:
+        named = []
+    if named:
+        spares = _spares(request) if len(named) > 1 else 0
+        return tuple(hosts.spread(named, total=size, per_host=each, spares=spares))
     if allocation is not None:
         return tuple(_shares_of(allocation, request))
     if None not in (size, each) and size != each:
@@ -332,11 +346,19 @@ def _shares(request: LaunchRequest, allocation: Allocation | None) -> tuple[Shar
     return tuple(hosts.spread([Host("localhost", each or size)], total=size))
 
 
+def _spares(request: LaunchRequest) -> int:
+    """Return the number of spares, which only a run with --survive has."""
+    survives = request.settings.get("survive", "0") != "0"
+    return int(request.settings.get("spares", "0")) if survives else 0
+
+
 def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
     """Return the ranks of each host in an allocation, by default one per slot or GPU."""
+    spares = _spares(request) if len(allocation.hosts) > 1 else 0
     if request.per_host is not None:
         named = [Host(host.name) for host in allocation.hosts]
-        return hosts.spread(named, total=request.size, per_host=request.per_host)
+        each = request.per_host
+        return hosts.spread(named, total=request.size, per_host=each, spares=spares)
     on_cpu = request.settings.get("device") == "cpu"
     slots = allocation.with_ranks(0 if on_cpu else resources.gpu_count(os.environ))
     if request.size is not None and request.size > sum(host.slots or 1 for host in slots):
@@ -348,7 +370,7 @@ def _shares_of(allocation: Allocation, request: LaunchRequest) -> list[Share]:
         assert request.size is not None
         each = -(-request.size // len(slots))
         slots = tuple(Host(host.name, each) for host in slots)
-    return hosts.spread(slots, total=request.size)
+    return hosts.spread(slots, total=request.size, spares=spares)
 
 
 def _ranks_of_a_host(request: LaunchRequest) -> int:

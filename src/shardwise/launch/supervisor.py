@@ -230,6 +230,8 @@ class Supervisor:
                     self._outputs[rank].hear(STDERR, as_utf8(rank_exit.report.text))
                 self.say(failure_report.spare_line(rank, rank_exit.how))
             workers.clear_away(rank)
+            # Ranks on other hosts may be waiting for it to join.
+            self._mark_lost([rank])
             del self._exits[rank]  # it has not changed the result of the run
             return True
         waiting = {each for each in self._running if self._waits_to_join(each)}
@@ -307,7 +309,7 @@ class Supervisor:
         try:
             self.substitutes.start_spare(rank)
         except LaunchError as error:
-            self.say(f"shardwise: rank {rank} is not replaced: {error}\n")
+            self.say(f"shardwise: rank {rank} is not started again: {error}\n")
             return
         del self._exits[rank]
         self._killed.discard(rank)

@@ -43,21 +43,33 @@ class Host:
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks assigned to one host: `count` consecutive ranks, starting at `first`."""
+    """The ranks assigned to one host: `count` consecutive ranks, starting at `first`.
+
+    `spares` are the ranks that wait on this host to replace lost ones.
+    """
 
     host: Host
     first: int
     count: int
+    spares: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> range:
         return range(self.first, self.first + self.count)
 
     @property
+    def every(self) -> tuple[int, ...]:
+        """The ranks and the spares."""
+        return (*self.numbers, *self.spares)
+
+    @property
     def ranks(self) -> str:
-        """The ranks as text for messages: "rank 3" or "ranks 0-3"."""
+        """The ranks as text for messages: "rank 3" or "ranks 0-3", and "spare 4"."""
         last = self.first + self.count - 1
-        return f"rank {last}" if self.count == 1 else f"ranks {self.first}-{last}"
+        words = [f"rank {last}" if self.count == 1 else f"ranks {self.first}-{last}"]
+        spares = ", ".join(map(str, self.spares))
+        named = [f"spare{'s' * (len(self.spares) > 1)} {spares}"] if spares else []
+        return " and ".join((words if self.count else []) + named)
 
 
 _NAME = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
@@ -124,14 +136,21 @@ def merge(hosts: Sequence[Host]) -> list[Host]:
 
 
 def spread(
-    hosts: Sequence[Host], *, total: int | None = None, per_host: int | None = None
+    hosts: Sequence[Host],
+    *,
+    total: int | None = None,
+    per_host: int | None = None,
+    spares: int = 0,
 ) -> list[Share]:
     """Assign consecutive ranks to hosts, in the order of `hosts`.
+
+    Spares are assigned to the slots that are left, and then to the last host.
 
     Args:
         hosts: The hosts and their slots.
         total: The number of ranks, or None for one rank per slot. Earlier hosts are filled first.
         per_host: The number of slots on hosts that do not specify one (default 1).
+        spares: The number of spares.
 
     Raises:
         LaunchError: The ranks do not fit on the hosts, or `per_host` contradicts a host's slots.
@@ -155,12 +174,16 @@ def spread(
     if total is not None and total < 1:
         raise LaunchError(f"-n {total}: a run has at least one rank; write -n 1 or more.")
     left = sum(slots) if total is None else total
-    shares, first = [], 0
+    shares, first, next_spare = [], 0, left
     for host, room in zip(hosts, slots, strict=True):
-        count = min(room, left - first)
-        if count > 0:
-            shares.append(Share(host, first, count))
-            first += count
+        count = max(0, min(room, left - first))
+        waiting = left + spares - next_spare
+        if host is not hosts[-1]:
+            waiting = min(waiting, room - count)
+        if count or waiting:
+            numbers = tuple(range(next_spare, next_spare + waiting))
+            shares.append(Share(host, first if count else 0, count, numbers))
+            first, next_spare = first + count, next_spare + waiting
     return shares
 
 

@@ -1,22 +1,22 @@
-"""Controls Gloo's sockets: blocks new connections, and closes connections to lost hosts.
+"""Controls Gloo's sockets: blocks new connections, and closes existing ones.
 
 While a process group exists, Gloo accepts any connection without authentication, and aborts the
 process when it runs out of file descriptors. Yet a complete group needs no new connections. Gloo
 does not expose its sockets, so we find them among the process's descriptors and attach a socket
 filter that drops every packet. Established connections have their own sockets and are not affected.
 
-Nor does Gloo notice that another host has lost power or its network. We close its connections to
-such a host in the same way.
+Gloo closes the connections of a group only when nothing refers to any of its messages any more, and
+it does not notice that another host has lost power or its network. So we close them in the same
+way.
 """
 
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
+import re
 import socket
 import struct
-from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 
@@ -29,12 +29,28 @@ _DROP_ALL = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))
 _OPEN = "/proc/self/fd"
 """Folder that lists this process's open descriptors (Linux)."""
 
-_noted: deque[bytes] = deque(maxlen=64)
+_ADDRESS = re.compile(
+    struct.pack("=H", socket.AF_INET)
+    + rb"(?=(.{6}))|"
+    + struct.pack("=H", socket.AF_INET6)
+    + rb"(?=(.{2}).{4}(.{16}))",
+    re.DOTALL,
+)
+"""Matches the kernel's sockaddr structures: the family, the port, and the address.
+
+In an IPv6 address, four bytes of flow information separate the port from the address.
+"""
+
+_noted: set[bytes] = set()
+"""Ports and addresses at which Gloo listens, in this process and in others."""
+
+_connections: set[int] = set()
+"""Inodes of Gloo's connections."""
 
 
 def note(value: bytes) -> None:
-    """Store a value that was set on the store, on which Gloo publishes its listening addresses."""
-    _noted.append(value)
+    """Note the addresses in a value of the store, on which Gloo publishes where it listens."""
+    _noted.update(b"".join(filter(None, found.groups())) for found in _ADDRESS.finditer(value))
 
 
 def shut() -> None:
@@ -43,51 +59,47 @@ def shut() -> None:
     Call it once all ranks of Gloo's groups are connected. No-op if the kernel does not support
     socket filters.
     """
-    noted = list(_noted)
+    noted = set(_noted)
     _noted.clear()
     program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))
-    for listener in _tcp_sockets() if noted else ():
-        with listener, suppress(OSError):
-            if not listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                continue
-            host, port = listener.getsockname()[:2]
-            packed = socket.inet_pton(listener.family, host.partition("%")[0])
-            # Gloo publishes its addresses as the kernel's sockaddr structures. In an IPv6 address,
-            # four bytes of flow information separate the port from the address.
-            gap = b"" if listener.family == socket.AF_INET else bytes(4)
-            address = struct.pack("!H", port) + gap + packed
-            if any(address in value for value in noted):
-                listener.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
+    for each in _tcp_sockets() if noted else ():
+        with each, suppress(OSError):  # neither listening nor connected
+            listens = each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            is_own = _packed(each, each.getsockname()) in noted
+            if not listens and (is_own or _packed(each, each.getpeername()) in noted):
+                _connections.add(os.fstat(each.fileno()).st_ino)
+            elif listens and is_own:
+                each.setsockopt(socket.SOL_SOCKET, _ATTACH_FILTER, program)
 
 
-def close_connections(addresses: Collection[str], *, only_gloo: bool = False) -> None:
+def _packed(each: socket.socket, name: tuple[str, int]) -> bytes:
+    """Return the port and the address of one end of a connection, as in `_noted`."""
+    host = socket.inet_pton(each.family, name[0].partition("%")[0])
+    return struct.pack("!H", name[1]) + host
+
+
+def close_gloo() -> None:
+    """Close the connections of all Gloo groups of this process.
+
+    Threads that wait for messages are woken, here and on the other ranks.
+    """
+    for connection in _tcp_sockets() if _connections else ():
+        with connection, suppress(OSError):  # the other end has closed it
+            if os.fstat(connection.fileno()).st_ino in _connections:
+                connection.shutdown(socket.SHUT_RDWR)
+    _connections.clear()
+
+
+def close_connections(addresses: Collection[str]) -> None:
     """Close this process's TCP connections to the hosts at `addresses`.
 
     Threads that wait for data on them are woken, as if the other end had closed the connection.
-
-    Args:
-        addresses: The hosts' addresses.
-        only_gloo: True to keep the connections that Python has opened, such as those to status
-            servers. The others are those of Gloo, unless the script uses further libraries in C++.
     """
     plain = {_plain(address) for address in addresses}
-    kept = _python_sockets() if only_gloo else set()
     for connection in _tcp_sockets():
         with connection, suppress(OSError):  # not connected
-            number = os.fstat(connection.fileno()).st_ino
-            if _plain(connection.getpeername()[0]) in plain and number not in kept:
+            if _plain(connection.getpeername()[0]) in plain:
                 connection.shutdown(socket.SHUT_RDWR)
-
-
-def _python_sockets() -> set[int]:
-    """Return the inodes of all open Python sockets."""
-    found = set()
-    for each in gc.get_objects():
-        # Not isinstance, which would look into lazy modules and dead proxies.
-        if issubclass(type(each), socket.socket):
-            with suppress(OSError):  # closed, perhaps just now by another thread
-                found.add(os.fstat(each.fileno()).st_ino)
-    return found
 
 
 def _plain(address: str) -> str:

@@ -140,6 +140,7 @@ class _TableStore(Store):
         value = self._do("get", key)
         if value is None:
             raise dist.DistStoreError(f"{key} was deleted while it was read")
+        listeners.note(bytes(value))
         return bytes(value)
 
     def add(self, key: str, amount: int) -> int:

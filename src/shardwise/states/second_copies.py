@@ -119,6 +119,8 @@ class SecondCopies:
         self._buckets = parameters.buckets
         self._shards = shards
         self.pairings = {axis: Pairing.of(group) for axis, group in shards.by_axis.items()}
+        self._kept: dict[int, Tensor] = {}
+        """The owner's intervals of replicated parameters, while an all-gather may spoil them."""
         self._gradients = []
         for bucket, gradient in zip(parameters.buckets, gradients, strict=True):
             first, end = bucket.interval(self.pairing(bucket).owner)
@@ -189,7 +191,27 @@ class SecondCopies:
 
         For the other arguments, see `InnerOptimizer.step`.
         """
-        self.optimizer.inners[index].step(used, factor)
+        inner = self.optimizer.inners[index]
+        inner.step(used, factor)
+        for number in inner.buckets:
+            interval, bucket = self.optimizer.intervals[number], self._buckets[number]
+            is_replicated = not self._parameters.parameters.second_copies
+            # The masters, if there are any, are not in memory that the all-gather writes to.
+            if is_replicated and not interval.has_master and self._shards.of(bucket).spoils_buffers:
+                self._kept[number] = interval.target.loaded().clone()
+
+    def published(self) -> None:
+        """Note that all parameters are complete, so `restore` need not change them."""
+        self._kept.clear()
+
+    def restore(self) -> None:
+        """Restore the owner's parameters after an all-gather was interrupted.
+
+        This rank may hold the only values, because the owner was lost.
+        """
+        for number, values in self._kept.items():
+            self.optimizer.intervals[number].target.loaded().copy_(values)
+        self._kept.clear()
 
     def held_rank(self, index: int) -> int | None:
         """Return the rank whose elements of bucket `index` have the same bits here after an update.

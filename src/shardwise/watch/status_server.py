@@ -319,7 +319,10 @@ class StatusServer:
         return found
 
     def is_silent(self, place: RankAddress) -> bool:
-        """Return whether the process at `place`, on this host, has exited or is stopped."""
+        """Return whether the process at `place` has exited or, on this host, is stopped."""
+        mine = self._places.get(self.rank)
+        if mine is not None and mine.host != place.host:
+            return progress.is_lost(place.rank)
         return self._state_here(place) in process_status.SILENT
 
     def ask_one(self, rank: int, question: Message) -> Message:

@@ -150,7 +150,13 @@ def _join(
         alone = collectives.wait_alone(identity)
         return survives(alone, number=identity.rank, run_size=identity.size)
     group = collectives.connect(
-        identity, device, chosen.timeout, chosen.transport, chosen.rendezvous, on_meeting
+        identity,
+        device,
+        chosen.timeout,
+        chosen.transport,
+        chosen.rendezvous,
+        on_meeting,
+        survives=bool(chosen.survive),
     )
     return survives(group) if chosen.survive and group.size > 1 else group
 

@@ -255,9 +255,10 @@ def check(
     """Raise ConfigError if this run cannot continue after losing a rank."""
     if settings.spares and environ.get(environment.SURVIVES_VARIABLE) != str(settings.spares):
         raise ConfigError(
-            f"--spares {settings.spares} needs `shardwise run -n N --survive K --spares "
-            f"{settings.spares}` with two or more workers on one host. This run was started by "
-            f"{identity.launcher}, as {many(identity.size, 'worker')}. Leave the flag out."
+            f"--spares {settings.spares} needs two or more workers, and `shardwise run -n N "
+            f"--survive K --spares {settings.spares}`, or -H HOST1,HOST2 in place of -n N. This "
+            f"run was started by {identity.launcher}, as {many(identity.size, 'worker')}. Leave "
+            "the flag out."
         )
     if not settings.survive or identity.size == 1:
         return
@@ -276,10 +277,7 @@ def check(
             f"{identity.launcher}. Start it with {instead}, or leave --survive out."
         )
     if device.type != "cpu":
-        raise ConfigError(
-            f"--survive {settings.survive} is not supported on {device.type} yet: write --device "
-            "cpu, or leave the flag out."
-        )
+        _check_device(settings, device, environ)
     wait = float(environ.get(environment.LOST_AFTER_VARIABLE, 0))
     if settings.timeout <= wait:
         raise ConfigError(
@@ -291,4 +289,22 @@ def check(
         raise ConfigError(
             f"--survive {settings.survive} of {identity.size} workers: at least one must be left. "
             f"Write --survive {identity.size - 1} at most."
+        )
+
+
+def _check_device(settings: Settings, device: torch.device, environ: Mapping[str, str]) -> None:
+    flag = f"--survive {settings.survive} on {device.type}"
+    if settings.transport != "auto":
+        raise ConfigError(
+            f"{flag} needs NCCL: leave out --transport {settings.transport}, or write --device cpu."
+        )
+    if settings.spares or environment.SPARE_VARIABLE in environ:
+        raise ConfigError(
+            f"{flag} does not support --spares and shardwise scale-up yet: leave them out, or "
+            "write --device cpu."
+        )
+    if settings.splits_a_replica:
+        raise ConfigError(
+            f"{flag} does not support --tensor, --pipeline, --context and --expert yet: leave them "
+            "out, or write --device cpu."
         )

@@ -62,7 +62,7 @@ mine = {
 }
 torch.set_default_dtype(torch.float64)
 rows, labels = make_data(kind)
-model = make_model(kind)
+model = make_model(kind).to(world.device)
 if kind in ADAMW:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 else:
@@ -201,6 +201,7 @@ def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def train(x: torch.Tensor, y: torch.Tensor) -> None:
     """Run a forward and a backward pass."""
     reach("forward")
+    x, y = x.to(world.device), y.to(world.device)
     if world.size < full:
         time.sleep(0.5)
     elif full and max(world.collectives.places) >= full:  # the first spares have joined
@@ -264,7 +265,7 @@ def held(state: OptimizerState) -> list[list[torch.Tensor]]:
             for tensor in (segment.tensor, *entries.values())
             if tensor is not None
         ]
-        found.append([tensor.detach().clone() for tensor in tensors])
+        found.append([tensor.detach().cpu().clone() for tensor in tensors])
     return found
 
 
@@ -272,7 +273,7 @@ assert os.getpid() == process
 evaluate()
 engine.save("checkpoints")
 with engine.full_parameters():
-    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()]).cpu()
 states = engine._states
 stored = {"losses": losses, "weights": weights, "used": used, "own": held(states.optimizer)}
 if states.copies is not None:

@@ -8,8 +8,11 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
+from shardwise.comm import abortable_nccl
+from shardwise.comm.abortable_nccl import AbortableNccl
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives, GroupRanks, Solo
 from shardwise.comm.gloo import Gloo
@@ -36,8 +39,12 @@ MARK = 2.0
 
 def retire(group: Collectives) -> Arena | None:
     """Close a transport that has lost a rank, and return its shared memory, if it has any."""
+    listeners.close_gloo()  # those of groups over shared memory too
     if isinstance(group, SharedMemory | Hierarchical):
         return group.retire()
+    if isinstance(group, AbortableNccl):
+        group.retire()
+        return None
     if isinstance(group, Gloo):
         group.messages.forget()
     group.close()
@@ -47,6 +54,8 @@ def retire(group: Collectives) -> Arena | None:
 def retire_part(group: Collectives) -> None:
     """Close the transport of a part that has lost a rank."""
     # A shared-memory group closes its parts when it closes.
+    if isinstance(group, AbortableNccl):
+        group.retire()
     if isinstance(group, Hierarchical):
         group.forget()
     if isinstance(group, Gloo):
@@ -62,6 +71,7 @@ def connect(
     listener: socket.socket | None,
     memory: Arena | None,
     shares: bool,
+    device: torch.device | None,
     parts: Sequence[PartGroup],
     timeout: float,
     *,
@@ -79,6 +89,7 @@ def connect(
         listener: The listening socket, on the first member only.
         memory: This rank's shared memory from an earlier transport, if there was any.
         shares: True if the ranks of a host share memory.
+        device: This rank's GPU, or None if the ranks are CPU ranks.
         parts: The parts of the group of all ranks, in the order of their creation.
         timeout: Limit for every wait, in seconds.
         in_tree: True if the transport must sum in the reduction tree of the exact mode.
@@ -112,15 +123,15 @@ def connect(
         else:
             _await(store, ["all here"], decision, server, timeout)
         seconds = timedelta(seconds=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=seconds)
+        backend = "gloo" if device is None else abortable_nccl.BACKENDS
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=seconds)
         listeners.shut()
-        made = Gloo(
-            rank,
-            size,
-            group_ranks=GroupRanks(members, run_size, members),
-            status_server=server,
-            timeout=seconds,
-        )
+        ranks = GroupRanks(members, run_size, members)
+        if device is None:
+            made = Gloo(rank, size, group_ranks=ranks, status_server=server, timeout=seconds)
+        else:
+            made = AbortableNccl(rank, ranks, device, seconds, server)
+            made.connect()
         if shares:
             made = share_memory(made, timeout, required=False, arena=memory, in_tree=in_tree)
         connected: dict[Collectives, tuple[Collectives, Sequence[int]]] = {}

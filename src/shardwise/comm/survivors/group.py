@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from shardwise.comm.abortable_nccl import AbortableNccl
 from shardwise.comm.arena import Arena
 from shardwise.comm.base import Collectives
 from shardwise.comm.hierarchical import Hierarchical
@@ -61,7 +62,7 @@ class SurvivorGroup(ReplaceableGroup):
     """All remaining ranks of the run, over a transport that `replace` renews.
 
     Args:
-        inner: The transport of all ranks, which must be CPU ranks.
+        inner: The transport of all ranks.
         timeout: Limit for every wait, in seconds.
         most: Maximum number of ranks that may be lost at once. A host that loses all of its ranks
             counts once.
@@ -114,6 +115,7 @@ class SurvivorGroup(ReplaceableGroup):
         self._full_size = self._run_size - spares
         """Largest number of ranks so far. Lost ones are replaced up to this number."""
         self._shares = isinstance(inner, SharedMemory | Hierarchical)
+        self._device = inner.device if isinstance(inner, AbortableNccl) else None
         self._memory: Arena | None = None
         """Shared memory of an earlier transport, while this rank is alone."""
         self._store: connecting.RunStore | None = None
@@ -358,6 +360,7 @@ class SurvivorGroup(ReplaceableGroup):
                     listener,
                     self._memory,
                     self._shares,
+                    self._device,
                     parts.kept,
                     self._timeout,
                     in_tree=bool(self.divisions.sizes),

@@ -7,9 +7,10 @@ host's agent, and reports the host's ranks as lost.
 
 from __future__ import annotations
 
+import os
 import threading
 
-from shardwise.net import listeners
+from shardwise.net import environment, listeners
 from shardwise.watch.status_server import StatusServer
 
 TICK = 0.2
@@ -26,8 +27,8 @@ class LostHosts:
     def __init__(self, server: StatusServer) -> None:
         self._server = server
         self._closed = threading.Event()
-        # Ranks on one host see each other's processes.
-        if server.hosts > 1:
+        # Ranks on one host see each other's processes. A spare does not know the others yet.
+        if environment.LOST_AFTER_VARIABLE in os.environ:
             name = "shardwise-lost-hosts"
             threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -30,6 +30,7 @@ class ReplaceableGroup(Collectives):
         self.name, self.copies = inner.name, inner.copies
         self.sends_pieces, self.sums_onto = inner.sends_pieces, inner.sums_onto
         self.looks, self.in_one_order = inner.looks, inner.in_one_order
+        self.spoils_buffers = inner.spoils_buffers
 
     def allocate(
         self, numel: int, dtype: torch.dtype, device: torch.device, *, forkable: bool = False

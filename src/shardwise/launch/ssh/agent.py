@@ -5,8 +5,8 @@
     check ->                  checks that the program exists, chooses address and port
         <- ready | refused
     start ->                  starts the ranks
-        <- output, end, saves, met ...
-    signal, ask, resize, ended, lost, clear ->
+        <- output, end, saves, met, joined, members ...
+    signal, ask, resize, ended, lost, members, clear ->
     close ->                  exits, as after a lost connection or a timeout
 
 The agent reads from its standard input and writes to its standard output, which ssh connects to the
@@ -49,7 +49,7 @@ BEAT = 1.0
 """Seconds between two heartbeats to the launcher."""
 
 LOOK = 0.2
-"""Seconds between two checks whether this host's ranks have met the others (`--survive`)."""
+"""Seconds between two checks whether this host's ranks have met or joined others (`--survive`)."""
 
 REAPER_SLACK = 3.0
 """Seconds that the reaper waits beyond the launcher's timeout before it assumes that this process
@@ -83,6 +83,10 @@ class Agent:
         self._starts = count()
         self._awaits_meeting = False
         """True while this host's ranks have not met the others in a run with `--survive`."""
+        self._joined: set[int] = set()
+        """Spares of this host that have joined the other ranks."""
+        self._members = ""
+        """The addresses that spares need, as last sent or received."""
         self._patience = FIRST_PATIENCE
         self._last_sign = time.monotonic()
         """Arrival time of the last data from the launcher."""
@@ -108,8 +112,9 @@ class Agent:
                     self._reaper.beat()
                 beat_at = now + BEAT
             self._report_meeting()
+            has_spares = self._report_spares()
             left = min(self._last_sign + self._patience, beat_at) - now
-            left = min(left, LOOK) if self._awaits_meeting else left
+            left = min(left, LOOK) if self._awaits_meeting or has_spares else left
             for key, _ in self._selector.select(max(0.0, left)):
                 self._guarded(key.data)
             # The system may reuse the ids of processes that have exited, so unregister them from
@@ -184,6 +189,26 @@ class Agent:
         if self._parts[0].have_met(self._spec.share.numbers):
             self._awaits_meeting = False
             self._send("met")
+
+    def _report_spares(self) -> bool:
+        """Report which spares have joined, and new addresses. Return whether the run has spares."""
+        if self._spec is None or not self._spec.spares or 0 not in self._parts:
+            return False
+        workers = self._parts[0]
+        for rank in workers.joined_spares():
+            if rank not in self._joined:
+                self._joined.add(rank)
+                self._send("joined", rank=rank)
+        # The main rank writes them on its host. The launcher sends them to the other hosts.
+        if (text := workers.members()) not in ("", self._members):
+            self._members = text
+            self._send("members", text=text)
+        return True
+
+    def on_members(self, text: str) -> None:
+        self._members = text
+        for workers in self._parts.values():
+            workers.set_members(text)
 
     def _run_part(
         self,
@@ -264,6 +289,7 @@ class Agent:
 
     def _left(self, rank_exit: RankExit) -> None:
         self._report_meeting()
+        self._report_spares()
         report, progress = (
             found and asdict(found) for found in (rank_exit.report, rank_exit.progress)
         )

@@ -245,4 +245,4 @@ def _compare_versions(remotes: Sequence[RemoteHost], supervisor: Supervisor) -> 
 
 def names(shares: Sequence[Share]) -> dict[int, str]:
     """Return each rank's host name."""
-    return {rank: share.host.name for share in shares for rank in share.numbers}
+    return {rank: share.host.name for share in shares for rank in share.every}

@@ -38,6 +38,13 @@ class _Ranks:
 
     def __init__(self, remotes: Sequence[RemoteHost]) -> None:
         self._remotes = remotes
+        for remote in remotes:
+            remote.relay = partial(self._relay, remote)
+
+    def _relay(self, source: RemoteHost, text: str) -> None:
+        for remote in self._remotes:
+            if remote is not source:
+                remote.set_members(text)
 
     def mark_lost(self, ranks: Sequence[int]) -> None:
         for remote in self._remotes:
@@ -45,14 +52,14 @@ class _Ranks:
 
     def clear_away(self, rank: int) -> None:
         for remote in self._remotes:
-            if rank in remote.share.numbers:
+            if rank in remote.share.every:
                 remote.clear_away(rank)
 
     def start_spare(self, rank: int, *, grows: bool = False) -> None:
         raise LaunchError("Only a run on a single host can start further workers.")
 
     def has_joined(self, rank: int) -> bool:
-        return False
+        return any(rank in remote.joined for remote in self._remotes)
 
     def have_met(self, ranks: Collection[int]) -> bool:
         on = [each for each in self._remotes if not set(ranks).isdisjoint(each.share.numbers)]
@@ -83,6 +90,7 @@ def _once(spec: RunSpec, console: Console, signals: Signals) -> Ending:
         joins=spec.joins,
         hosts=agents.names(spec.shares),
         survives=spec.survives,
+        spares=spec.spares,
     )
     with closing(supervisor), Agents(spec, supervisor, console.lines, RemoteHost) as started:
         remotes = started.start(spec.shares)

@@ -49,6 +49,7 @@ TO_AGENT: Kinds = {
     "ask": {"number": int, "part": int},
     "ended": {"rank": int, "part": int},
     "lost": {"ranks": [int]},
+    "members": {"text": str},
     "clear": {"rank": int},
     "resize": {"window": [int]},
     "close": {},
@@ -75,6 +76,8 @@ FROM_AGENT: Kinds = {
     },
     "saves": {"number": int},
     "met": {},
+    "joined": {"rank": int},
+    "members": {"text": str},
 }
 MOST = 2**26
 """Maximum length of a line in bytes."""

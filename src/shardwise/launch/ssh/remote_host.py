@@ -53,6 +53,8 @@ class RemoteHost:
         ready: The agent's message that ranks can be started, or None until it arrives.
         fault: The reason why the host was declared lost, or None while it works.
         have_met: True if the host's ranks have met those of the other hosts (`--survive`).
+        joined: The host's spares that have joined the other ranks.
+        relay: Called with the addresses that spares on other hosts need.
     """
 
     kinds = protocol.FROM_AGENT
@@ -71,6 +73,8 @@ class RemoteHost:
         self.ready: protocol.Message | None = None
         self.fault: str | None = None
         self.have_met = False
+        self.joined: set[int] = set()
+        self.relay: Callable[[str], None] = lambda text: None
         self.is_here = network.is_here(share.host) if is_here is None else is_here
         self._spec = spec
         self._supervisor: Supervisor | None = None
@@ -153,6 +157,10 @@ class RemoteHost:
     def mark_lost(self, ranks: Sequence[int]) -> None:
         """Tell the host's ranks that `ranks`, on any host, no longer exist."""
         self.send("lost", ranks=list(ranks))
+
+    def set_members(self, text: str) -> None:
+        """Pass on the addresses of the ranks that the host's spares can join."""
+        self.send("members", text=text)
 
     def clear_away(self, rank: int) -> None:
         """Kill the processes of `rank`, including those that it left behind."""
@@ -324,9 +332,16 @@ class RemoteHost:
     def _on_met(self, message: protocol.Message) -> None:
         self.have_met = True
 
+    def _on_joined(self, message: protocol.Message) -> None:
+        self._started(message["rank"])
+        self.joined.add(message["rank"])
+
+    def _on_members(self, message: protocol.Message) -> None:
+        self.relay(message["text"])
+
     def _started(self, rank: int | None = None) -> Supervisor:
         """Return the supervisor. Raises ProtocolError if `rank` was not started on this host."""
-        if self._supervisor is None or (rank is not None and rank not in self.share.numbers):
+        if self._supervisor is None or (rank is not None and rank not in self.share.every):
             raise protocol.ProtocolError("a message about a rank that was not started there")
         return self._supervisor
 
@@ -341,7 +356,7 @@ class RemoteHost:
             return
         self.fault = why
         # If all ranks had already exited, the loss of the host does not affect the run.
-        gone = [rank for rank in self.share.numbers if rank not in self._left]
+        gone = [rank for rank in self.share.every if rank not in self._left]
         if self._supervisor is not None and gone:
             # `kill` below ends an agent on this host.
             after = self._seconds_until_gone(has_ended=has_ended or self.is_here)
