@@ -144,6 +144,8 @@ class Problem:
     steps: int = 3
     rows: tuple[int, ...] = (2,)
     length: int = 9
+    shrinks: int = 0
+    """Number of tokens by which each micro-batch is shorter than the one before."""
     heads: int = 4
     groups: int = 4
     mask: str = ""
@@ -190,11 +192,12 @@ class Problem:
         """Return ids, positions, mask and labels of the micro-batches of a step."""
         torch.manual_seed(100 + step + 1000 * self.seed)
         found = []
-        for rows in self.rows:
-            shape = rows, self.length
+        for number, rows in enumerate(self.rows):
+            length = self.length - number * self.shrinks
+            shape = rows, length
             ids, labels = torch.randint(WORDS, shape), torch.randint(WORDS, shape)
-            positions = torch.arange(self.length).expand(shape)
-            mask = positions < torch.randint(2, self.length + 1, (rows, 1))
+            positions = torch.arange(length).expand(shape)
+            mask = positions < torch.randint(2, length + 1, (rows, 1))
             labels[torch.rand(shape) < 0.3] = -100
             if self.mask == "padding":
                 labels[~mask] = -100

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.errors import DataError, GuardError, ModelError, UsageError
 from shardwise.layout.bucket_layout import even_cuts
+from shardwise.parallel.tensor import compiled_units
 from tests.distributed.contexts import WIDTH, WORDS, Model, Problem, plain, trained
 from tests.distributed.group import Groups
 
@@ -664,11 +665,74 @@ def test_recomputes_after_an_evaluation_of_another_length(group, own_core):
         assert with_evaluation == without
 
 
-def compiled(world: sw.World, how: str) -> dict[str, Any]:
-    """Train with blocks or a model that torch.compile splits into graphs around attention."""
+def start_compiling() -> None:
+    """Forget all graphs, and ignore the warnings that torch.compile itself causes."""
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     # Dynamo itself inspects it, for any input that is not a leaf.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    # Dynamo creates an object of this class when it traces an autograd.Function.
+    warnings.filterwarnings("ignore", ".*Function'> should not be instantiated", DeprecationWarning)
+    # Inductor imports a module that uses it.
+    warnings.filterwarnings("ignore", ".*torch.jit.script_method", DeprecationWarning)
+
+
+def compiled(world: sw.World, problem: Problem, backend: str) -> dict[str, Any]:
+    """Train with compiled blocks. Also return the numbers of compilations and graph breaks."""
+    start_compiling()
+    # Units with split layers have a compiler of their own.
+    with (
+        mock.patch.object(compiled_units, "BACKEND", backend),
+        mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)),
+    ):
+        results = trained(world, problem)
+    counters = torch._dynamo.utils.counters
+    return {
+        **results,
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+    }
+
+
+GATHERED = {"context_method": "gathered"}
+COMPILED: dict[str, tuple[int, dict[str, Any], str, Problem]] = {
+    # parts per sequence, other settings of the run, backend, training
+    "gathered, recomputed": (2, GATHERED, "aot_eager", Problem(settings=RECOMPUTED)),
+    # The part of rank 1 has 4 tokens of 9, and then 4 of 8.
+    "lengths": (2, {}, "aot_eager", Problem(shrinks=1, settings={"zero": 3})),
+    "four parts": (4, {}, "aot_eager", Problem(length=11, settings={"zero": 3} | RECOMPUTED)),
+    "padding": (3, {}, "aot_eager", Problem(mask="padding", settings={"zero": 2})),
+    "bias": (2, {}, "aot_eager", Problem(mask="bias", settings={"zero": 0})),
+    "tensor": (2, {"tensor": 2}, "aot_eager", Problem(settings={"zero": 3})),
+    "inductor, recomputed": (2, {}, "inductor", Problem(settings=RECOMPUTED)),
+    "inductor, gathered": (2, GATHERED, "inductor", Problem(settings={"zero": 0})),
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "axes", "backend", "problem"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.full] if number else [])
+        for number, (name, case) in enumerate(COMPILED.items())
+    ],
+)
+def test_compiled_equals_one_process(group, parts, axes, backend, problem):
+    """Each second micro-batch has fewer rows, so that blocks are compiled twice."""
+    problem = replace(problem, optimizer="adamw", steps=2, rows=(3, 2))
+    expected = plain(problem)
+    problem = replace(problem, settings={"compile": True, **problem.settings})
+    size = parts * axes.get("tensor", 1)
+    for ours in group(size, context=parts, **axes)(compiled, problem, backend, limit=300):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+        assert ours["breaks"] == {}
+        assert ours["graphs"] <= 3  # two in training, one in evaluation
+
+
+def compiled_whole(world: sw.World) -> dict[str, Any]:
+    """Train a model that the script compiles, in graphs around the attention."""
+    start_compiling()
     graphs: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -676,21 +740,18 @@ def compiled(world: sw.World, how: str) -> dict[str, Any]:
         return graph
 
     def compile_model(model: nn.Module) -> nn.Module:
-        if how == "model":
-            model.compile(backend=backend)
+        model.compile(backend=backend)
         return model
 
-    problem = Problem("adamw", steps=2, settings={"zero": 3, "compile": how == "blocks"})
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=backend)):
-        results = trained(world, problem, compile_model)
+    results = trained(world, Problem("adamw", steps=2, settings={"zero": 3}), compile_model)
     assert len(graphs) > 3, graphs
     return results
 
 
-@pytest.mark.parametrize("how", ["blocks", pytest.param("model", marks=pytest.mark.full)])
-def test_compiled_equals_one_process(group, how):
+@pytest.mark.full
+def test_compiled_model_equals_one_process(group):
     expected = plain(Problem("adamw", steps=2))
-    for ours in group(2, context=2)(compiled, how):
+    for ours in group(2, context=2)(compiled_whole):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         for key, value in expected["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)

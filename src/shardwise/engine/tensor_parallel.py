@@ -10,6 +10,7 @@ from shardwise.engine.engine_spec import EngineSpec
 from shardwise.errors import ConfigError, ModelError, ModelMismatch
 from shardwise.model.activations import units_of
 from shardwise.model.compilation import Compiler, compile_forward
+from shardwise.parallel.context import attention
 from shardwise.parallel.expert.split_experts import ExpertParallelModels
 from shardwise.parallel.tensor import compiled_units, known_modules
 from shardwise.parallel.tensor import plan as plans
@@ -40,9 +41,9 @@ def compiler_of(spec: EngineSpec) -> Compiler | None:
     """Return the function that compiles units, or None without `--compile`."""
     if not spec.settings.compile:
         return None
-    if spec.tensor is None:
-        return compile_forward
-    return compiled_units.UnitCompiler(spec.tensor.replica)
+    tensor, context = spec.tensor, spec.context
+    compiler = compile_forward if tensor is None else compiled_units.UnitCompiler(tensor.replica)
+    return compiler if context is None else attention.compiler_of(compiler, context.run)
 
 
 def find_and_split(

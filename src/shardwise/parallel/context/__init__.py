@@ -1,6 +1,7 @@
 """Context parallelism: ranks hold parts of the same sequences, and exchange tokens for attention.
 
 token_exchange.py        moves parts of sequences between ranks
+compiled_exchange.py     the same exchange as an operator in compiled graphs
 methods.py               computes attention by exchanging heads (Ulysses) or gathering keys
 attention.py             computes attention over full sequences while the model sees only parts
 transformers_inputs.py   adds the inputs that Transformers models need to run on parts

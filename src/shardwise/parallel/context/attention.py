@@ -9,6 +9,7 @@ still calls the original. The trial in sequence_trial.py detects and rejects suc
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,14 +19,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError, UsageError
+from shardwise.model.compilation import Compiler
 from shardwise.model.unit_hooks import untraced
+from shardwise.parallel.context.compiled_exchange import TracedGroup, traced_group
 from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
+from shardwise.parallel.tensor import compiled_collectives, compiled_units
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import Sequences, lengths_of
 
@@ -77,6 +81,8 @@ class ContextRun:
         """The `lengths` of training forward passes since the last backward pass."""
         self._method = method
         self._biases = CausalBiases()
+        self.traced_group: TracedGroup | None = None
+        """Stands for `group` while a compiled unit is traced."""
 
     def install(self) -> None:
         """Replace torch's attention function, unless another run has already replaced it."""
@@ -99,6 +105,11 @@ class ContextRun:
         """Context manager: the model runs on full sequences, with torch's own attention."""
         with self._being(_Where.WHOLE):
             yield
+
+    @property
+    def is_on_parts(self) -> bool:
+        """True if attention exchanges tokens between ranks."""
+        return not (self.is_on_whole_sequences or self.is_inside_heads) and self.agree is None
 
     @property
     def is_inside_heads(self) -> bool:
@@ -180,15 +191,27 @@ class ContextRun:
             call = call.with_heads()
         if self.agree is not None:
             call = replace(call, dropout=0.0)
-        self.note_call("attention", self._problem(call))
+        is_traced = torch.compiler.is_compiling()
+        if is_traced:
+            # A graph that counted calls would be compiled again for each number.
+            self.calls = 1
+        else:
+            self.note_call("attention", self._problem(call))
         call = call.with_wide_mask()
         self.costs = costs(call, self.lengths)
         # Bytes decide rather than a measured time, so that a resumed run computes the same bits.
-        # Of equal costs, `min` returns the first.
-        cheapest = min(self.costs, key=self.costs.__getitem__)
+        by_heads = self.costs.get("ulysses", math.inf)
+        cheapest = "ulysses" if by_heads <= self.costs["gathered"] else "gathered"
         self.method = cheapest if self._method == "auto" else self._method
-        result = attend(call, self.lengths, self.group, self.method, self._biases)
+        group = self.traced_group if is_traced else self.group
+        assert group is not None
+        result = attend(call, self.lengths, group, self.method, self._biases)
         return result if has_heads else result.squeeze(1)
+
+    def can_trace(self, call: AttentionCall) -> bool:
+        """Return whether `call`, which a compiled unit makes, can be a part of its graph."""
+        # Eager code raises the error for a problem.
+        return call.query.ndim == 4 and self._problem(call) is None
 
     def note_call(self, place: str, problem: str | None) -> None:
         """Count an attention call. Raises ModelError if `problem` says why it is impossible.
@@ -295,6 +318,8 @@ class _Replacement:
         """The runs whose models are in a forward pass, the innermost last."""
         self.backward: ContextRun | None = None
         """The run whose backward pass is running, and may recompute forward passes."""
+        self.compiled: ContextRun | None = None
+        """In a compiled unit, the run whose attention becomes a part of the unit's graph."""
         self.plain: Callable[..., Tensor] = F.scaled_dot_product_attention
         # A bound method is a new object each time, and torch's namespace must have one of them.
         self._function = self._attend
@@ -322,8 +347,6 @@ class _Replacement:
             if F.scaled_dot_product_attention is self._function:
                 F.scaled_dot_product_attention = self.plain
 
-    # torch.compile calls it between two graphs, because exchanges cannot be part of a graph.
-    @untraced
     def _attend(
         self,
         query: Tensor,
@@ -334,6 +357,31 @@ class _Replacement:
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+    ) -> Tensor:
+        run = self.compiled
+        if run is not None and torch.compiler.is_compiling():
+            call = AttentionCall(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, self.plain
+            )
+            if run.can_trace(call):
+                return run.attend(call)
+        result: Tensor = self._attend_eagerly(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+        return result
+
+    # torch.compile calls it between two graphs.
+    @untraced
+    def _attend_eagerly(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
     ) -> Tensor:
         if has_torch_function((query, key, value)):
             # Attention outside all layers of a pipeline takes stage tensors, and runs on one stage.
@@ -385,6 +433,28 @@ def active_run() -> ContextRun | None:
     if run is not None:
         run.check_recomputed()
     return run
+
+
+def compiler_of(compiler: Compiler, run: ContextRun) -> Compiler:
+    """Return a compiler of units that includes the attention of `run` in their graphs."""
+    run.traced_group = traced_group(run.group)
+    if compiled_units.BACKEND == "inductor":
+        compiled_collectives.keep_order_in_inductor()
+
+    def compile_unit(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = compiler(unit, forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, active = _REPLACEMENT.compiled, active_run()
+            _REPLACEMENT.compiled = active if active is run and run.is_on_parts else None
+            try:
+                return compiled(*args, **kwargs)
+            finally:
+                _REPLACEMENT.compiled = before
+
+        return call
+
+    return compile_unit
 
 
 def drop_unweighted(output: Tensor, run: ContextRun) -> Tensor:

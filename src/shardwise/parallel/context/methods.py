@@ -22,7 +22,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives
+from shardwise.parallel.context.compiled_exchange import Group
 from shardwise.parallel.context.token_exchange import CausalShares, gather, to_heads, to_parts
 
 
@@ -86,29 +86,36 @@ class CausalBiases:
         self._known.clear()
 
     def of(self, query: Tensor, first: int, end: int) -> Tensor:
-        """Return a mask (end - first, end) for the queries of tokens `first` to `end`.
-
-        The queries are the last of their keys' tokens, but torch's `is_causal` would align them
-        with the first. The mask is added to scores, because torch would convert a mask of bools,
-        and keep the result for the backward pass, in each layer.
-        """
+        """Return the `causal_bias` of `query`."""
+        if torch.compiler.is_compiling():  # a graph computes its own
+            return causal_bias(query, first, end)
         # `plan` has several modes of fake tensors, which must not meet.
         place = first, end, query.dtype, query.device, getattr(query, "fake_mode", None)
         if place not in self._known:
             if len(self._known) > 1:  # a rank computes two chunks
                 self.clear()
             with torch.inference_mode(mode=False):  # also used in training
-                size, device = (end - first, end), query.device
-                allowed = torch.ones(size, dtype=torch.bool, device=device).tril(first)
-                bias = torch.zeros(size, dtype=query.dtype, device=device)
-                self._known[place] = bias.masked_fill_(~allowed, -torch.inf)
+                self._known[place] = causal_bias(query, first, end)
         return self._known[place]
+
+
+def causal_bias(query: Tensor, first: int, end: int) -> Tensor:
+    """Return a mask (end - first, end) for the queries of tokens `first` to `end`.
+
+    The queries are the last of their keys' tokens, but torch's `is_causal` would align them with
+    the first. The mask is added to scores, because torch would convert a mask of bools, and keep
+    the result for the backward pass, in each layer.
+    """
+    size, device = (end - first, end), query.device
+    allowed = torch.ones(size, dtype=torch.bool, device=device).tril(first)
+    bias = torch.zeros(size, dtype=query.dtype, device=device)
+    return bias.masked_fill(~allowed, -torch.inf)
 
 
 def attend(
     call: AttentionCall,
     lengths: Sequence[int],
-    group: Collectives,
+    group: Group,
     method: str,
     biases: CausalBiases,
 ) -> Tensor:
@@ -172,15 +179,13 @@ def costs(call: AttentionCall, lengths: Sequence[int]) -> dict[str, float]:
     return {method: bytes_sent(call, lengths, method) for method in methods}
 
 
-def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Collectives) -> Tensor:
+def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Group) -> Tensor:
     q, k, v = whole_heads([call.query, call.key, call.value], lengths, group)
     mask = None if call.mask is None else mask_of_heads(call.mask, lengths, group)
     return to_parts(call.compute(q, k, v, mask), lengths, group)
 
 
-def whole_heads(
-    parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives
-) -> list[Tensor]:
+def whole_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Group) -> list[Tensor]:
     """Return queries, keys and values of full sequences for this rank's heads.
 
     Args:
@@ -196,7 +201,7 @@ def whole_heads(
     return to_heads(repeated, lengths, group)
 
 
-def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
     """Return the full sequences' mask for this rank's heads."""
     own = lengths[group.rank]
     if mask.size(2) == own:
@@ -214,7 +219,10 @@ def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Collectives) -> T
 
 
 def _by_gathering(
-    call: AttentionCall, lengths: Sequence[int], group: Collectives, biases: CausalBiases
+    call: AttentionCall,
+    lengths: Sequence[int],
+    group: Group,
+    biases: CausalBiases,
 ) -> Tensor:
     widths = [call.key.size(3), call.value.size(3)]
     both = gather(torch.cat([call.key, call.value], 3), 2, lengths, group)
@@ -230,7 +238,7 @@ def _by_gathering(
     return call.compute(call.query, key, value, mask)
 
 
-def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+def _mask_of_queries(mask: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
     """Return the mask for this rank's queries and all keys."""
     own, total = lengths[group.rank], sum(lengths)
     if mask.size(3) == own and mask.size(2) == 1:

@@ -14,21 +14,15 @@ Elements are only moved, so attention is bit-identical to that of a single proce
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from shardwise.comm import Collectives
 from shardwise.layout.bucket_layout import even_cuts
-from shardwise.parallel.expert import dispatch
-from shardwise.timeline.recorder import Row
-
-all_to_all = partial(dispatch.all_to_all, row=Row.ATTENTION)
-"""Exchanges tokens as experts do, but on a separate row of a timeline."""
+from shardwise.parallel.context.compiled_exchange import Group, all_to_all
 
 
-def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives) -> list[Tensor]:
+def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Group) -> list[Tensor]:
     """Return the full sequences for this rank's heads. Differentiable and collective.
 
     Args:
@@ -62,7 +56,7 @@ def to_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Collectives
     ]
 
 
-def to_parts(whole: Tensor, lengths: Sequence[int], group: Collectives) -> Tensor:
+def to_parts(whole: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
     """Return this rank's part of the sequences, for all heads. Differentiable and collective.
 
     Args:
@@ -81,7 +75,7 @@ def to_parts(whole: Tensor, lengths: Sequence[int], group: Collectives) -> Tenso
     return parts.permute(2, 0, 3, 1, 4).reshape(rows, size * heads, own, features)
 
 
-def gather(part: Tensor, dim: int, lengths: Sequence[int], group: Collectives) -> Tensor:
+def gather(part: Tensor, dim: int, lengths: Sequence[int], group: Group) -> Tensor:
     """Gather the ranks' parts along `dim` into full sequences. Differentiable and collective.
 
     The gradient of a part is summed over all ranks.
@@ -123,7 +117,7 @@ class CausalShares:
         group: The ranks, in the order of the parts.
     """
 
-    def __init__(self, lengths: Sequence[int], group: Collectives) -> None:
+    def __init__(self, lengths: Sequence[int], group: Group) -> None:
         self._group, size = group, group.size
         self._cuts = even_cuts(sum(lengths), 2 * size)
         counts = [[0] * size for _ in range(size)]

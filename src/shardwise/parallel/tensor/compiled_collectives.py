@@ -36,6 +36,47 @@ def number_of(group: Collectives) -> int:
     return number
 
 
+def group_of(number: int) -> Collectives:
+    """Return the group that `number` stands for."""
+    return _groups[number]
+
+
+def keep_order(operator: Any) -> None:
+    """Register `operator` as an effect, which the compiler keeps in the order of the program."""
+    # torch 2.9 has no public function for effects.
+    from torch._higher_order_ops import effects
+
+    effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
+
+
+def keep_order_in_inductor() -> None:
+    """Have inductor keep the order of effects, which torch 2.11 to 2.13 do not.
+
+    They record that order under the names of buffers, and look for it under those of operations.
+    Ranks whose parts differ in size would then run independent collectives in different orders.
+    """
+    from torch._higher_order_ops.effects import with_effects
+    from torch._inductor.lowering import lowerings
+    from torch._inductor.virtualized import V
+
+    lower = lowerings[with_effects]
+    if hasattr(lower, "keeps_order"):
+        return
+
+    def lower_in_order(*args: Any, **kwargs: Any) -> Any:
+        before, earlier = len(V.graph.operations), list(V.graph.effectful_ops.values())
+        result = lower(*args, **kwargs)
+        # Older versions keep the order, and have no `additional_star_deps`.
+        if hasattr(V.graph, "additional_star_deps"):
+            names = [each.get_name() for each in earlier]
+            for operation in V.graph.operations[before:]:
+                V.graph.additional_star_deps[operation.get_operation_name()].update(names)
+        return result
+
+    lower_in_order.keeps_order = True  # type: ignore[attr-defined]
+    lowerings[with_effects] = lower_in_order
+
+
 def copy_to_region(value: Tensor, number: int) -> Tensor:
     """Return a copy of `value`, identical on all ranks, that each rank may use differently."""
     return _CopyToRegion.apply(value, number)  # type: ignore[no-any-return, no-untyped-call]
@@ -75,9 +116,6 @@ def _define() -> None:
     """Define the operators, once. Only a compiled unit needs them, and the compiler's import."""
     if hasattr(torch.ops.shardwise, "all_reduce"):
         return
-    # torch 2.9 has no public function for effects.
-    from torch._higher_order_ops import effects
-
     all_reduce = torch.library.custom_op("shardwise::all_reduce", _all_reduce, mutates_args=())
     all_reduce.register_fake(lambda value, number, allowed: torch.empty_like(value).contiguous())
     all_reduce.register_autograd(lambda ctx, grad: (grad, None, None))
@@ -85,7 +123,7 @@ def _define() -> None:
     all_gather.register_fake(_gathered_shape)
     all_gather.register_autograd(_take_part, setup_context=_keep_range)
     for operator in (all_reduce, all_gather):
-        effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
+        keep_order(operator)
 
 
 def _all_reduce(value: Tensor, number: int, allowed: int) -> Tensor:
