@@ -29,10 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
+from shardwise.parallel.context import flex_attention
 from shardwise.parallel.context.attention import ContextRun
 from shardwise.parallel.context.drawn_weights import DrawnWeights
 from shardwise.parallel.context.planned_attention import PlannedAttention
@@ -399,6 +401,8 @@ class SequenceTrial:
         return clone
 
     def _widened(self, value: Any) -> Any:
+        if isinstance(value, BlockMask):
+            return flex_attention.moved(value, self._device)
         if not isinstance(value, Tensor):
             return value
         wide = value.double() if value.is_floating_point() else value
@@ -479,7 +483,7 @@ _PADS = {_ops.constant_pad_nd, _ops.replication_pad1d, _ops.replication_pad2d}
 """Operations that add values at the ends of dimensions. Others add at most the size itself."""
 
 
-_KERNELS = ("flex_attention", "flash_attn", "xformers")
+_KERNELS = ("flash_attn", "xformers")
 """Modules whose attention computes on this rank's tokens only."""
 
 

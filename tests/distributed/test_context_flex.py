@@ -1,0 +1,271 @@
+"""`--context` with models that call flex attention, whose functions see heads and positions.
+
+torch has no backward pass of flex attention on a CPU. Its check of devices is patched away, because
+the plain operations behind it have one.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+)
+
+import shardwise as sw
+
+WIDTH, WORDS, LONGEST = 16, 11, 32
+
+Mod = Callable[..., Any]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q >= kv
+
+
+def window(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, *, size: int) -> Tensor:
+    return q - kv < size
+
+
+def same_document(documents: Tensor) -> Mod:
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, kv]
+
+    return mask_mod
+
+
+class SameDocument:
+    """A mask_mod that is an object."""
+
+    def __init__(self, documents: Tensor) -> None:
+        self.documents = documents
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return self.documents[b, q] == self.documents[b, kv]
+
+
+class Attention(nn.Module):
+    """Causal attention in one of several ways (`kind`), which need not all be useful."""
+
+    def __init__(self, kind: str, heads: int, groups: int, attend: Mod) -> None:
+        super().__init__()
+        self.kind, self.heads, self.attend = kind, heads, attend
+        features = WIDTH // heads
+        self.q = nn.Linear(WIDTH, heads * features)
+        self.k, self.v = (nn.Linear(WIDTH, groups * features) for _ in range(2))
+        self.out = nn.Linear(heads * features, WIDTH)
+        self.gate = nn.Linear(WIDTH, heads)
+        self.by_distance = nn.Parameter(torch.randn(heads, LONGEST))
+        self.register_buffer("slopes", 0.5 ** torch.arange(1.0, heads + 1))
+        self.documents: Tensor | None = None
+
+    def mods(self, x: Tensor, documents: Tensor) -> tuple[Mod | None, Mod]:
+        """Return the score_mod and the mask_mod for (rows, tokens, WIDTH)."""
+        slopes, gate, tokens = self.slopes, self.gate(x), x.size(1)
+        self.documents = documents
+        match self.kind:
+            case "alibi":
+                return lambda score, b, h, q, kv: score + (kv - q) * slopes[h], causal
+            case "module":
+                return lambda score, b, h, q, kv: score + (kv - q) * self.slopes[h], causal
+            case "by distance":
+                table = self.by_distance
+                return lambda score, b, h, q, kv: score + table[h, (q - kv).abs()], causal
+            case "by token":
+                return lambda score, b, h, q, kv: score + gate[b, kv, h], causal
+            case "softcap":
+                return lambda score, *_: torch.tanh(score / 2) * 2, causal
+            case "window":
+                return None, and_masks(causal, partial(window, size=3))
+            case "by head":
+                return None, lambda b, h, q, kv: (q >= kv) & (q - kv < 2 + h)
+            case "documents":
+                return None, and_masks(causal, same_document(documents))
+            case "an object":
+                return None, and_masks(causal, SameDocument(documents))
+            case "a default":
+                return None, lambda b, h, q, kv, n=documents: (q >= kv) & (n[b, q] == n[b, kv])
+            # Those below are wrong or unsupported on parts.
+            case "length":
+                return None, lambda b, h, q, kv: (q >= kv) & (q - kv < tokens)
+            case "attribute":
+                return None, lambda b, h, q, kv: self.documents[b, q] == self.documents[b, kv]
+            case "pairs":
+                places = torch.arange(tokens)
+                distances = (places[:, None] - places).double()
+                return lambda score, b, h, q, kv: score - distances[q, kv], causal
+            case "local numbers":
+                starts = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+                return None, and_masks(causal, same_document(starts.cumsum(1)))
+            case _:
+                return None, causal
+
+    def forward(self, x: Tensor, documents: Tensor, mask: BlockMask | None) -> Tensor:
+        rows, tokens, _ = x.shape
+        q, k, v = (
+            each(x).view(rows, tokens, -1, WIDTH // self.heads).transpose(1, 2)
+            for each in (self.q, self.k, self.v)
+        )
+        score_mod, mask_mod = self.mods(x, documents)
+        if mask is None:
+            heads = self.heads if self.kind == "by head" else None
+            rows_of_mask = rows if "document" in self.kind else None
+            mask = create_block_mask(mask_mod, rows_of_mask, heads, tokens, tokens, device="cpu")
+        result = self.attend(q, k, v, score_mod, mask, enable_gqa=q.size(1) != k.size(1), scale=0.3)
+        return self.out(result.transpose(1, 2).reshape(rows, tokens, -1))
+
+
+class Model(nn.Module):
+    def __init__(self, problem: "Problem") -> None:
+        super().__init__()
+        self.shares_mask = problem.shares_mask
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH) for _ in range(2)])
+        self.attentions = nn.ModuleList(
+            [
+                Attention(problem.kind, problem.heads, problem.groups, problem.attend)
+                for _ in range(2)
+            ]
+        )
+        self.networks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(
+        self, ids: Tensor, positions: Tensor, documents: Tensor, mask: BlockMask | None = None
+    ) -> Tensor:
+        x = self.words(ids) + self.places(positions)
+        if self.shares_mask:
+            _, mask_mod = self.attentions[0].mods(x, documents)
+            tokens = ids.size(1)
+            mask = create_block_mask(mask_mod, len(ids), None, tokens, tokens, device="cpu")
+        for norm, attention, network in zip(
+            self.norms, self.attentions, self.networks, strict=True
+        ):
+            x = x + attention(norm(x), documents, mask)
+            x = x + F.gelu(network(x))
+        return x @ self.words.weight.T
+
+
+def with_sums(*args: Any, **options: Any) -> Tensor:
+    """Multiply results by the sigmoid of the log-sum-exp of scores, as attention sinks do."""
+    result, more = flex_attention(*args, **options, return_aux=AuxRequest(lse=True))
+    return result * more.lse.sigmoid()[..., None]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A training of three steps."""
+
+    kind: str = "causal"
+    heads: int = 4
+    groups: int = 4
+    length: int = 9
+    rows: int = 3
+    attend: Mod = flex_attention
+    shares_mask: bool = False
+    """True for one mask of all layers, made in the model's forward."""
+    outside: bool = False
+    """True for masks of whole sequences, made before the batch is split."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(3)
+        return Model(self).double()
+
+    def batch(self, step: int) -> tuple[Tensor, ...]:
+        torch.manual_seed(100 + step)
+        shape = self.rows, self.length
+        ids, labels = torch.randint(WORDS, shape), torch.randint(WORDS, shape)
+        positions = torch.arange(self.length).expand(shape)
+        documents = (torch.rand(shape) < 0.4).long().cumsum(1)
+        labels[torch.rand(shape) < 0.3] = -100
+        return ids, positions, documents, labels
+
+    def mask(self, documents: Tensor) -> BlockMask | None:
+        if not self.outside:
+            return None
+        mod = causal if self.kind == "causal" else and_masks(causal, same_document(documents))
+        rows = None if self.kind == "causal" else len(documents)
+        return create_block_mask(mod, rows, None, self.length, self.length, device="cpu")
+
+
+@contextmanager
+def on_cpus() -> Iterator[None]:
+    """Let flex attention run with gradients on a CPU, without the kernels of a compiler."""
+    torch._dynamo.reset()
+    with mock.patch.object(flex, "_validate_device"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
+
+
+def trained(world: sw.World | None, problem: Problem) -> dict[str, Any]:
+    """Train with an engine, or without a world in plain PyTorch."""
+    code = flex_attention.__code__
+    with on_cpus():
+        model = problem.model()
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
+        engine = None
+        if world is not None:
+            engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+        for step in range(3):
+            ids, positions, documents, labels = problem.batch(step)
+            mask = problem.mask(documents)
+            if world is not None:
+                ids, positions, documents, labels = world.share((ids, positions, documents, labels))
+            logits = model(ids, positions, documents, mask)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            if engine is None:
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            else:
+                engine.backward(loss)
+                losses.append(engine.step().loss)
+        if engine is not None:
+            with engine.full_parameters():
+                values = {name: p.detach().clone() for name, p in model.named_parameters()}
+            engine.close()
+        else:
+            values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert flex_attention.__code__ is code
+    return {"losses": losses, "values": values}
+
+
+CASES = {
+    # ranks, method, training
+    "causal": (2, "auto", Problem()),
+    "alibi": (2, "auto", Problem("alibi")),
+    "window": (2, "auto", Problem("window")),
+    "documents": (4, "auto", Problem("documents", length=15, settings={"zero": 3})),
+    "fewer groups than parts": (4, "auto", Problem("alibi", heads=8, groups=2, length=11)),
+    "gathered": (2, "gathered", Problem("documents", groups=2)),
+    "three heads": (4, "auto", Problem("alibi", heads=1, groups=1, length=13)),
+}
+
+
+def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> None:
+    expected = trained(None, problem)
+    context = size // axes.get("tensor", 1)
+    for ours in group(size, context=context, context_method=method, **axes)(trained, problem):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(group, name):
+    check(group, *CASES[name])
