@@ -26,6 +26,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import shardwise as sw
+from shardwise.errors import ModelError
 
 WIDTH, WORDS, LONGEST = 16, 11, 32
 
@@ -202,10 +203,11 @@ class Problem:
 
 
 @contextmanager
-def on_cpus() -> Iterator[None]:
-    """Let flex attention run with gradients on a CPU, without the kernels of a compiler."""
+def on_cpus(*, checks: bool = False) -> Iterator[None]:
+    """Let flex attention run with gradients on a CPU, unless `checks` is true."""
     torch._dynamo.reset()
-    with mock.patch.object(flex, "_validate_device"), warnings.catch_warnings():
+    check = flex._validate_device if checks else mock.Mock()
+    with mock.patch.object(flex, "_validate_device", check), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         yield
@@ -245,16 +247,47 @@ def trained(world: sw.World | None, problem: Problem) -> dict[str, Any]:
     return {"losses": losses, "values": values}
 
 
+COMPILED = torch.compile(flex_attention, backend="eager", fullgraph=True)
+
 CASES = {
-    # ranks, method, training
+    # ranks, method, training, and other axes of the mesh
     "causal": (2, "auto", Problem()),
-    "alibi": (2, "auto", Problem("alibi")),
-    "window": (2, "auto", Problem("window")),
+    "alibi": (2, "auto", Problem("alibi", settings={"zero": 1})),
+    "slopes of a module": (2, "auto", Problem("module", groups=2)),
+    "parameters by distance": (2, "auto", Problem("by distance", settings={"zero": 2})),
+    "gradients of captured parts": (4, "auto", Problem("by token", length=14)),
+    "softcap": (2, "auto", Problem("softcap", groups=1)),
+    "window": (2, "auto", Problem("window", shares_mask=True)),
+    "masks by head": (4, "auto", Problem("by head", heads=8, length=11)),
     "documents": (4, "auto", Problem("documents", length=15, settings={"zero": 3})),
+    "documents of an object": (2, "auto", Problem("an object")),
+    "documents as a default": (2, "auto", Problem("a default", rows=4, length=8)),
     "fewer groups than parts": (4, "auto", Problem("alibi", heads=8, groups=2, length=11)),
-    "gathered": (2, "gathered", Problem("documents", groups=2)),
-    "three heads": (4, "auto", Problem("alibi", heads=1, groups=1, length=13)),
+    "one head": (4, "auto", Problem("documents", heads=1, groups=1, length=13)),
+    "gathered": (2, "gathered", Problem("alibi", groups=2)),
+    "gathered documents": (4, "gathered", Problem("documents", groups=2, shares_mask=True)),
+    "gathered, captured parts": (2, "gathered", Problem("by token")),
+    "gathered, masks by head": (2, "gathered", Problem("by head")),
+    "whole masks": (2, "auto", Problem(outside=True)),
+    "whole masks of documents": (4, "auto", Problem("documents", outside=True, length=11)),
+    "whole masks, gathered": (2, "gathered", Problem("documents", outside=True)),
+    "sums of scores": (2, "auto", Problem("alibi", attend=with_sums)),
+    "sums of scores, gathered": (2, "gathered", Problem(attend=with_sums)),
+    "compiled": (2, "auto", Problem("documents", attend=COMPILED, settings={"zero": 1})),
+    "recomputed": (
+        2,
+        "auto",
+        Problem("documents", shares_mask=True, settings={"zero": 3, "activations": "recomputed"}),
+    ),
+    "recomputed masks": (
+        2,
+        "auto",
+        Problem("documents", settings={"zero": 3, "activations": "recomputed"}),
+    ),
+    "compiled blocks": (2, "auto", Problem("documents", settings={"compile": True})),
 }
+
+FAST = {"alibi", "documents", "gathered documents", "compiled", "recomputed"}
 
 
 def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> None:
@@ -266,6 +299,44 @@ def check(group: Any, size: int, method: str, problem: Problem, **axes: int) -> 
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.full) for n in CASES]
+)
 def test_equals_one_process(group, name):
     check(group, *CASES[name])
+
+
+REFUSED = {
+    "length": "gives a different result than on whole sequences",
+    "attribute": "reads self.documents, which has this worker's tokens, from a module",
+    "pairs": "captures distances, of which dimensions 0 and 1 have this worker's tokens",
+    "local numbers": "gives a different result than on whole sequences",
+    "local masks": "a BlockMask for 4 keys that was not made in the model's forward",
+    "a CPU": "no backward pass on devices of type cpu",
+}
+
+
+def errors(world: sw.World) -> dict[str, str]:
+    """Return the errors of the first forward passes."""
+    said = {}
+    for kind in REFUSED:
+        problem = Problem(kind, length=8)
+        with on_cpus(checks=kind == "a CPU"):
+            model = problem.model()
+            engine = sw.Engine(model, torch.optim.SGD(model.parameters()), quiet=True)
+            ids, positions, documents, _ = world.share(problem.batch(0))
+            masks = []
+            if kind == "local masks":
+                masks = [create_block_mask(causal, None, None, 4, 4, device="cpu")]
+            try:
+                model(ids, positions, documents, *masks)
+            except ModelError as error:
+                said[kind] = str(error)
+            engine.close()
+    return said
+
+
+def test_refuses_by_name(group):
+    for said in group(2, context=2)(errors):
+        for kind, expected in REFUSED.items():
+            assert expected in said[kind], kind
