@@ -6,7 +6,7 @@ the plain operations behind it have one.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 import shardwise as sw
 from shardwise.errors import ModelError
 
-WIDTH, WORDS, LONGEST = 16, 11, 32
+WIDTH, WORDS, LONGEST = 16, 11, 256
 
 Mod = Callable[..., Any]
 
@@ -106,7 +106,7 @@ class Attention(nn.Module):
             case "attribute":
                 return None, lambda b, h, q, kv: self.documents[b, q] == self.documents[b, kv]
             case "pairs":
-                places = torch.arange(tokens)
+                places = torch.arange(tokens, device=x.device)
                 distances = (places[:, None] - places).double()
                 return lambda score, b, h, q, kv: score - distances[q, kv], causal
             case "local numbers":
@@ -125,7 +125,7 @@ class Attention(nn.Module):
         if mask is None:
             heads = self.heads if self.kind == "by head" else None
             rows_of_mask = rows if "document" in self.kind else None
-            mask = create_block_mask(mask_mod, rows_of_mask, heads, tokens, tokens, device="cpu")
+            mask = create_block_mask(mask_mod, rows_of_mask, heads, tokens, tokens, device=x.device)
         result = self.attend(q, k, v, score_mod, mask, enable_gqa=q.size(1) != k.size(1), scale=0.3)
         return self.out(result.transpose(1, 2).reshape(rows, tokens, -1))
 
@@ -151,7 +151,7 @@ class Model(nn.Module):
         if self.shares_mask:
             _, mask_mod = self.attentions[0].mods(x, documents)
             tokens = ids.size(1)
-            mask = create_block_mask(mask_mod, len(ids), None, tokens, tokens, device="cpu")
+            mask = create_block_mask(mask_mod, len(ids), None, tokens, tokens, device=x.device)
         for norm, attention, network in zip(
             self.norms, self.attentions, self.networks, strict=True
         ):
@@ -172,6 +172,11 @@ COMPILED = torch.compile(flex_attention, backend="eager", fullgraph=True)
 def compiled(*args: Any, **options: Any) -> Any:
     """Call a function that was compiled before an engine exists."""
     return COMPILED(*args, **options)
+
+
+def compiled_by_default(*args: Any, **options: Any) -> Any:
+    """Call a function that torch's default compiler has compiled, on a GPU."""
+    return torch.compile(flex_attention)(*args, **options)
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class Problem:
             return None
         mod = causal if self.kind == "causal" else and_masks(causal, same_document(documents))
         rows = None if self.kind == "causal" else len(documents)
-        return create_block_mask(mod, rows, None, self.length, self.length, device="cpu")
+        return create_block_mask(mod, rows, None, self.length, self.length, device=documents.device)
 
 
 def no_check(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -217,7 +222,7 @@ def no_check(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def on_cpus(*, checks: bool = False) -> Iterator[None]:
-    """Let flex attention run with gradients on a CPU, unless `checks` is true."""
+    """Allow flex attention with gradients on a CPU, unless `checks` is true."""
     torch._dynamo.reset()
     check = flex._validate_device if checks else no_check
     without_kernels = partial(torch.compile, backend="eager")  # which have no gradients
@@ -232,17 +237,19 @@ def on_cpus(*, checks: bool = False) -> Iterator[None]:
         yield
 
 
-def trained(world: sw.World | None, problem: Problem) -> dict[str, Any]:
+def trained(
+    world: sw.World | None, problem: Problem, device: str = "cpu", dtype: Any = torch.float64
+) -> dict[str, Any]:
     """Train with an engine, or without a world in plain PyTorch."""
     code = flex_attention.__code__
-    with on_cpus():
-        model = problem.model()
+    with on_cpus() if device == "cpu" else nullcontext():
+        model = problem.model().to(device, dtype)
         optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.2), []
         engine = None
         if world is not None:
             engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
         for step in range(3):
-            ids, positions, documents, labels = problem.batch(step)
+            ids, positions, documents, labels = (x.to(device) for x in problem.batch(step))
             mask = problem.mask(documents)
             if world is not None:
                 ids, positions, documents, labels = world.share((ids, positions, documents, labels))
@@ -326,7 +333,7 @@ def test_equals_one_process(group, name):
 REFUSED = {
     "length": "gives a different result than on whole sequences",
     "attribute": "reads self.documents, which has this worker's tokens, from a module",
-    "pairs": "captures distances, of which dimensions 0 and 1 have this worker's tokens",
+    "pairs": "captures distances, whose dimensions 0 and 1 have this worker's tokens",
     "local numbers": "gives a different result than on whole sequences",
     "local masks": "a BlockMask for 4 keys that was not made in the model's forward",
     "a CPU": "no backward pass on devices of type cpu",

@@ -6,9 +6,9 @@ A mod is a function that uses tensors which are not its arguments: document numb
         return documents[b, q] == documents[b, kv]        documents is captured
 
 Captured values are closure variables, default arguments, arguments of `functools.partial`,
-attributes of callable objects, and those of functions that are captured themselves, as by
-`and_masks`. Functions are copied to replace them. Attributes of modules and global variables cannot
-be replaced, because other code uses them too.
+attributes of callable objects, and the values that captured functions capture, as with `and_masks`.
+To replace a tensor, the functions are copied. Attributes of modules and global variables cannot be
+replaced, because other code uses them too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ tensor to use."""
 
 
 def with_tensors(mod: Any, change: Change) -> Any:
-    """Return `mod`, or a copy of it in which `change` has replaced captured tensors.
+    """Return `mod`, or a copy of it with the tensors that `change` returns.
 
     The order of the calls of `change` depends only on the code, so it is the same on all ranks.
     """
@@ -124,7 +124,7 @@ class _Copies:
 
 
 class _Fixed:
-    """Context manager in which tensors cannot be replaced."""
+    """Context manager that forbids replacing tensors."""
 
     def __init__(self, copies: _Copies, is_fixed: bool = True) -> None:
         self._copies, self._is_fixed = copies, is_fixed

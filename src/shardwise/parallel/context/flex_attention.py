@@ -39,7 +39,7 @@ from shardwise.parallel.context.methods import AttentionCall
 from shardwise.parallel.context.token_exchange import gather
 
 MOST_PAIRS = 1 << 26
-"""Number of pairs of a query and a key for which `whole_mask` computes a mask at once."""
+"""Number of query-key pairs that `whole_mask` computes at once."""
 
 _frames = torch._C._dynamo.eval_frame
 
@@ -154,8 +154,8 @@ class FlexCall(AttentionCall):
                 )
             if mask.mask_mod is noop_mask and bool(mask.sparsity()):
                 return (
-                    "a BlockMask of blocks without a mask_mod, from which masks for whole "
-                    "sequences are made: pass mask_mod= to BlockMask.from_kv_blocks"
+                    "a BlockMask of blocks without a mask_mod, which masks for whole sequences "
+                    "need: pass mask_mod= to BlockMask.from_kv_blocks"
                 )
             if mask.shape[1] not in (1, self.query.size(1)):
                 return f"a BlockMask for {mask.shape[1]} heads, of {self.query.size(1)}"
@@ -284,7 +284,7 @@ def _note_captured(
             )
         if len(dims) > 1:
             raise run.error(
-                f"the {kind} of flex_attention captures {name}, of which dimensions "
+                f"the {kind} of flex_attention captures {name}, whose dimensions "
                 f"{' and '.join(map(str, dims))} have this worker's tokens. {_CAPTURE}"
             )
         run.captured.setdefault((name, ndim), set()).update(dims)
@@ -421,7 +421,7 @@ def _check_whole(mask: BlockMask | None, query: Tensor, run: ContextRun) -> None
 
 
 def _run_untraced(function: Any, inner: str) -> None:
-    """Let torch.compile run `function` between two graphs, and the calls in it as `inner` says."""
+    """Run `function` between two compiled graphs, and the calls in it as `inner` says."""
     actions = _frames._FrameAction
     strategy = _frames._FrameExecStrategy(actions.SKIP, getattr(actions, inner))
     _frames.set_code_exec_strategy(function.__code__, strategy)
@@ -449,7 +449,7 @@ _plain.__kwdefaults__ = flex.flex_attention.__kwdefaults__
 
 _SIGNATURE = inspect.signature(_plain)
 
-# The first two keep the compiler of their callers, with which `plain` runs torch's function.
+# The first two keep the compiler of their callers. It compiles torch's function.
 _run_untraced(_call_replacement, "DEFAULT")
 _run_untraced(attend, "DEFAULT")
 _run_untraced(_attend, "SKIP")

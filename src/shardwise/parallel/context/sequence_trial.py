@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -264,6 +265,9 @@ class SequenceTrial:
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
+            if "torch._dynamo" in sys.modules:
+                # Modes that observe operations do not see compiled ones.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             fixed = WithoutRandomness()
             with self._run.on_whole_sequences(), _Operations(total) as operations:
                 expected = self._try(model, (args, of_whole_sequences(kwargs)), sum(weights), fixed)
@@ -462,10 +466,11 @@ class SequenceTrial:
 
 
 _ADVICE = (
-    "Everything except torch.nn.functional.scaled_dot_product_attention, and modules named in "
-    "sw.Engine(..., context_plan=...), must treat each token alone: pass positions of shape (rows, "
-    "length) in the batch instead of computing them from the length, and do not average over, or "
-    "shift along, the sequence."
+    "Everything except torch.nn.functional.scaled_dot_product_attention, flex_attention, and "
+    "modules named in sw.Engine(..., context_plan=...), must treat each token alone: pass "
+    "positions of shape (rows, length) in the batch instead of computing them from the length, and "
+    "do not average over, or shift along, the sequence. A score_mod or mask_mod must not use the "
+    "length of the model's input."
 )
 
 
