@@ -16,8 +16,12 @@ from shardwise.model.varlen_attention import attend
 from shardwise.parallel.context import flash_attention, transformers_inputs
 from shardwise.parallel.context.token_exchange import gather
 from shardwise.parallel.context.transformers_inputs import TransformersInputs
+from tests.distributed.test_context_flex import on_cpus
 
 transformers = pytest.importorskip("transformers")
+WrappedFlexAttention = pytest.importorskip(
+    "transformers.integrations.flex_attention"
+).WrappedFlexAttention
 
 SIZES = {"vocab_size": 13, "max_position_embeddings": 32}
 TWO_KINDS = {
@@ -113,6 +117,7 @@ CASES = {
         {"hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),
     "padding": ("GPT2", ("attention_mask",), {}),
+    "padding and groups": ("Llama", ("attention_mask",), {}),
     "documents": ("Qwen2", ("position_ids",), {"use_cache": False}),
     # With a cache, Transformers does not look for documents in the positions.
     "positions that restart": ("Qwen2", ("position_ids",), {}),
@@ -181,6 +186,36 @@ def test_split_layers_equal_one_process(group, name):
 def test_labels_and_masks_equal_one_process(group, name):
     expected = trained_on_labels(None, name)
     for ours in group(2, context=2)(trained_on_labels, name):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def trained_with_flex_attention(world: sw.World, name: str) -> dict[str, Any]:
+    """Train with flex attention, compiled without kernels, which have no gradients on a CPU."""
+    with on_cpus():
+        wrapped = transformers.integrations.flex_attention.WrappedFlexAttention
+        wrapped._instance = None  # it has a function that another compiler compiled
+        # Transformers passes an argument that torch has deprecated.
+        warnings.filterwarnings("ignore", "_compile flag on create_block_mask")
+        kind, fields, changes = CASES[name]
+        flex = {"attn_implementation": "flex_attention"}
+        with mock.patch.dict(CASES, {name: (kind, fields, changes | flex)}):
+            return trained_on_labels(world, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n == "two kinds of layers" else pytest.mark.full)
+        # Transformers has no flex attention in GPT-2.
+        for n in CASES
+        if n != "padding"
+    ],
+)
+def test_flex_attention_equals_one_process(group, name):
+    expected = trained_on_labels(None, name)
+    for ours in group(2, context=2)(trained_with_flex_attention, name):
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         for key, value in expected["values"].items():
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)

@@ -18,7 +18,7 @@ from shardwise.messages.printable import in_bytes
 from shardwise.model import module_hooks
 from shardwise.model.module_hooks import Hooked
 from shardwise.model.unit_hooks import untraced
-from shardwise.parallel.context import flash_attention
+from shardwise.parallel.context import flash_attention, flex_attention
 from shardwise.parallel.context.attention import ContextRun, drop_unweighted
 from shardwise.parallel.context.planned_attention import ContextPlan, PlannedAttention, names_of
 from shardwise.parallel.context.sequence_trial import SequenceTrial
@@ -92,6 +92,7 @@ class ContextParallel:
     def install(self) -> None:
         """Hook the model, and replace torch's attention function."""
         self.run.install()
+        flex_attention.install(self.run)
         if self.flash:
             flash_attention.install(self.flash, self.run)
         self._handles = [
@@ -110,6 +111,7 @@ class ContextParallel:
             handle.remove()
         self._handles = []
         self.run.uninstall()
+        flex_attention.uninstall(self.run)
         if self.flash:
             flash_attention.uninstall(self.flash, self.run)
 

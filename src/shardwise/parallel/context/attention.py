@@ -71,6 +71,11 @@ class ContextRun:
         """The length of each rank's part in the running forward pass. Between forward passes, its
         length in the last training pass, which the backward pass may recompute."""
         self._training_lengths: list[int] = []
+        self.total = 0
+        """Number of tokens of the current sequences, also while a trial runs on the first ones."""
+        self.captured: dict[tuple[str, int], set[int]] | None = None
+        """The sequence dimensions of tensors that the mods of flex attention capture, by the name
+        and the number of dimensions of a tensor. None before a trial."""
         self.calls = 0
         """Number of attention calls in the last forward pass, or in a trial's."""
         self.weight: float | Tensor = 1.0
@@ -144,6 +149,7 @@ class ContextRun:
     def enter(self, lengths: list[int]) -> None:
         """Begin a forward pass of the model. `lengths` holds the length of each rank's part."""
         self.lengths, self._where, self.calls = lengths, _Where.PARTS, 0
+        self.total = sum(lengths)
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
             self._awaited.add(tuple(lengths))
@@ -184,8 +190,11 @@ class ContextRun:
 
     # -- attention ------------------------------------------------------------------------
 
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Compute attention for this rank's tokens. Collective. Raises ModelError if impossible."""
+    def attend(self, call: AttentionCall) -> Any:
+        """Compute attention for this rank's tokens. Collective. Raises ModelError if impossible.
+
+        Returns what `call.compute` returns, for all heads and this rank's queries.
+        """
         has_heads = call.query.ndim > 3
         if not has_heads and call.query.ndim == 3:
             call = call.with_heads()
@@ -201,7 +210,8 @@ class ContextRun:
         self.costs = costs(call, self.lengths)
         # Bytes decide rather than a measured time, so that a resumed run computes the same bits.
         by_heads = self.costs.get("ulysses", math.inf)
-        cheapest = "ulysses" if by_heads <= self.costs["gathered"] else "gathered"
+        prefers = by_heads < math.inf and call.prefers_heads
+        cheapest = "ulysses" if prefers or by_heads <= self.costs["gathered"] else "gathered"
         self.method = cheapest if self._method == "auto" else self._method
         group = self.traced_group if is_traced else self.group
         assert group is not None
@@ -221,7 +231,7 @@ class ContextRun:
         if self.agree is not None:
             self.agree(place, problem)
         elif problem is not None:
-            raise self._error(problem)
+            raise self.error(problem)
         self.calls += 1
 
     def _problem(self, call: AttentionCall) -> str | None:
@@ -254,7 +264,7 @@ class ContextRun:
         if query.size(0) != key.size(0) or query.size(0) != value.size(0):
             return f"attention over {query.size(0)} rows of queries and {key.size(0)} of keys"
         if mask is None:
-            return None
+            return call.problem()
         if call.is_causal:
             return "attention with attn_mask and is_causal=True: put both into the mask"
         sizes = (1,) * (4 - mask.ndim) + tuple(mask.shape)
@@ -288,21 +298,22 @@ class ContextRun:
         sequences = self.sequences_in_use(training=torch.is_grad_enabled())
         own = 0 if sequences is None else self.lengths_of(sequences)[self.group.rank]
         if sequences is not None and query.ndim > 1 and query.size(-2) == own:
-            raise self._error(
+            raise self.error(
                 f"attention over {own} of {sequences.length} tokens outside of the "
                 "engine's model. Call it in the model's forward, or on whole sequences"
             )
 
-    def _error(self, what: str) -> ModelError:
+    def error(self, what: str) -> ModelError:
+        """Return an error with the message `what` about the running call of attention."""
         return ModelError(f"--context {self.group.size}: {what} ({_users_line()}).")
 
 
 def _users_line() -> str:
-    """Return FILE:LINE of the innermost frame that is neither in torch nor in this module."""
-    frame = sys._getframe(1)
+    """Return FILE:LINE of the innermost frame that is neither in torch nor in this package."""
+    frame, package = sys._getframe(1), __name__.rpartition(".")[0]
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__", ""))
-        if name != __name__ and name.split(".")[0] != "torch":
+        if not name.startswith(package) and name.split(".")[0] != "torch":
             break
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
@@ -417,7 +428,8 @@ class _Replacement:
                 enable_gqa=enable_gqa,
             )
         call = AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, self.plain)
-        return run.attend(call)
+        attended: Tensor = run.attend(call)
+        return attended
 
 
 _REPLACEMENT = _Replacement()

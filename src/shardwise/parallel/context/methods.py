@@ -18,9 +18,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from shardwise.parallel.context.compiled_exchange import Group
 from shardwise.parallel.context.token_exchange import CausalShares, gather, to_heads, to_parts
@@ -43,7 +45,14 @@ class AttentionCall:
     dropout: float
     is_causal: bool
     scale: float | None
-    plain: Callable[..., Tensor]
+    plain: Callable[..., Any]
+
+    prefers_heads: ClassVar[bool] = False
+    """True to choose "ulysses" if it is possible, also if it sends more bytes."""
+
+    def problem(self) -> str | None:
+        """Return a message saying why a call without a mask is unsupported, or None."""
+        return None
 
     def with_heads(self) -> AttentionCall:
         """Return this call with a head dimension of size 1 added to its tensors."""
@@ -59,7 +68,7 @@ class AttentionCall:
             return self
         return replace(self, mask=self.mask[(None,) * (4 - self.mask.ndim)])
 
-    def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    def compute(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Any:
         """Run torch's function with this call's options. A mask replaces `is_causal`."""
         return self.plain(
             query,
@@ -118,7 +127,7 @@ def attend(
     group: Group,
     method: str,
     biases: CausalBiases,
-) -> Tensor:
+) -> Any:
     """Compute attention for this rank's queries. Differentiable and collective.
 
     Args:
@@ -129,7 +138,7 @@ def attend(
         biases: The masks that calls share.
 
     Returns:
-        (rows, heads, own length, features).
+        The result of `call.compute`, (rows, heads, own length, features), or a nest of them.
     """
     if method == "ulysses":
         return _by_heads(call, lengths, group)
@@ -179,10 +188,11 @@ def costs(call: AttentionCall, lengths: Sequence[int]) -> dict[str, float]:
     return {method: bytes_sent(call, lengths, method) for method in methods}
 
 
-def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Group) -> Tensor:
+def _by_heads(call: AttentionCall, lengths: Sequence[int], group: Group) -> Any:
     q, k, v = whole_heads([call.query, call.key, call.value], lengths, group)
     mask = None if call.mask is None else mask_of_heads(call.mask, lengths, group)
-    return to_parts(call.compute(q, k, v, mask), lengths, group)
+    result = call.compute(q, k, v, mask)
+    return pytree.tree_map_only(Tensor, lambda whole: to_parts(whole, lengths, group), result)
 
 
 def whole_heads(parts: Sequence[Tensor], lengths: Sequence[int], group: Group) -> list[Tensor]:
@@ -219,11 +229,8 @@ def mask_of_heads(mask: Tensor, lengths: Sequence[int], group: Group) -> Tensor:
 
 
 def _by_gathering(
-    call: AttentionCall,
-    lengths: Sequence[int],
-    group: Group,
-    biases: CausalBiases,
-) -> Tensor:
+    call: AttentionCall, lengths: Sequence[int], group: Group, biases: CausalBiases
+) -> Any:
     widths = [call.key.size(3), call.value.size(3)]
     both = gather(torch.cat([call.key, call.value], 3), 2, lengths, group)
     key, value = torch.split(both, widths, 3)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -29,10 +30,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import ModelError
+from shardwise.parallel.context import flex_attention
 from shardwise.parallel.context.attention import ContextRun
 from shardwise.parallel.context.drawn_weights import DrawnWeights
 from shardwise.parallel.context.planned_attention import PlannedAttention
@@ -262,6 +265,9 @@ class SequenceTrial:
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autocast(self._device.type, enabled=False))
+            if "torch._dynamo" in sys.modules:
+                # Modes that observe operations do not see compiled ones.
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             fixed = WithoutRandomness()
             with self._run.on_whole_sequences(), _Operations(total) as operations:
                 expected = self._try(model, (args, of_whole_sequences(kwargs)), sum(weights), fixed)
@@ -399,6 +405,8 @@ class SequenceTrial:
         return clone
 
     def _widened(self, value: Any) -> Any:
+        if isinstance(value, BlockMask):
+            return flex_attention.moved(value, self._device)
         if not isinstance(value, Tensor):
             return value
         wide = value.double() if value.is_floating_point() else value
@@ -458,10 +466,11 @@ class SequenceTrial:
 
 
 _ADVICE = (
-    "Everything except torch.nn.functional.scaled_dot_product_attention, and modules named in "
-    "sw.Engine(..., context_plan=...), must treat each token alone: pass positions of shape (rows, "
-    "length) in the batch instead of computing them from the length, and do not average over, or "
-    "shift along, the sequence."
+    "Everything except torch.nn.functional.scaled_dot_product_attention, flex_attention, and "
+    "modules named in sw.Engine(..., context_plan=...), must treat each token alone: pass "
+    "positions of shape (rows, length) in the batch instead of computing them from the length, and "
+    "do not average over, or shift along, the sequence. A score_mod or mask_mod must not use the "
+    "length of the model's input."
 )
 
 
@@ -479,7 +488,7 @@ _PADS = {_ops.constant_pad_nd, _ops.replication_pad1d, _ops.replication_pad2d}
 """Operations that add values at the ends of dimensions. Others add at most the size itself."""
 
 
-_KERNELS = ("flex_attention", "flash_attn", "xformers")
+_KERNELS = ("flash_attn", "xformers")
 """Modules whose attention computes on this rank's tokens only."""
 
 

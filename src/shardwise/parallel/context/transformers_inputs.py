@@ -6,7 +6,7 @@ part of the sequences, the model receives them as keyword arguments of its `forw
     position_ids     each token's position in its sequence
     attention_mask   padding, packed documents and sliding windows, for this rank's queries and all
                      keys. It is added only if the sequences need it, because a causal model without
-                     a mask uses faster kernels.
+                     a mask uses faster kernels. Flex attention always gets one for all queries.
     shift_labels     for each token the label of the next token, which may be on the next rank
 """
 
@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from shardwise.comm import Collectives
 from shardwise.errors import ModelError
+from shardwise.parallel.context.flex_attention import whole_mask
 from shardwise.parallel.context.token_exchange import gather
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,7 +57,8 @@ class TransformersInputs:
         kernel = getattr(config, "_attn_implementation", None) or ""
         self.flash: str = kernel if "flash" in kernel else ""
         """Name of the flash kernel that the model uses, or ""."""
-        if any(each in kernel for each in ("eager", "flex")):
+        self._is_flex = "flex" in kernel
+        if "eager" in kernel:
             raise ModelError(
                 f"--context cannot be combined with attn_implementation={kernel!r}, which computes "
                 'attention on this worker\'s tokens only. Write attn_implementation="sdpa".'
@@ -133,39 +137,39 @@ class TransformersInputs:
     ) -> Any:
         """Return the mask for this rank's queries and all keys, or None if none is needed.
 
+        For flex attention, return a BlockMask for all queries.
+
         `positions` are those that the script has passed, or None.
         """
-        total, first, own = sum(lengths), sum(lengths[: group.rank]), lengths[group.rank]
-        keys = torch.arange(total, device=ids.device)
-        queries = keys[first : first + own, None]
-        padding = kwargs.get("attention_mask")
+        total, padding = sum(lengths), kwargs.get("attention_mask")
         if isinstance(positions, Tensor) and positions.ndim == 3:
             # Of the text, then of three axes of images. Without the first, models ignore documents.
             positions = positions[0] if positions.size(0) == 4 else None
-        allowed = None  # (rows, 1, own, total) or a shape that broadcasts to it
+        tokens = numbers = None  # (rows, total)
         if padding is not None:
             whole = gather(padding, 1, lengths, group).bool()
             # Every rank reads the whole sequences, so all of them decide the same.
-            allowed = None if bool(whole.all()) else whole[:, None, None, :]
+            tokens = None if bool(whole.all()) else whole
         elif positions is not None and self._is_causal and not self._has_cache(kwargs):
             # Transformers starts a new document where positions do not follow each other, unless
             # it keeps keys and values in a cache.
             whole = gather(positions.expand(ids.size(0), -1), 1, lengths, group)
-            numbers = whole.diff(dim=1, prepend=whole[:, :1] - 1).ne(1).cumsum(1)
-            if bool(numbers[:, -1].any()):
-                same = numbers[:, first : first + own, None] == numbers[:, None, :]
-                allowed = same[:, None]
+            starts = whole.diff(dim=1, prepend=whole[:, :1] - 1).ne(1)
+            numbers = starts.cumsum(1) if bool(starts.any()) else None
         kind = self._local_kind(total)
-        if not self._is_causal or (allowed is None and kind is None):
-            return allowed
-        full = keys <= queries if allowed is None else allowed & (keys <= queries)
-        full = full.expand(ids.size(0), 1, own, total)
-        if kind is None:
-            return full
-        assert self._window is not None
-        local = full & (keys > queries - self._window)
-        # Models with two kinds of layers take a mask for each.
-        return {"full_attention": full, kind: local} if self._layers - {kind} else local
+        first = sum(lengths[: group.rank])
+        queries = slice(first, first + lengths[group.rank])
+
+        def mask(window: int | None) -> Any:
+            masks = _Masks(tokens, numbers, window, is_causal=self._is_causal)
+            if self._is_flex:
+                return masks.of_blocks(ids, total)
+            return masks.of_queries(ids, total, queries)
+
+        if kind is not None and self._layers - {kind}:
+            # Models with two kinds of layers take a mask for each.
+            return {"full_attention": mask(None), kind: mask(self._window)}
+        return mask(None if kind is None else self._window)
 
     def _has_cache(self, kwargs: dict[str, Any]) -> bool:
         """Return whether the model will create a key-value cache."""
@@ -212,6 +216,49 @@ class TransformersInputs:
                 "Pass an attention_mask of shape (rows, 1, length, length) in the batch."
             )
         return "sliding_attention" if self._layers != {"full_attention"} else None
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """Which keys a query of whole sequences may attend to.
+
+    tokens    (rows, length), False for padding, or None
+    numbers   (rows, length), the documents, or None
+    window    the number of keys up to a query's own, or None for all
+    """
+
+    tokens: Tensor | None
+    numbers: Tensor | None
+    window: int | None
+    is_causal: bool
+
+    def of_queries(self, ids: Tensor, total: int, queries: slice) -> Tensor | None:
+        """Return a mask (rows, 1, queries, total), a shape that broadcasts to it, or None."""
+        keys = torch.arange(total, device=ids.device)
+        places = keys[queries, None]
+        allowed = None if self.tokens is None else self.tokens[:, None, None, :]
+        if self.numbers is not None:
+            allowed = (self.numbers[:, queries, None] == self.numbers[:, None, :])[:, None]
+        if not self.is_causal or (allowed is None and self.window is None):
+            return allowed
+        causal = keys <= places
+        if self.window is not None:
+            causal = causal & (keys > places - self.window)
+        causal = causal if allowed is None else allowed & causal
+        return causal.expand(ids.size(0), 1, *causal.shape[-2:])
+
+    def of_blocks(self, ids: Tensor, total: int) -> BlockMask:
+        """Return the mask of all queries."""
+
+        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            allowed = kv <= q if self.is_causal else kv >= 0
+            if self.tokens is not None:
+                allowed = allowed & self.tokens[b, kv]
+            if self.numbers is not None:
+                allowed = allowed & (self.numbers[b, q] == self.numbers[b, kv])
+            return allowed if self.window is None else allowed & (kv > q - self.window)
+
+        return whole_mask(mask_mod, (len(ids), 1, total, total), None, ids.device)
 
 
 def _is_free_to_read(tensor: Tensor) -> bool:

@@ -1,0 +1,124 @@
+"""Replacing the tensors that mods of flex attention capture, and masks in chunks."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from torch.nn.attention.flex_attention import AuxRequest, and_masks, create_block_mask
+
+from shardwise.parallel.context import flex_attention
+from shardwise.parallel.context.captured_tensors import with_tensors
+
+IDS = torch.tensor([1, 2])
+"""A captured global variable."""
+
+
+@dataclass(frozen=True)
+class Ids:
+    values: Tensor
+    unused: Tensor
+
+    def __call__(self, b: int) -> Any:
+        return self.values[b]
+
+    def of(self, b: int) -> Any:
+        return self.values[b]
+
+
+def nested(ids: Tensor) -> Any:
+    return and_masks(lambda b, h, q, kv: ids[b] > 0, lambda b, h, q, kv: ids[b] > h + 3)
+
+
+@pytest.mark.parametrize(
+    ("mod", "names"),
+    [
+        (lambda ids: lambda b: ids[b], ["ids"]),
+        (lambda ids: lambda b, n=ids: n[b], ["a default of <lambda>"]),
+        (lambda ids: functools.partial(lambda ids, b: ids[b], ids), ["partial"]),
+        (lambda ids: functools.partial(lambda b, n: n[b], n=ids), ["partial"]),
+        (lambda ids: Ids(ids, torch.zeros(2)), ["Ids.values"]),
+        (lambda ids: Ids(ids, torch.zeros(2)).of, ["of.values"]),
+        (nested, ["ids", "ids"]),
+        (lambda ids: (lambda known: lambda b: known["ids"][b])({"ids": ids, "n": 3}), ["known"]),
+    ],
+)
+def test_replaces_captured_tensors(mod, names):
+    found = []
+
+    def change(name: str, tensor: Tensor, can_replace: bool) -> Tensor:
+        assert can_replace
+        found.append(name)
+        return tensor + 10
+
+    before = mod(IDS)
+    after = with_tensors(before, change)
+    assert found == names
+    arguments = (torch.tensor(1),) * (4 if mod is nested else 1)
+    assert before(*arguments) == mod(IDS)(*arguments)
+    assert after(*arguments) == mod(IDS + 10)(*arguments)
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ids", IDS)
+        self.other = IDS
+
+    def mod(self) -> Any:
+        return lambda b: self.ids[b] + IDS[b]
+
+
+def test_names_tensors_that_others_use_too():
+    found = []
+
+    def change(name: str, tensor: Tensor, can_replace: bool) -> Tensor:
+        found.append((name, can_replace))
+        return tensor
+
+    mod = Module().mod()
+    assert with_tensors(mod, change) is mod
+    assert found == [("IDS", False), ("self.ids", False)]
+
+
+def test_masks_in_chunks_equal_whole_masks(monkeypatch):
+    monkeypatch.setattr(flex_attention, "MOST_PAIRS", 2 * 32 * 100)  # two blocks of queries
+    numbers = (torch.rand(2, 100) < 0.1).cumsum(1)
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (numbers[b, q] == numbers[b, kv]) & (q - kv < 40 * (h + 1))
+
+    like = create_block_mask(mod, 2, 3, 100, 100, device="cpu", BLOCK_SIZE=(16, 32))
+    with mock.patch.object(flex_attention, "create_block_mask", wraps=create_block_mask) as calls:
+        ours = flex_attention.whole_mask(mod, (2, 3, 100, 100), like, "cpu")
+    assert calls.call_count > 2
+    assert (ours.shape, ours.BLOCK_SIZE) == (like.shape, like.BLOCK_SIZE)
+    assert torch.equal(ours.to_dense(), like.to_dense())
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(ours, name), getattr(like, name))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_plain_operations_equal_torchs(groups):
+    query, table = torch.randn(2, 4, 7, 3).double(), torch.randn(4, 7).double()
+    key, value = torch.randn(2, 2, groups, 7, 3).double()
+    mask = create_block_mask(lambda b, h, q, kv: q > kv, None, None, 7, 7, device="cpu")
+    options = {
+        "score_mod": lambda score, b, h, q, kv: score * 2 + table[h, q],
+        "block_mask": mask,
+        "enable_gqa": groups < 4,
+    }
+    ours, more = flex_attention.reference(
+        query, key, value, **options, return_aux=AuxRequest(lse=True, max_scores=True)
+    )
+    with mock.patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", new=True):
+        expected, sums = flex.flex_attention(
+            query, key, value, **options, return_aux=AuxRequest(lse=True)
+        )
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(more.lse, sums.lse, rtol=1e-12, atol=1e-12)
+    assert more.max_scores.shape == (2, 4, 7)
