@@ -1,6 +1,6 @@
 """Compiled units with --tensor 2, with and without --sequence-parallel: time, bytes, activations.
 
-    python benchmarks/compiled_tokens.py [--rounds 3] [--steps 12]
+    python benchmarks/compiled_tokens.py [--rounds 3] [--steps 10]
 
 Two workers train a Llama-like model whose layers are all split. Each set of flags starts again in
 each round. The first three steps, in which units are compiled, are not measured. "Sent" counts the
@@ -28,7 +28,7 @@ from context_worker import LongLlama
 from shardwise.comm import Collectives
 from workloads import Llama
 
-RUNS = ("", "--sequence-parallel", "--compile", "--compile --sequence-parallel")
+RUNS = ("--compile", "--compile --sequence-parallel")
 SIZE = Llama(name="tokens", width=256, layers=4, heads=8, kv_heads=4, inner=704, vocabulary=512,
              sequence=256, batch=4)  # fmt: skip
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
@@ -40,7 +40,7 @@ WARM_UP = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure each set of flags in each round, and print one table."""
     parser = figure.parser(__doc__)
-    figure.add_numbers(parser, {"rounds": 3, "steps": 12})
+    figure.add_numbers(parser, {"rounds": 3, "steps": 10})
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds.append(figure.result_of(command))
     rows = [
         [
-            f"--tensor 2 {flags}".strip(),
+            f"--tensor 2 {flags}",
             f"{median(each['ms'] for each in rounds):.0f}",
             f"{rounds[0]['sent'] / figure.MB:.1f}",
             f"{rounds[0]['kept'] / figure.MB:.1f}",

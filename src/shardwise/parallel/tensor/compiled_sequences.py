@@ -45,8 +45,6 @@ from shardwise.parallel.tensor.torch_functions import (
     CASTS,
     CASTS_LIKE,
     MEMORY,
-    METADATA,
-    SIZES,
     UNTRACKED_WRITES,
 )
 
@@ -76,9 +74,24 @@ class StandIns:
 
         In place, because the unit may write to its caller's containers.
         """
-        tensors = (each for each in pytree.tree_leaves(nest) if isinstance(each, Tensor))
+        tensors = [each for each in pytree.tree_leaves(nest) if isinstance(each, Tensor)]
         first = next((each for each in tensors if each.is_floating_point()), None)
-        if replace_first and first is not None and not isinstance(first, SequenceShard):
+        # A part does not see writes to another argument that shares memory with the full tensor.
+        memories = {
+            memory_of(each)
+            for each in tensors
+            if each is not first and type(each) is Tensor and each.layout is torch.strided
+        }
+        for each in tensors:
+            full = each._full if isinstance(each, SequenceShard) else None
+            if full is not None and memory_of(full) in memories:
+                raise _error("gets a split tensor and a view of it", "Pass one of them")
+        if (
+            replace_first
+            and first is not None
+            and not isinstance(first, SequenceShard)
+            and memory_of(first) not in memories
+        ):
             self._replace_full(first)
         return _exchanged(nest, self._stand_in)
 
@@ -328,10 +341,6 @@ class GraphOfParts:
     def _run_on_tokens(self, node: fx.Node) -> bool:
         """Let `node` compute its value on this rank's tokens. Return False if it cannot."""
         func, args = _torch_function_of(node, self._is_tensor)
-        if func in METADATA and func not in SIZES:
-            return True
-        if func in CASTS_LIKE and args[0] not in self._counts:
-            return True  # x.type_as(tokens) uses only the dtype and device of its argument
         tokens = next(each for each in node.all_input_nodes if each in self._counts)
         if not (
             is_token_wise(func, args, node.kwargs, self._is_tensor, self._is_split)
@@ -371,7 +380,9 @@ class GraphOfParts:
 
     def _run_on_full(self, node: fx.Node) -> None:
         """Let `node` compute its value on full tensors."""
-        func, _ = _torch_function_of(node, self._is_tensor)
+        func, args = _torch_function_of(node, self._is_tensor)
+        if func in CASTS_LIKE and args[0] not in self._counts:
+            return  # x.type_as(tokens) uses only the dtype and device of its argument
         if func in MEMORY or func in UNTRACKED_WRITES:
             raise _error(f"calls {_name_of(node)} on a tensor that is split by tokens", "", node)
         for each in node.all_input_nodes:
