@@ -49,7 +49,7 @@ from shardwise.parallel.tensor.torch_functions import (
 )
 
 Count = int | fx.Node
-"""The number of tokens of a split value, or the node that computes it."""
+"""The number of tokens of a split value, or the graph's input with this number."""
 
 
 class StandIns:
@@ -227,7 +227,8 @@ class GraphOfParts:
         self._gathers: dict[tuple[Any, ...], fx.Node] = {}
         self._unused: list[fx.Node] = []
         self._writes = 0
-        placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        self._placeholders = placeholders = [n for n in graph.graph.nodes if n.op == "placeholder"]
+        self._output_counts: list[Count | None] = []
         self._sizes = {
             str(n.meta["example_value"]): n
             for n in placeholders
@@ -269,7 +270,7 @@ class GraphOfParts:
         in_region = False
         for node in list(self._graph.graph.nodes):
             if node.op == "output":
-                self._append_counts(node)
+                self._output_counts = [self._counts.get(each) for each in node.args[0]]
             elif node.target is operators.copies:
                 in_region = True
                 self._gather_for_region(node)
@@ -330,13 +331,9 @@ class GraphOfParts:
         assert isinstance(value, fx.Node)
         if not can_be_split(self._value(node), self._replica.group.size):
             return
-        with self._graph.graph.inserting_before(node):
-            count: Count = self._value(node).shape[TOKEN_DIM]
-            if isinstance(count, torch.SymInt):
-                count = self._graph.graph.call_method("size", (value, TOKEN_DIM))
         node.target = torch.ops.shardwise.reduce_scatter_tokens
         node.args = value, self._place
-        self._mark(node, count)
+        self._mark(node, self._count_of(node))
 
     def _run_on_tokens(self, node: fx.Node) -> bool:
         """Let `node` compute its value on this rank's tokens. Return False if it cannot."""
@@ -449,18 +446,11 @@ class GraphOfParts:
                     node,
                 )
 
-    def _append_counts(self, output: fx.Node) -> None:
-        """Add the numbers of tokens of split outputs to the outputs."""
-        values: Any = output.args[0]
-        self._outputs = [node in self._counts for node in values]
-        output.args = ((*values, *(self._counts[n] for n in values if n in self._counts)),)
-
     def compile(self, backend: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile the graph with the compiler's `backend`. `inputs` are the original ones."""
-        placeholders = (n for n in self._graph.graph.nodes if n.op == "placeholder")
+        facts = zip(self._placeholders, inputs, self._are_split, strict=True)
         examples = [
-            node.meta["example_value"] if is_split else value
-            for node, value, is_split in zip(placeholders, inputs, self._are_split, strict=True)
+            node.meta["example_value"] if is_split else value for node, value, is_split in facts
         ]
         return backend(self._graph, examples)  # type: ignore[no-any-return]
 
@@ -475,19 +465,17 @@ class GraphOfParts:
                 parts.append(self._part(value) if shard is None else shard.local)
             else:
                 parts.append(value if shard is None else shard.full())
-        outputs = compiled(*parts)
-        counts = iter(outputs[len(self._outputs) :])
-        return [
-            SequenceShard(
-                value,
-                replica.group,
-                replica.randomness,
-                split_tokens(int(next(counts)), replica.group.size),
-            )
-            if is_split
-            else value
-            for value, is_split in zip(outputs, self._outputs, strict=False)
-        ]
+        outputs = []
+        for output, count in zip(compiled(*parts), self._output_counts, strict=True):
+            if count is None:
+                outputs.append(output)
+                continue
+            # A symbolic number of tokens is an input of the graph.
+            if isinstance(count, fx.Node):
+                count = int(values[self._placeholders.index(count)])
+            sharded = split_tokens(count, replica.group.size)
+            outputs.append(SequenceShard(output, replica.group, replica.randomness, sharded))
+        return outputs
 
     def _part(self, value: Tensor) -> Tensor:
         group = self._replica.group
