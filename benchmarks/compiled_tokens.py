@@ -28,7 +28,7 @@ from context_worker import LongLlama
 from shardwise.comm import Collectives
 from workloads import Llama
 
-RUNS = ("--compile", "--compile --sequence-parallel")
+RUNS = ("", "--sequence-parallel", "--compile", "--compile --sequence-parallel")
 SIZE = Llama(name="tokens", width=256, layers=4, heads=8, kv_heads=4, inner=704, vocabulary=512,
              sequence=256, batch=4)  # fmt: skip
 PLAN = {"blocks.*.gate": "colwise", "blocks.*.up": "colwise", "blocks.*.down": "rowwise",
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rounds.append(figure.result_of(command))
     rows = [
         [
-            f"--tensor 2 {flags}",
+            f"--tensor 2 {flags}".strip(),
             f"{median(each['ms'] for each in rounds):.0f}",
             f"{rounds[0]['sent'] / figure.MB:.1f}",
             f"{rounds[0]['kept'] / figure.MB:.1f}",
