@@ -30,7 +30,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from helpers.gpt import Block, Shape
 
 AGAIN = "--activations recomputed"
+BY_TOKENS = "--tensor 2 --sequence-parallel"
 RUNS = ("", "--zero 3", AGAIN, "--tensor 2", "--tensor 2 --zero 3", f"--tensor 2 {AGAIN}",
+        BY_TOKENS, f"{BY_TOKENS} {AGAIN}",
         "--expert 2", f"--expert 2 {AGAIN}", "--context 2", f"--context 2 {AGAIN}")  # fmt: skip
 SHAPE = Shape(vocabulary=64, context=32, layers=2, width=32, heads=4)
 SPLIT = Llama(name="tiny", width=32, layers=2, heads=4, kv_heads=2, inner=64, vocabulary=64,

@@ -85,6 +85,12 @@ CASES = [
     ("aot_eager", 2, {"zero": 0}),
     pytest.param("aot_eager", 4, {"zero": 3}, marks=pytest.mark.full),
     ("aot_eager", 2, {"zero": 2, "activations": "recomputed"}),
+    ("aot_eager", 2, {"zero": 3, "sequence_parallel": True}),
+    pytest.param(
+        *("aot_eager", 2, {"zero": 0, "sequence_parallel": True, "activations": "recomputed"}),
+        marks=pytest.mark.full,
+    ),
+    pytest.param("inductor", 2, {"zero": 0, "sequence_parallel": True}, marks=pytest.mark.full),
     pytest.param("inductor", 2, {"zero": 0}, marks=pytest.mark.full),
     pytest.param("inductor", 2, {"zero": 3, "activations": "recomputed"}, marks=pytest.mark.full),
 ]
@@ -133,12 +139,12 @@ def blocks(between=torch.tanh):
     return nn.Sequential(Block(between), Block(between))
 
 
-def refuses(world, change, text):
+def refuses(world, change, text, settings):
     """Train one step, change the model, and return whether the next step raises the error."""
     start_afresh()
     model = blocks()
     with mock.patch.object(compiled_units, "BACKEND", "aot_eager"):
-        engine = sw.Engine(model, adamw(model), compile=True)
+        engine = sw.Engine(model, adamw(model), compile=True, **settings)
         engine.backward(model(torch.ones(2, 8)).sum())
         engine.step()
         handle = change(model)
@@ -223,7 +229,56 @@ def hooks_every_module(model):
     ],
 )
 def test_compiled_units_refuse_like_eager_regions(group, change, text):
-    assert all(group(2, tensor=2)(refuses, change, text))
+    assert all(group(2, tensor=2)(refuses, change, text, {}))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (computes_otherwise, "forward computes Cumsum, which it did not compute in the trial"),
+        (breaks_graph, "needs units that torch.compile traces as one graph each"),
+        pytest.param(drops, "has drawn random numbers", marks=pytest.mark.full),
+        pytest.param(compiles_no_more, "has compiled a unit too often", marks=pytest.mark.full),
+    ],
+)
+def test_units_that_are_split_by_tokens_refuse_alike(group, change, text):
+    assert all(group(2, tensor=2)(refuses, change, text, {"sequence_parallel": True}))
+
+
+class StoppedGate(nn.Module):
+    """Two layers with the same input, of which only one records gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(8, 16), nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+
+    def forward(self, x):
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return x + self.down(self.up(x) * gate)
+
+
+def stopped_gates():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), StoppedGate(), StoppedGate())
+
+
+def train_stopped_gates(world):
+    start_afresh()
+    model = stopped_gates().double()
+    plan = {"*.gate": "colwise", "*.up": "colwise", "*.down": "rowwise"}
+    with mock.patch.object(compiled_units, "BACKEND", "aot_eager"):
+        engine = sw.Engine(model, adamw(model), compile=True, tensor_plan=plan)
+        loss = trained(model, lambda model: (engine.backward, engine.step))
+    engine.close()
+    return loss
+
+
+def test_layers_without_gradients_share_no_input_with_others(group):
+    expected = trained(stopped_gates().double(), plain)
+    for loss in group(2, tensor=2)(train_stopped_gates):
+        assert loss == pytest.approx(expected, rel=1e-8)
 
 
 class SharedExpert(nn.Module):
@@ -339,7 +394,6 @@ def with_dropout():
     ("make", "settings", "text"),
     [
         (with_dropout, {}, "--compile cannot be combined with --tensor and the dropout in 0.betw"),
-        (blocks, {"sequence_parallel": True}, "--compile cannot be combined with --sequence-para"),
     ],
 )
 def test_refuses_before_the_model_is_split(group, make, settings, text):

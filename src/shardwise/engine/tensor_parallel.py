@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from shardwise.config import Settings
 from shardwise.engine.engine_spec import EngineSpec
-from shardwise.errors import ConfigError, ModelError, ModelMismatch
+from shardwise.errors import ModelError, ModelMismatch
 from shardwise.model.activations import units_of
 from shardwise.model.compilation import Compiler, compile_forward
 from shardwise.parallel.context import attention
@@ -29,11 +29,6 @@ def begin(world: World, settings: Settings, plan: TensorPlan | None) -> TensorPa
     if world.tensor_size == 1:
         return None
     sequence_parallel = settings.sequence_parallel or plans.uses_sequence_parallel(plan or {})
-    if settings.compile and sequence_parallel:
-        raise ConfigError(
-            "--compile cannot be combined with --sequence-parallel: the compiler cannot trace "
-            "activations that are split by tokens. Remove one of the two."
-        )
     return TensorParallelModels(world.tensor, world.device, sequence_parallel=sequence_parallel)
 
 

@@ -21,8 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.errors import ConfigError, UsageError
 from shardwise.parallel.tensor import compiled_collectives, graph_paths
+from shardwise.parallel.tensor.compiled_sequences import GraphOfParts, StandIns
 from shardwise.parallel.tensor.parallel_layers import TensorParallelModule, on_local_tensors
 from shardwise.parallel.tensor.replica import Replica
+from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested
 
 BACKEND = "inductor"
 """The compiler's backend, as in torch.compile."""
@@ -34,6 +36,7 @@ class UnitCompiler:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._error: UsageError | None = None
+        self._stand_ins = StandIns(self._replica)
         # Blocks of the same class share graphs only if they have the same backend object.
         self._backend = self.compile_graph
         replica.number = compiled_collectives.number_of(replica.group)
@@ -42,6 +45,8 @@ class UnitCompiler:
         """Return the compiled form of `forward`, the bound method of `unit`."""
         inside = _modules_inside(unit)
         compiled = torch.compile(forward, backend=self._backend)
+        # Code between two graphs would get stand-ins, which have no data.
+        compiled_by_tokens = torch.compile(forward, backend=self._backend, fullgraph=True)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             replica = self._replica
@@ -54,7 +59,10 @@ class UnitCompiler:
             before = replica.randomness.state()
             replica.in_compiled_unit = True
             try:
-                output = compiled(*args, **kwargs)
+                if replica.sequence_parallel:
+                    output = self._run_by_tokens(compiled_by_tokens, args, kwargs)
+                else:
+                    output = compiled(*args, **kwargs)
             except Exception:
                 # The compiler wraps errors of its backend in its own classes.
                 if self._error is not None:
@@ -73,12 +81,46 @@ class UnitCompiler:
 
         return run
 
+    def _run_by_tokens(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        outputs_tokens = self._replica.outputs_tokens()
+        stand_ins = self._stand_ins = StandIns(self._replica)
+        arguments = stand_ins.insert((args, kwargs), replace_first=outputs_tokens)
+        try:
+            output = stand_ins.remove(compiled(*arguments[0], **arguments[1]))
+        except Exception as error:
+            # The import takes seconds, and torch.compile has done it by now.
+            from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+            if self._error is None and isinstance(error, FailOnRecompileLimitHit):
+                raise UsageError(
+                    "torch.compile has compiled a unit too often (--compile with "
+                    "--sequence-parallel). TORCH_LOGS=recompiles shows why. Pass inputs with fewer "
+                    "kinds of shapes, increase torch._dynamo.config.recompile_limit, or start "
+                    "without one of the two flags."
+                ) from error
+            if self._error is None and isinstance(error, Unsupported):
+                raise UsageError(
+                    "--compile with --sequence-parallel needs units that torch.compile traces as "
+                    f"one graph each, but: {str(error).strip().splitlines()[0]}. Change this code, "
+                    "or start without one of the two flags."
+                ) from error
+            raise
+        finally:
+            stand_ins.remove(arguments)
+            self._stand_ins = StandIns(self._replica)
+        # A region that the unit leaves open holds its input.
+        self._replica.end_compiled_unit()
+        del arguments
+        stand_ins.check()
+        return output if outputs_tokens else gather_nested(output)
+
     def compile_graph(self, graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
         """Check the operations of a new graph, and compile it. torch.compile calls it."""
         try:
             # The hooks of a checkpoint or of sharded parameters would count these tensors.
             with saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
                 _GraphCheck(graph).run_on_fakes()
+                parts = self._split_by_tokens(graph, inputs)
         except UsageError as error:
             self._error = error
             raise
@@ -87,8 +129,26 @@ class UnitCompiler:
 
         if BACKEND == "inductor":
             compiled_collectives.keep_order_in_inductor()
-        run = lookup_backend(BACKEND)(graph, inputs)
-        return lambda *values: run(*map(_without_class, values))
+        backend = lookup_backend(BACKEND)
+        if parts is None:
+            run = backend(graph, inputs)
+            return lambda *values: run(*map(_without_class, values))
+        run = parts.compile(backend, inputs)
+        return lambda *values: parts.run(run, self._stand_ins, [*map(_without_class, values)])
+
+    def _split_by_tokens(self, graph: fx.GraphModule, inputs: list[Any]) -> GraphOfParts | None:
+        """Change `graph` so that it computes this rank's tokens."""
+        if not (self._replica.sequence_parallel and self._replica.in_compiled_unit):
+            return None
+        if any(isinstance(each, SequenceShard) for each in inputs):
+            raise UsageError(
+                "A compiled unit (--compile with --sequence-parallel) reads a tensor that is "
+                "split by tokens from an attribute of a module or of another object. Pass it as "
+                "an argument, or start without one of the two flags."
+            )
+        return GraphOfParts(
+            graph, [self._stand_ins.shard_of(each) for each in inputs], self._replica
+        )
 
 
 def _without_class(value: Any) -> Any:
@@ -149,7 +209,7 @@ def _is_copy(node: fx.Node) -> bool:
         assert isinstance(body, fx.Node)
         inner = getattr(node.graph.owning_module, str(body.target))
         return any(map(_is_copy, inner.graph.nodes))
-    return node.target is torch.ops.aten.alias.default
+    return node.target in (torch.ops.aten.alias.default, torch.ops.shardwise.copies)
 
 
 def refuse_dropout(units: Iterable[tuple[str, nn.Module]], split: Collection[nn.Module]) -> None:

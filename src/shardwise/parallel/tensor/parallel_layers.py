@@ -177,6 +177,8 @@ class SequenceParallelModule(TensorParallelModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute outputs of shape (..., tokens, features) for the input's tokens."""
+        if self._replica.in_graph:  # compiled_sequences.py splits its operations
+            return super().forward(*args, **kwargs)
         shards = (
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, SequenceShard)
         )

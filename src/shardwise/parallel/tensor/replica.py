@@ -22,7 +22,12 @@ from shardwise.parallel.tensor.region_collectives import (
     reduce_scatter_to_sequence,
 )
 from shardwise.parallel.tensor.replica_randomness import ReplicaRandomness
-from shardwise.parallel.tensor.sequence_parallel import SequenceShard, gather_nested, token_sharding
+from shardwise.parallel.tensor.sequence_parallel import (
+    SequenceShard,
+    dtype_for_layer,
+    gather_nested,
+    token_sharding,
+)
 from shardwise.parallel.tensor.sequence_regather import RegatheredInput
 from shardwise.parallel.tensor.user_hooks import HookGuard
 
@@ -94,8 +99,8 @@ class Replica:
     """Stands for `group` in compiled collectives."""
     in_compiled_unit: bool = False
     """True inside a compiled unit, which checks hooks and random numbers itself."""
-    _shared_input: tuple[Tensor, Tensor] | None = None
-    """In a graph, the full input of the open region and its copy."""
+    _shared_input: tuple[Tensor, bool, Tensor] | None = None
+    """In a graph, the full input of the open region, whether it records gradients, and its copy."""
     _in_region_of_unit: bool = False
     """True inside an eager region of a compiled unit, which has no random numbers of its own."""
 
@@ -128,10 +133,10 @@ class Replica:
         if self.in_graph:
             # Layers with the same input share the copy, as below. Compare objects, because the
             # compiler can trace neither `id` nor versions.
-            if self._shared_input is None or self._shared_input[0] is not value:
-                copy = compiled_collectives.copy_to_region(value, self.number)
-                self._shared_input = value, copy
-            return layer(self._shared_input[1])
+            shared, recorded = self._shared_input, torch.is_grad_enabled()
+            if shared is None or shared[0] is not value or shared[1] != recorded:
+                shared = self._shared_input = value, recorded, self._copy_in_graph(value)
+            return layer(shared[2])
         if is_fake(value):
             return layer(value)
         # A compiled unit allows no random numbers, and checks hooks before its forward pass.
@@ -164,10 +169,7 @@ class Replica:
         if not isinstance(value, SequenceShard):
             return RegionInput(copy_to_region(self.group, value)[0])
         part = value.local
-        if part.dtype == torch.float32 and torch.is_autocast_enabled(part.device.type):
-            # Autocast in the layer would cast it anyway. Casting before the gather halves the
-            # traffic.
-            part = part.to(torch.get_autocast_dtype(part.device.type))
+        part = part.to(dtype_for_layer(part))
         whole = gather_from_sequence(part, self.group, value.sharded)
         return RegionInput(whole, RegatheredInput(part, self.group, value.sharded))
 
@@ -182,7 +184,7 @@ class Replica:
         if self.in_graph:
             self._shared_input = None
             return compiled_collectives.reduce_from_region(part(), self.number, allowed)
-        sequence_parallel = self._outputs_tokens()
+        sequence_parallel = self.outputs_tokens()
         try:
             return self._reduce(part(), sequence_parallel)
         finally:
@@ -192,20 +194,25 @@ class Replica:
         """Return `value` summed over the ranks. Used outside regions."""
         if self.in_graph:
             return compiled_collectives.reduce_from_region(value, self.number)
-        return self._reduce(value, self._outputs_tokens())
+        return self._reduce(value, self.outputs_tokens())
 
     def gather_output(
         self, value: Tensor, layer: Callable[[Tensor], Tensor], sharded: ShardedDim
     ) -> Tensor:
         """Run `layer` on the full `value`, and gather its output. Used outside regions."""
         if self.in_graph:
-            part = layer(compiled_collectives.copy_to_region(value, self.number))
+            part = layer(self._copy_in_graph(value))
             return compiled_collectives.gather_from_region(
                 part, self.number, self.group.rank, sharded
             )
         return gather_from_region(self.region_input(value).run(layer), self.group, sharded)
 
-    def _outputs_tokens(self) -> bool:
+    def _copy_in_graph(self, value: Tensor) -> Tensor:
+        if self.sequence_parallel:
+            return compiled_collectives.copies([value], self.number)[0]
+        return compiled_collectives.copy_to_region(value, self.number)
+
+    def outputs_tokens(self) -> bool:
         """Return whether a layer's output may stay split by tokens.
 
         This is allowed during a model's forward pass or recomputation, because the model's output

@@ -60,10 +60,28 @@ def token_sharding(value: Tensor, group: Collectives) -> ShardedDim | None:
     Returns None if `value` has no token dimension, fewer tokens than ranks, or no data (fake
     tensors).
     """
-    if value.ndim < 2 or value.shape[TOKEN_DIM] < group.size or is_fake(value):
+    if is_fake(value) or not can_be_split(value, group.size):
         return None
-    ranges = [each for (each,) in even_ranges(value.shape[TOKEN_DIM], group.size)]
-    return ShardedDim(TOKEN_DIM, tuple(ranges))
+    return split_tokens(value.shape[TOKEN_DIM], group.size)
+
+
+def can_be_split(value: Tensor, parts: int) -> bool:
+    """Return whether `value` has a token dimension with at least `parts` tokens."""
+    return value.ndim >= 2 and value.shape[TOKEN_DIM] >= parts
+
+
+def split_tokens(count: int, parts: int) -> ShardedDim:
+    """Return the ranges of `count` tokens on each of `parts` ranks."""
+    return ShardedDim(TOKEN_DIM, tuple(each for (each,) in even_ranges(count, parts)))
+
+
+def dtype_for_layer(value: Tensor) -> torch.dtype:
+    """Return the dtype in which a layer gathers its input `value`."""
+    device = value.device.type
+    if value.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        # Autocast in the layer would cast it anyway. Casting before the gather halves the traffic.
+        return torch.get_autocast_dtype(device)
+    return value.dtype
 
 
 class SequenceShard(StandsForPart):
@@ -248,7 +266,9 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return func(
             args[0], *(leaf.local if isinstance(leaf, SequenceShard) else leaf for leaf in args[1:])
         )
-    if not tokens.randomness.in_region and _is_token_wise(func, args, kwargs):
+    if not tokens.randomness.in_region and is_token_wise(
+        func, args, kwargs, _is_tensor, _is_writable_shard
+    ):
         local_leaves = _local_arguments(tokens, leaves, casts=func in CASTS_LIKE)
         if local_leaves is not None:
             local_args, local_kwargs = pytree.tree_unflatten(local_leaves, spec)
@@ -260,7 +280,7 @@ def _apply(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
                 result = func(*local_args, **local_kwargs)
             if func in ELEMENTWISE_IN_PLACE:
                 return args[0]  # torch returns the caller's object too
-            if _has_same_tokens(result, tokens.local):
+            if has_same_tokens(result, tokens.local):
                 return tokens.like(result)
     return _call_on_full(func, leaves, spec)
 
@@ -304,25 +324,35 @@ class _GradientHook:
         )
 
 
-def _has_same_tokens(result: Any, local: Tensor) -> bool:
+def has_same_tokens(result: Any, tokens: Tensor) -> bool:
+    """Return whether `result` is a tensor with the same number of tokens as `tokens`."""
     return (
         isinstance(result, Tensor)
         and result.ndim >= 2
-        and result.shape[TOKEN_DIM] == local.shape[TOKEN_DIM]
-        and result.device == local.device
+        and result.shape[TOKEN_DIM] == tokens.shape[TOKEN_DIM]
+        and result.device == tokens.device
     )
 
 
-def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether `func` computes each token from that token's values only."""
-    if kwargs.get("out") is not None or not (args and isinstance(args[0], Tensor)):
+def is_token_wise(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    is_tensor: Callable[[Any], bool],
+    is_split: Callable[..., bool],
+) -> bool:
+    """Return whether `func` computes each token from that token's values only.
+
+    `is_split(argument, write=True)` returns whether an argument is split, and its part may be
+    written.
+    """
+    if kwargs.get("out") is not None or not (args and is_tensor(args[0])):
         return False
     if func in ELEMENTWISE_IN_PLACE or kwargs.get("inplace"):
-        # If the full tensor exists, a write must go there, so that its views see the change.
-        return isinstance(args[0], SequenceShard) and not args[0].has_full
+        return is_split(args[0], write=True)
     if func in ELEMENTWISE:
         return True
-    if not isinstance(args[0], SequenceShard):
+    if not is_split(args[0]):
         return False
     second = args[1] if len(args) > 1 else None
     if func in NORMS:
@@ -335,6 +365,20 @@ def _is_token_wise(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         # Without keepdim, the token dimension would change its position.
         return keepdim is True and dim in (-1, (-1,), [-1])
     return func in CASTS_LIKE
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _is_writable_shard(value: Any, *, write: bool = False) -> bool:
+    # If the full tensor exists, a write must go there, so that its views see the change.
+    return isinstance(value, SequenceShard) and not (write and value.has_full)
+
+
+def is_replicated(value: Tensor) -> bool:
+    """Return whether `value` has no token dimension, or is broadcast over the tokens."""
+    return value.ndim < 2 or value.shape[TOKEN_DIM] == 1
 
 
 def shard_arguments(tokens: SequenceShard, nest: Any) -> Any:
@@ -371,8 +415,7 @@ def _local_arguments(
             arguments.append(leaf.local)
         elif not isinstance(leaf, Tensor) or casts:
             arguments.append(leaf)
-        # The tensor has no token dimension, or is broadcast over the tokens.
-        elif leaf.ndim < 2 or leaf.shape[TOKEN_DIM] == 1:
+        elif is_replicated(leaf):
             if leaf.requires_grad and torch.is_grad_enabled():
                 replicated.append(place)
             arguments.append(leaf)
