@@ -375,7 +375,8 @@ class _Replacement:
                 query, key, value, attn_mask, dropout_p, is_causal, scale, self.plain
             )
             if run.can_trace(call):
-                return run.attend(call)
+                traced: Tensor = run.attend(call)
+                return traced
         result: Tensor = self._attend_eagerly(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         )
