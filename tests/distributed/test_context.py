@@ -704,6 +704,12 @@ COMPILED: dict[str, tuple[int, dict[str, Any], str, Problem]] = {
     "padding": (3, {}, "aot_eager", Problem(mask="padding", settings={"zero": 2})),
     "bias": (2, {}, "aot_eager", Problem(mask="bias", settings={"zero": 0})),
     "tensor": (2, {"tensor": 2}, "aot_eager", Problem(settings={"zero": 3})),
+    "split by tokens": (
+        2,
+        {"tensor": 2, "sequence_parallel": True},
+        "aot_eager",
+        Problem(settings={"zero": 3}),
+    ),
     "inductor, recomputed": (2, {}, "inductor", Problem(settings=RECOMPUTED)),
     "inductor, gathered": (2, GATHERED, "inductor", Problem(settings={"zero": 0})),
 }
