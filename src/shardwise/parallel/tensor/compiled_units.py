@@ -85,8 +85,6 @@ class UnitCompiler:
         # The import takes seconds, and torch.compile has done it by now.
         from torch._dynamo import lookup_backend
 
-        if BACKEND == "inductor":
-            compiled_collectives.keep_order_in_inductor()
         run = lookup_backend(BACKEND)(graph, inputs)
         return lambda *values: run(*map(_without_class, values))
 
