@@ -23,6 +23,7 @@ import shardwise as sw
 from shardwise.errors import DataError, GuardError, ModelError, UsageError
 from shardwise.layout.bucket_layout import even_cuts
 from shardwise.parallel.tensor import compiled_units
+from tests.distributed import contexts
 from tests.distributed.contexts import WIDTH, WORDS, Model, Problem, plain, trained
 from tests.distributed.group import Groups
 
@@ -697,9 +698,9 @@ def compiled(world: sw.World, problem: Problem, backend: str) -> dict[str, Any]:
 GATHERED = {"context_method": "gathered"}
 COMPILED: dict[str, tuple[int, dict[str, Any], str, Problem]] = {
     # parts per sequence, other settings of the run, backend, training
-    "gathered, recomputed": (2, GATHERED, "aot_eager", Problem(settings=RECOMPUTED)),
     # The part of rank 1 has 4 tokens of 9, and then 4 of 8.
     "lengths": (2, {}, "aot_eager", Problem(shrinks=1, settings={"zero": 3})),
+    "gathered, recomputed": (2, GATHERED, "aot_eager", Problem(settings=RECOMPUTED)),
     "four parts": (4, {}, "aot_eager", Problem(length=11, settings={"zero": 3} | RECOMPUTED)),
     "padding": (3, {}, "aot_eager", Problem(mask="padding", settings={"zero": 2})),
     "bias": (2, {}, "aot_eager", Problem(mask="bias", settings={"zero": 0})),
@@ -734,6 +735,125 @@ def test_compiled_equals_one_process(group, parts, axes, backend, problem):
             torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
         assert ours["breaks"] == {}
         assert ours["graphs"] <= 3  # two in training, one in evaluation
+
+
+class Windows(nn.Module):
+    """Causal attention within windows of 6 tokens."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> Tensor:
+        del others
+        windows = zip(q.split(6, 2), k.split(6, 2), v.split(6, 2), strict=True)
+        found = [F.scaled_dot_product_attention(*each, is_causal=True) for each in windows]
+        return torch.cat(found, 2)
+
+
+def compiled_windows(world: sw.World, problem: Problem) -> dict[str, Any]:
+    with mock.patch.object(contexts, "Core", Windows):
+        return compiled(world, problem, "aot_eager")
+
+
+@pytest.mark.full
+def test_compiled_planned_attention_in_windows(group):
+    """A window is as long as the part of a rank, but its tokens are not to be exchanged."""
+    problem = Problem(own_core=True, length=12, steps=1)
+    with mock.patch.object(contexts, "Core", Windows):
+        expected = plain(problem)
+    problem = replace(problem, settings={"compile": True})
+    for ours in group(2, context=2)(compiled_windows, problem, limit=100):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+class EndsInAttention(contexts.Block):
+    """A block in which autograd saves nothing after the last exchange of tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None, offsets: Tensor | None = None) -> Tensor:
+        del mask, offsets
+        x = x + self.narrow(F.gelu(self.wide(self.norm2(self.out(x)))))
+        h, shape = self.norm(x), (*x.shape[:2], self.heads, -1)
+        q, k, v = (each(h).view(shape).transpose(1, 2) for each in (self.q, self.k, self.v))
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + found.transpose(1, 2).flatten(2)
+
+
+def compiled_on_rank_0(world: sw.World, problem: Problem) -> dict[str, Any]:
+    """Train with blocks that torch compiles on rank 0 only, as at its limit of recompilations."""
+    start_compiling()
+    compiler = partial(torch.compile, backend="aot_eager")
+    if world.rank > 0:
+        compiler = partial(lambda forward: forward)
+    blocks = mock.patch.object(contexts, "Block", EndsInAttention)
+    with blocks, mock.patch.object(torch, "compile", compiler):
+        return trained(world, problem)
+
+
+@pytest.mark.parametrize("method", ["gathered", pytest.param("ulysses", marks=pytest.mark.full)])
+def test_recomputes_units_that_are_compiled_on_one_rank_only(group, method):
+    problem = Problem(length=8, steps=1)
+    with mock.patch.object(contexts, "Block", EndsInAttention):
+        expected = plain(problem)
+    problem = replace(problem, settings={"compile": True} | RECOMPUTED)
+    ranks = group(2, context=2, context_method=method)
+    for ours in ranks(compiled_on_rank_0, problem, limit=60):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+class Checkpointed(contexts.Block):
+    """A block that recomputes itself."""
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(super().forward, *args, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def compiled_checkpoints(world: sw.World, problem: Problem) -> dict[str, Any]:
+    with mock.patch.object(contexts, "Block", Checkpointed):
+        return compiled(world, problem, "aot_eager")
+
+
+@pytest.mark.full
+def test_compiled_units_with_checkpoints(group):
+    problem = Problem("adamw", steps=2, rows=(3, 2))
+    expected = plain(problem)
+    problem = replace(problem, settings={"compile": True})
+    for ours in group(2, context=2)(compiled_checkpoints, problem, limit=100):
+        assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
+        for key, value in expected["values"].items():
+            torch.testing.assert_close(ours["values"][key], value, rtol=1e-8, atol=1e-10)
+
+
+def evaluated_compiled(world: sw.World) -> list[list[Tensor]]:
+    """Train a step with compiled blocks. Return outputs for other lengths, and the expected."""
+    start_compiling()
+    problem = Problem(settings={"compile": True})
+    reference, model = problem.model(), problem.model()
+    optimizer = problem.optimizer_of(reference)
+    batch = problem.batches(0)[0]
+    problem.loss_of(reference, batch).backward()
+    optimizer.step()
+    found = []
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        optimizer = problem.optimizer_of(model)
+        engine = sw.Engine(model, optimizer, quiet=True, **problem.settings)
+        engine.backward(problem.loss_of(model, world.share(batch)))
+        engine.step()
+        for length in (7, 9, 12):
+            ids, positions, *_ = replace(problem, length=length).batches(1)[0]
+            with torch.inference_mode():
+                expected = world.share(reference(ids, positions))
+                found.append([model(*world.share((ids, positions))).clone(), expected.clone()])
+        engine.close()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["ulysses", "gathered"])
+def test_compiled_units_evaluate_other_lengths_in_inference_mode(group, method):
+    for pairs in group(2, context=2, context_method=method)(evaluated_compiled, limit=100):
+        for found, expected in pairs:
+            torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
 def compiled_whole(world: sw.World) -> dict[str, Any]:
@@ -851,12 +971,28 @@ def trained_with_fixed_dropout(world: sw.World | None, problem: Problem) -> dict
         F.scaled_dot_product_attention = before
 
 
-@pytest.mark.parametrize("method", ["ulysses", pytest.param("gathered", marks=pytest.mark.full)])
-def test_drops_attention_like_one_process(group, method):
+def compiled_with_fixed_dropout(world: sw.World, problem: Problem) -> dict[str, Any]:
+    start_compiling()
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        return trained_with_fixed_dropout(world, problem)
+
+
+@pytest.mark.parametrize(
+    ("method", "train", "settings"),
+    [
+        ("ulysses", trained_with_fixed_dropout, {}),
+        pytest.param("gathered", trained_with_fixed_dropout, {}, marks=pytest.mark.full),
+        pytest.param(
+            "ulysses", compiled_with_fixed_dropout, {"compile": True}, marks=pytest.mark.full
+        ),
+    ],
+)
+def test_drops_attention_like_one_process(group, method, train, settings):
     problem = Problem(dropout=0.4)
     expected = trained_with_fixed_dropout(None, problem)
     assert expected["losses"] != pytest.approx(plain(Problem())["losses"], rel=1e-3)
-    everyone = group(2, context=2, context_method=method)(trained_with_fixed_dropout, problem)
+    problem = replace(problem, settings=settings)
+    everyone = group(2, context=2, context_method=method)(train, problem)
     for ours in everyone:
         assert ours["losses"] == pytest.approx(expected["losses"], rel=1e-8)
         for key, value in expected["values"].items():

@@ -12,7 +12,7 @@ from shardwise.model.activations import units_of
 from shardwise.model.compilation import Compiler, compile_forward
 from shardwise.parallel.context import attention
 from shardwise.parallel.expert.split_experts import ExpertParallelModels
-from shardwise.parallel.tensor import compiled_units, known_modules
+from shardwise.parallel.tensor import compiled_collectives, compiled_units, known_modules
 from shardwise.parallel.tensor import plan as plans
 from shardwise.parallel.tensor.plan import TensorPlan
 from shardwise.parallel.tensor.split_model import TensorParallelModels
@@ -37,8 +37,14 @@ def compiler_of(spec: EngineSpec) -> Compiler | None:
     if not spec.settings.compile:
         return None
     tensor, context = spec.tensor, spec.context
-    compiler = compile_forward if tensor is None else compiled_units.UnitCompiler(tensor.replica)
-    return compiler if context is None else attention.compiler_of(compiler, context.run)
+    compiler: Compiler = compile_forward
+    if tensor is not None:
+        compiler = compiled_units.UnitCompiler(tensor.replica)
+    if context is not None:
+        compiler = attention.compiler_of(compiler, context.run)
+    if compiler is compile_forward or compiled_units.BACKEND != "inductor":
+        return compiler
+    return compiled_collectives.in_order(compiler)
 
 
 def find_and_split(

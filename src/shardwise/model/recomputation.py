@@ -41,6 +41,7 @@ class RecomputedForward(ReplacedForward):
         super().__init__(unit)
         if compiler is not None:
             self.plain = compiler(unit, self.plain)
+        self.is_compiled = compiler is not None
         self.buffers = UnitBuffers(unit)
         self._is_active = True
 
@@ -58,6 +59,7 @@ class RecomputedForward(ReplacedForward):
         tensors = call.tensors()
         before = [version_of(tensor) for tensor in tensors]
         output = checkpoint(call, *tensors, use_reentrant=False)
+        call.recompute_before_backward(output)
         if [version_of(tensor) for tensor in tensors] != before:
             raise ModelError(
                 f"{type(self.unit).__name__} changes its input in place. Its forward runs again in "
@@ -104,6 +106,8 @@ class _RecomputedCall:
         self._tape = Tape()
         self._before: list[tuple[nn.Module, str, Tensor]] = []
         self._attributes: unit_attributes.Values = []
+        self._ends: list[Any] = []
+        """The autograd node of `_mark_end`, until the forward pass has ended."""
 
     def tensors(self) -> list[Tensor]:
         """Return the distinct tensors among the arguments, and drop the references to them.
@@ -134,6 +138,7 @@ class _RecomputedCall:
         attributes = unit_attributes.look(self._forward.unit)
         with self._tape.recording():
             output = self._forward.plain(*args, **kwargs)
+        self._ends = self._mark_end()
         # Keep only copies of what the forward pass has changed, because most buffers never change.
         self._before = buffers.changed(self._before)
         self._attributes = unit_attributes.changed(attributes)
@@ -153,7 +158,35 @@ class _RecomputedCall:
         # BatchNorm's running statistics would count the batch twice.
         as_before = unit_attributes.stand_ins(self._attributes)
         with self._tape.replaying(), stand_ins(self._before), as_before:
-            return self._forward.plain(*args, **kwargs)
+            output = self._forward.plain(*args, **kwargs)
+        self._mark_end()
+        return output
+
+    def _mark_end(self) -> list[Any]:
+        """In a compiled unit, have autograd save a tensor after all others."""
+        return (
+            [torch.zeros((), requires_grad=True).exp().grad_fn] if self._forward.is_compiled else []
+        )
+
+    def recompute_before_backward(self, output: Any) -> None:
+        """Have a compiled unit run to its end again before any of its nodes runs backward.
+
+        A graph does so, because it saves all its tensors at its end. If torch compiles the unit on
+        some ranks only, it must run its collectives in this order on the others too.
+        """
+        ends, self._ends = self._ends, []
+        if not ends:
+            return
+
+        def recompute(grads: Any) -> None:
+            del grads
+            if ends:
+                ends.pop()._saved_result  # noqa: B018  # unpacking recomputes
+
+        for leaf in pytree.tree_leaves(output):
+            # Unlike a hook on the tensor, it runs after those that gather the unit's parameters.
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(recompute)
 
 
 @dataclass(frozen=True)

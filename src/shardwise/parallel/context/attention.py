@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -29,7 +29,6 @@ from shardwise.model.compilation import Compiler
 from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.compiled_exchange import TracedGroup, traced_group
 from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
-from shardwise.parallel.tensor import compiled_collectives, compiled_units
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import Sequences, lengths_of
 
@@ -121,9 +120,16 @@ class ContextRun:
         """True inside a block of `inside_heads`."""
         return self._where is _Where.HEADS
 
-    def inside_heads(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def inside_heads(self) -> Iterator[None]:
         """Context manager: attention computes on the tensors that it gets."""
-        return self._being(_Where.HEADS)
+        # A compiled unit enters it between two graphs. The graph that follows exchanges nothing.
+        before, _REPLACEMENT.compiled = _REPLACEMENT.compiled, None
+        try:
+            with self._being(_Where.HEADS):
+                yield
+        finally:
+            _REPLACEMENT.compiled = before
 
     @contextmanager
     def on_parts(self, lengths: list[int]) -> Iterator[None]:
@@ -451,13 +457,13 @@ def active_run() -> ContextRun | None:
 def compiler_of(compiler: Compiler, run: ContextRun) -> Compiler:
     """Return a compiler of units that includes the attention of `run` in their graphs."""
     run.traced_group = traced_group(run.group)
-    if compiled_units.BACKEND == "inductor":
-        compiled_collectives.keep_order_in_inductor()
 
     def compile_unit(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         compiled = compiler(unit, forward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # the script compiles the model as a whole
+                return compiled(*args, **kwargs)
             before, active = _REPLACEMENT.compiled, active_run()
             _REPLACEMENT.compiled = active if active is run and run.is_on_parts else None
             try:

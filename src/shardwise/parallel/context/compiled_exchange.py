@@ -52,6 +52,8 @@ def all_to_all(rows: Tensor, counts: Sequence[Sequence[int]], group: Group) -> T
     if not isinstance(group, TracedGroup):
         return dispatch.all_to_all(rows, [*map(list, counts)], group, row=Row.ATTENTION)
     flat = [count for row in counts for count in row]
+    # The rank selects the received rows in a trace. As an argument of the operator it also prevents
+    # ranks from sharing graphs in torch's cache on disk.
     return torch.ops.shardwise.all_to_all(rows, flat, group.number, group.rank)  # type: ignore[no-any-return]
 
 

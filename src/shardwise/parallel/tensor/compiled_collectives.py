@@ -10,15 +10,17 @@ compiler keeps in the order of the program.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm import Collectives
+from shardwise.model.compilation import Compiler
 from shardwise.parallel.tensor.region_collectives import (
     ShardedDim,
     all_gathered,
@@ -55,6 +57,24 @@ def keep_order(operator: Any) -> None:
     effects._register_effectful_op(operator._opoverload, effects._EffectType.ORDERED)
 
 
+def in_order(compiler: Compiler) -> Compiler:
+    """Return `compiler`, whose graphs run effects in the order of the program."""
+
+    def compile_unit(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = compiler(unit, forward)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # Not when the engine is created: the import takes seconds, and the first call needs it.
+            if not torch.compiler.is_compiling():
+                keep_order_in_inductor()
+            return compiled(*args, **kwargs)
+
+        return call
+
+    return compile_unit
+
+
+@cache
 def keep_order_in_inductor() -> None:
     """Have inductor keep the order of effects, which torch 2.11 to 2.13 do not.
 
@@ -66,8 +86,6 @@ def keep_order_in_inductor() -> None:
     from torch._inductor.virtualized import V
 
     lower = lowerings[with_effects]
-    if hasattr(lower, "keeps_order"):
-        return
 
     def lower_in_order(*args: Any, **kwargs: Any) -> Any:
         before, earlier = len(V.graph.operations), list(V.graph.effectful_ops.values())
@@ -79,7 +97,6 @@ def keep_order_in_inductor() -> None:
                 V.graph.additional_star_deps[operation.get_operation_name()].update(names)
         return result
 
-    lower_in_order.keeps_order = True  # type: ignore[attr-defined]
     lowerings[with_effects] = lower_in_order
 
 

@@ -127,8 +127,6 @@ class UnitCompiler:
         # The import takes seconds, and torch.compile has done it by now.
         from torch._dynamo import lookup_backend
 
-        if BACKEND == "inductor":
-            compiled_collectives.keep_order_in_inductor()
         backend = lookup_backend(BACKEND)
         if parts is None:
             run = backend(graph, inputs)
