@@ -307,6 +307,11 @@ def full_used_inside(b, x):
     return x + b.down(h * x.cumsum(1).mean(-1, keepdim=True))
 
 
+def ends_on_tokens(b, x):
+    """Give a row-wise layer no value of this rank's features."""
+    return x + b.down(x.mean(-1, keepdim=True) * b.mean.new_ones(b.down.in_features))
+
+
 def part_stored(b, x):
     """Keep a value from between two split layers."""
     h = b.up(x)

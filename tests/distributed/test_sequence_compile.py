@@ -174,6 +174,7 @@ def test_random_programs_equal_one_process(group, first):
             programs.checkpointed: "traces as one graph",
             programs.part_stored: "stores a value from between two split layers",
             programs.full_used_inside: "uses a value from outside",
+            programs.ends_on_tokens: "to part of a layer",
             programs.part_in_buffer: "writes a value from between two split layers",
         },
         pytest.param(

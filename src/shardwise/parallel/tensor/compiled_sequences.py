@@ -313,8 +313,9 @@ class GraphOfParts:
         for node in list(self._graph.graph.nodes):
             if node.op == "output":
                 self._output_counts = [self._counts.get(each) for each in node.args[0]]
-                if self._inside.intersection(node.all_input_nodes):
-                    raise _error("returns or stores a value from between two split layers", "")
+                for each in self._inside.intersection(node.all_input_nodes):
+                    does = "returns or stores a value from between two split layers"
+                    raise _error(does, "", each)
             elif node.target is operators.copies:
                 self._gather_for_region(node)
             elif node.target is operators.all_reduce:
@@ -328,6 +329,11 @@ class GraphOfParts:
         func, args = self._functions[node]
         sources = args[:1] if func in CASTS_LIKE else node.all_input_nodes
         is_inside = not self._inside.isdisjoint(sources)
+        if self._takes_tokens(node) and any(
+            each.op == "placeholder" and each in self._inside for each in node.all_input_nodes
+        ):
+            # Split parameters take values of this rank's features, which are never split.
+            raise _error("passes a tensor that is split by tokens to part of a layer", "", node)
         if self._takes_tokens(node) and (is_inside or not self._run_on_tokens(node)):
             self._run_on_full(node, is_inside)
         if not is_inside:
