@@ -4,6 +4,7 @@ Each program is a model of two blocks. A block chains random pieces of code arou
 """
 
 import random
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,8 @@ PLAN = {
     "blocks.*.down": "rowwise",
     "blocks.*.wide": "colwise_rep",
 }
-SHAPES = [(3, 5), (2, 8), (3, 9), (2, 1)]
-"""Rows and tokens of each step. The last step has fewer tokens than ranks."""
+SHAPES = [(3, 5), (2, 8), (3, 9), (3, 3), (2, 2), (2, 1)]
+"""Rows and tokens of each step. The last steps have fewer tokens than 2 or 3 ranks."""
 
 
 class Doubled(torch.autograd.Function):
@@ -61,6 +62,27 @@ def used_inside(b, x):
     h = b.up(b.norm(x))
     doubled = x * 2
     return doubled + b.down(h.relu())
+
+
+def gathering_inside(b, x):
+    """Run another layer while a region is open."""
+    h, w = b.up(x), b.wide(x)
+    return x + b.down(h * x.detach().mean(-1, keepdim=True)) + w
+
+
+def nested(b, x):
+    h = b.up(x)
+    y = x + b.down(b.gate(x.tanh()))
+    return y + b.down(h * y.detach().mean(-1, keepdim=True))
+
+
+def written_inside(b, x):
+    """Write a value from inside a region to a tensor from outside, and use its views."""
+    h = b.up(x)
+    full = torch.zeros(h.shape, dtype=h.dtype)
+    view = full[..., :]
+    full += h.detach()
+    return x + b.down(h + x.detach().mean(-1, keepdim=True) * view)
 
 
 def gathering(b, x):
@@ -170,6 +192,14 @@ def contiguous_written(b, x):
     return h
 
 
+def reversed_in_place(b, x):
+    """Write to a result whose first operand is no split tensor."""
+    h, t = b.scale * x, b.table[: x.shape[1]] - x
+    h += x
+    t *= 2
+    return h + t
+
+
 def scaled(b, x):
     return b.scale * x + b.row - x / (2 + b.scale.square())
 
@@ -272,6 +302,30 @@ def input_hooked(b, x):
     return x * b.scale
 
 
+def full_used_inside(b, x):
+    h = b.up(x)
+    return x + b.down(h * x.cumsum(1).mean(-1, keepdim=True))
+
+
+def ends_on_tokens(b, x):
+    """Give a row-wise layer no value of this rank's features."""
+    return x + b.down(x.mean(-1, keepdim=True) * b.mean.new_ones(b.down.in_features))
+
+
+def part_stored(b, x):
+    """Keep a value from between two split layers."""
+    h = b.up(x)
+    b.kept = h
+    return x + b.down(h.tanh())
+
+
+def part_in_buffer(b, x):
+    h = b.up(x)
+    with torch.no_grad():
+        b.mean.add_(h.mean())
+    return x + b.down(h.tanh())
+
+
 def stored(b, x):
     b.kept = x
     return x * 2
@@ -299,13 +353,16 @@ def differentiated(b, x):
     return x + h * b.scale
 
 
-REGIONS = [region, gated, shared_gated, used_inside, stopped_gate, in_place_after_region, gathering]
+REGIONS = [
+    region, gated, shared_gated, used_inside, stopped_gate, in_place_after_region, gathering,
+    gathering_inside, nested, written_inside,
+]  # fmt: skip
 PIECES = [
     without_grad, gathered_without_grad_first, grad_inside, detached, reversed_gradient,
-    own_function, own_function_in_branch, in_place, in_place_full, scaled, with_table, with_column,
-    over_tokens, shifted, first_token, concatenated, reads_shape, reshaped, transposed,
-    norm_by_hand, normed, normed_over_all, clamped, cast, cloned, dropped, multiplied, chosen,
-    split_by_features, counted, partly_checkpointed,
+    own_function, own_function_in_branch, in_place, in_place_full, reversed_in_place, scaled,
+    with_table, with_column, over_tokens, shifted, first_token, concatenated, reads_shape, reshaped,
+    transposed, norm_by_hand, normed, normed_over_all, clamped, cast, cloned, dropped, multiplied,
+    chosen, split_by_features, counted, partly_checkpointed,
 ]  # fmt: skip
 ALIKE = [
     gated, without_grad, own_function_in_branch, in_place, with_table, shifted, reads_shape, scaled,
@@ -334,7 +391,23 @@ def with_whole_view(x, extra):
     return x, x[:, 0]
 
 
-OUTPUTS = [plain, with_parts, with_view, with_input]
+@dataclass
+class Found:
+    """A result that torch does not search for tensors."""
+
+    x: torch.Tensor
+    given: torch.Tensor
+
+
+def with_object(x, extra):
+    return Found(x.tanh(), extra)
+
+
+def with_alias(x, extra):
+    return x, extra.detach()
+
+
+OUTPUTS = [plain, with_parts, with_view, with_input, with_object]
 
 
 class Block(nn.Module):
@@ -373,6 +446,7 @@ class Model(nn.Module):
         extra = x if self.passes_extra else None
         for block in self.blocks:
             found = block(x) if extra is None else block(x, extra=extra)
+            found = vars(found) if isinstance(found, Found) else found
             tensors = [each for each in pytree.tree_leaves(found) if torch.is_tensor(each)]
             x = tensors[0]
             terms += [each.square().mean() for each in tensors[1:]]

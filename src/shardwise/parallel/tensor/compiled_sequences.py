@@ -9,6 +9,10 @@ The rules are those of eager code (sequence_parallel.py):
     start of a region                  all-gather, whose backward pass is a reduce-scatter
     any other use of a split value     all-gather, whose backward pass takes this rank's part
 
+Inside a region, values differ between ranks and have all tokens. The pass follows them through the
+graph, because a region may stay open past other layers. A function of such a value runs on full
+tensors, and the gradients of split tensors that it gathers are summed over the ranks.
+
 The compiler's backend traces the changed graph on this rank's tokens. Other nodes, such as those
 that switch gradients or autocast, keep their places.
 """
@@ -19,11 +23,12 @@ import gc
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
@@ -70,11 +75,12 @@ class StandIns:
         return self._entries[id(value)][1] if id(value) in self._entries else None
 
     def insert(self, nest: Any, *, replace_first: bool) -> Any:
-        """Return `nest` with stand-ins. Changes lists and dicts in place.
+        """Return `nest` with stand-ins. Changes lists, dicts and dataclasses in place.
 
         In place, because the unit may write to its caller's containers.
         """
-        tensors = [each for each in pytree.tree_leaves(nest) if isinstance(each, Tensor)]
+        tensors: list[Tensor] = []
+        _exchanged(nest, lambda value: tensors.append(value) or value)  # type: ignore[func-returns-value]
         first = next((each for each in tensors if each.is_floating_point()), None)
         # A part does not see writes to another argument that shares memory with the full tensor.
         memories = {
@@ -160,6 +166,12 @@ def _exchanged(value: Any, exchange: Callable[[Tensor], Tensor]) -> Any:
         items = [_exchanged(item, exchange) for item in value]
         if any(one is not other for one, other in zip(items, value, strict=True)):
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif is_dataclass(value) and not isinstance(value, type | nn.Module):
+        for field in fields(value):
+            item = getattr(value, field.name, None)
+            other = _exchanged(item, exchange)
+            if other is not item:
+                object.__setattr__(value, field.name, other)
     return value
 
 
@@ -175,12 +187,7 @@ class _FakeRun(fx.Interpreter):
         """The memories that a node writes to."""
 
     def run_node(self, n: fx.Node) -> Any:
-        operands = [
-            tensor
-            for node in n.all_input_nodes
-            for tensor in pytree.tree_leaves(self.env[node])
-            if isinstance(tensor, Tensor)
-        ]
+        operands = [tensor for node in n.all_input_nodes for tensor in _tensors_of(self.env[node])]
         if any(tensor.is_inference() for tensor in operands):
             # Its tensors have no version counters, so that writes would not be found.
             raise _error("uses torch.inference_mode", "Use torch.no_grad", n)
@@ -209,6 +216,7 @@ class GraphOfParts:
 
     Args:
         graph: The graph. It is changed in place.
+        inputs: The inputs, some of which may be stand-ins.
         shards: The SequenceShard that each input stands for, or None.
         replica: The ranks that share the unit.
 
@@ -217,13 +225,21 @@ class GraphOfParts:
     """
 
     def __init__(
-        self, graph: fx.GraphModule, shards: Sequence[SequenceShard | None], replica: Replica
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        shards: Sequence[SequenceShard | None],
+        replica: Replica,
     ) -> None:
         self._graph, self._replica = graph, replica
         group = replica.group
         self._place = [replica.number, group.rank, group.size]
         self._counts: dict[fx.Node, Count] = {}
         """Maps each node whose value is split to its number of tokens."""
+        self._inside: set[fx.Node] = set()
+        """The nodes whose values lie inside a region."""
+        self._activations: set[fx.Node] = set()
+        """The nodes whose gradients flow to arguments or to other layers."""
         self._gathers: dict[tuple[Any, ...], fx.Node] = {}
         self._unused: list[fx.Node] = []
         self._writes = 0
@@ -236,6 +252,13 @@ class GraphOfParts:
         }
         self._are_split = [shard is not None for shard in shards]
         self._facts = self._run_on_fakes(placeholders)
+        # Nodes that the rewrite inserts have no facts.
+        self._functions = {n: _torch_function_of(n, self._is_tensor) for n in graph.graph.nodes}
+        self._nodes_by_memory: dict[int, list[fx.Node]] = defaultdict(list)
+        for node, value in self._facts.env.items():
+            for tensor in _tensors_of(value):
+                self._nodes_by_memory[memory_of(tensor)].append(node)
+        self._find_inputs(inputs)
         self._rewrite(placeholders)
         self._check_memory()
         for node in self._unused:
@@ -262,26 +285,84 @@ class GraphOfParts:
             facts.run(*fakes)
         return facts
 
+    def _find_inputs(self, inputs: Sequence[Any]) -> None:
+        """Find the parameters of split layers, and the values that depend on arguments."""
+        sums = torch.ops.shardwise.all_reduce, torch.ops.shardwise.all_gather
+        for node, value, is_split in zip(self._placeholders, inputs, self._are_split, strict=True):
+            if getattr(type(value), "is_split", False):
+                self._inside.add(node)
+            elif is_split or (
+                isinstance(value, Tensor)
+                and value.requires_grad
+                and not isinstance(value, nn.Parameter)
+            ):
+                self._activations.add(node)
+        for node in self._graph.graph.nodes:
+            if node.target in sums or not self._activations.isdisjoint(node.all_input_nodes):
+                self._activations.add(node)
+                for memory in self._facts.written[node]:
+                    self._activations.update(self._nodes_by_memory[memory])
+
     def _rewrite(self, placeholders: Sequence[fx.Node]) -> None:
         operators = torch.ops.shardwise
         for node, is_split in zip(placeholders, self._are_split, strict=True):
             if is_split:
+                # Reading the number of tokens makes torch compile another graph for fewer tokens.
+                assert can_be_split(self._value(node), self._replica.group.size)
                 self._mark(node, self._count_of(node))
-        in_region = False
         for node in list(self._graph.graph.nodes):
             if node.op == "output":
                 self._output_counts = [self._counts.get(each) for each in node.args[0]]
+                for each in self._inside.intersection(node.all_input_nodes):
+                    does = "returns or stores a value from between two split layers"
+                    raise _error(does, "", each)
             elif node.target is operators.copies:
-                in_region = True
                 self._gather_for_region(node)
-            elif node.target is operators.all_gather:
-                in_region = False
             elif node.target is operators.all_reduce:
-                in_region = False
                 self._scatter_sum(node)
-            elif self._takes_tokens(node) and (in_region or not self._run_on_tokens(node)):
-                self._run_on_full(node)
+            elif node.target is not operators.all_gather:
+                self._follow(node)
             self._writes += bool(self._facts.written[node])
+
+    def _follow(self, node: fx.Node) -> None:
+        """Let `node` compute its value on this rank's tokens or on full tensors."""
+        func, args = self._functions[node]
+        sources = args[:1] if func in CASTS_LIKE else node.all_input_nodes
+        is_inside = not self._inside.isdisjoint(sources)
+        if self._takes_tokens(node) and any(
+            each.op == "placeholder" and each in self._inside for each in node.all_input_nodes
+        ):
+            # Split parameters take values of this rank's features, which are never split.
+            raise _error("passes a tensor that is split by tokens to part of a layer", "", node)
+        if self._takes_tokens(node) and (is_inside or not self._run_on_tokens(node)):
+            self._run_on_full(node, is_inside)
+        if not is_inside:
+            return
+        for each in self._activations.intersection(node.all_input_nodes) - self._inside:
+            if (
+                each not in self._counts
+                and self._facts.records_grad[node]
+                and any(tensor.requires_grad for tensor in _tensors_of(self._value(each)))
+            ):
+                # Each rank computes a different gradient.
+                raise _error(
+                    f"uses a value from outside ({_name_of(each)}) that needs a gradient between "
+                    "two split layers",
+                    "Detach this value",
+                    node,
+                )
+        if _tensors_of(self._value(node)):
+            self._inside.add(node)
+        for memory in self._facts.written[node]:
+            members = self._nodes_by_memory[memory]
+            if any(each.op == "placeholder" for each in members):
+                raise _error(
+                    f"writes a value from between two split layers in place ({_name_of(node)}) to "
+                    "a tensor from outside",
+                    "",
+                    node,
+                )
+            self._inside.update(members)
 
     def _takes_tokens(self, node: fx.Node) -> bool:
         return any(each in self._counts for each in node.all_input_nodes)
@@ -320,6 +401,7 @@ class GraphOfParts:
                 if self._facts.dtypes[node] != self._value(part).dtype:
                     part = graph.call_method("to", (part, self._facts.dtypes[node]))
                 whole = self._gather(part, count, sums=True)
+        self._inside.add(whole)
         for copy in list(node.users):
             assert copy.target is operator.getitem
             copy.replace_all_uses_with(whole)
@@ -329,15 +411,16 @@ class GraphOfParts:
     def _scatter_sum(self, node: fx.Node) -> None:
         value, *_ = node.args
         assert isinstance(value, fx.Node)
+        self._run_on_full(node, is_inside=True)
         if not can_be_split(self._value(node), self._replica.group.size):
             return
         node.target = torch.ops.shardwise.reduce_scatter_tokens
-        node.args = value, self._place
+        node.args = node.args[0], self._place
         self._mark(node, self._count_of(node))
 
     def _run_on_tokens(self, node: fx.Node) -> bool:
         """Let `node` compute its value on this rank's tokens. Return False if it cannot."""
-        func, args = _torch_function_of(node, self._is_tensor)
+        func, args = self._functions[node]
         tokens = next(each for each in node.all_input_nodes if each in self._counts)
         if not (
             is_token_wise(func, args, node.kwargs, self._is_tensor, self._is_split)
@@ -375,9 +458,9 @@ class GraphOfParts:
         self._mark(node, self._counts[tokens])
         return True
 
-    def _run_on_full(self, node: fx.Node) -> None:
+    def _run_on_full(self, node: fx.Node, is_inside: bool) -> None:
         """Let `node` compute its value on full tensors."""
-        func, args = _torch_function_of(node, self._is_tensor)
+        func, args = self._functions[node]
         if func in CASTS_LIKE and args[0] not in self._counts:
             return  # x.type_as(tokens) uses only the dtype and device of its argument
         if func in MEMORY or func in UNTRACKED_WRITES:
@@ -386,10 +469,11 @@ class GraphOfParts:
             if each not in self._counts:
                 continue
             # A gather under no_grad has no gradient, and one before a write has the old values.
-            key = each, self._facts.records_grad[node], self._writes
+            # Inside a region, each rank computes a different gradient.
+            key = each, self._facts.records_grad[node], self._writes, is_inside
             if key not in self._gathers:
                 with self._graph.graph.inserting_before(node):
-                    self._gathers[key] = self._gather(each, self._counts[each])
+                    self._gathers[key] = self._gather(each, self._counts[each], sums=is_inside)
             node.replace_input_with(each, self._gathers[key])
 
     def _is_tensor(self, value: Any) -> bool:
@@ -401,24 +485,19 @@ class GraphOfParts:
 
     def _check_memory(self) -> None:
         """Raise UsageError if the parts of a split tensor, or its views, would miss a write."""
-        nodes_by_memory: dict[int, list[fx.Node]] = defaultdict(list)
-        for node, value in self._facts.env.items():
-            for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    nodes_by_memory[memory_of(tensor)].append(node)
         for node, memories in self._facts.written.items():
             for memory in memories:
-                members = nodes_by_memory[memory]
+                members = self._nodes_by_memory[memory]
                 if any(each in self._counts for each in members):
                     self._check_write(node, members)
         (output,) = (n for n in self._graph.graph.nodes if n.op == "output")
-        self._check_outputs(output, nodes_by_memory)
+        self._check_outputs(output)
 
     def _check_write(self, node: fx.Node, members: Sequence[fx.Node]) -> None:
         # A part can be written if it is new memory, and if there is no view of the full tensor yet.
         # Views that are taken later see the new values.
         first, *others = sorted(each for each in members if each < node)
-        func, _ = _torch_function_of(first, self._is_tensor)
+        func, _ = self._functions[first]
         if (
             node not in self._counts
             or first.op == "placeholder"
@@ -433,13 +512,17 @@ class GraphOfParts:
                 node,
             )
 
-    def _check_outputs(self, output: fx.Node, nodes_by_memory: dict[int, list[fx.Node]]) -> None:
+    def _check_outputs(self, output: fx.Node) -> None:
         # The caller may write to a view, and the parts would not change.
         for node in output.all_input_nodes:
             value = self._facts.env.get(node)
-            if node in self._counts or not isinstance(value, Tensor):
+            if not isinstance(value, Tensor):
                 continue
-            if any(each in self._counts for each in nodes_by_memory[memory_of(value)]):
+            others = self._nodes_by_memory[memory_of(value)]
+            if node in self._counts:
+                # A part of the caller's tensor is a copy.
+                others = [each for each in others if each.op == "placeholder" and each is not node]
+            if any(each in self._counts for each in others):
                 raise _error(
                     f"returns a view ({_name_of(node)}) of a tensor that is split by tokens",
                     "Return a copy of the view (.clone())",
@@ -491,7 +574,7 @@ def _torch_function_of(
     """Return the function and the arguments that `__torch_function__` would get for `node`."""
     target: Any = node.target
     if node.op == "call_method":
-        return getattr(Tensor, target), node.args
+        return getattr(Tensor, target, target), node.args
     if getattr(target, "__module__", None) != "_operator" or not node.args:
         return target, node.args
     name = target.__name__
@@ -500,6 +583,10 @@ def _torch_function_of(
     if not is_tensor(node.args[0]):
         return getattr(Tensor, f"__r{name}__", target), node.args[::-1]
     return getattr(Tensor, _OPERATORS.get(name, name), target), node.args
+
+
+def _tensors_of(value: Any) -> list[Tensor]:
+    return [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
 
 
 def _name_of(node: fx.Node) -> str:

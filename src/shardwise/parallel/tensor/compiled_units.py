@@ -57,6 +57,14 @@ class UnitCompiler:
             for module in inside:
                 replica.hooks.check(module)
             before = replica.randomness.state()
+            # In the backward pass, the region of the model's last layer may still be open.
+            is_backward = torch._C._current_graph_task_id() != -1
+            if replica.sequence_parallel and replica.in_region and not is_backward:
+                raise UsageError(
+                    "A compiled unit (--compile with --sequence-parallel) runs between two split "
+                    "layers of other code. Call the second layer first, or start without one of "
+                    "the two flags."
+                )
             replica.in_compiled_unit = True
             try:
                 if replica.sequence_parallel:
@@ -145,7 +153,7 @@ class UnitCompiler:
                 "an argument, or start without one of the two flags."
             )
         return GraphOfParts(
-            graph, [self._stand_ins.shard_of(each) for each in inputs], self._replica
+            graph, inputs, [self._stand_ins.shard_of(each) for each in inputs], self._replica
         )
 
 
