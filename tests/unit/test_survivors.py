@@ -583,8 +583,9 @@ def test_a_rank_may_be_lost_while_a_channel_opens(rank: int) -> None:
         SharedMemory.split(group, [[0, 1]])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,meta:fake"])
 def test_a_loss_while_groups_connect_closes_those_that_are_connected(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made, new_group = [], dist.new_group
