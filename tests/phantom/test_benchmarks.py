@@ -68,6 +68,23 @@ def step_time(python: Path | str, flags: str, folder: Path):
     return json.loads(path.read_text()), done.stdout
 
 
+def test_warm_process_does_not_import_torch_before_its_modules():
+    """A simulated device must be loaded before torch."""
+    words = "import server, sys; print('torch' in sys.modules)"
+    folder = ROOT / "tests" / "system" / "warm_python"
+    environ = {name: os.environ[name] for name in os.environ if name != "TESTS_WARM"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", words],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"
+
+
 @pytest.mark.full
 def test_one_device(python, tmp_path):
     flags = f"--device cuda {GPT} {ONCE} --rows 0,3 --peers none --precision fp32,bf16-mixed"

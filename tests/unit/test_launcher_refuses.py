@@ -83,6 +83,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["-H", "h1:2,h2", "-n", "2", "--survive", "1", "--spares", "1"],
             "--spares 1 on other hosts needs workers on at least two hosts",
         ),
+        (
+            ["-H", "h1:3", "-n", "2", "--survive", "1", "--spares", "1"],
+            "--spares 1 on other hosts needs workers on at least two hosts",
+        ),
         (["--log-dir", "\x1b[31m/" + "a" * 300], r"not '\x1b[31m/aaa"),
     ],
 )

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from shardwise.launch.console import Console
 from shardwise.launch.failure_report import ExitStatus, Verdict
 from shardwise.launch.run_spec import RunSpec
 from shardwise.launch.ssh import agents, command, many_hosts, protocol
+from shardwise.launch.ssh.agent import Agent
 from shardwise.launch.ssh.remote_host import RemoteHost
 from shardwise.launch.worker_output import WorkerOutput, open_log
 from shardwise.net import environment, hosts, network
@@ -517,3 +519,31 @@ class TestClosing:
     def test_lost_hosts(self) -> None:
         assert failure_report.lost_hosts([]) == ""
         assert failure_report.lost_hosts(["a", "b"]) == "\nshardwise: a\n\nshardwise: b\n"
+
+
+def test_older_addresses_of_members_do_not_replace_newer_ones() -> None:
+    """Messages of two hosts arrive in any order after the main rank is lost."""
+    received: list[str] = []
+    published = [(-1, ""), (0, "zero"), (0, "zero"), (2, "two")]
+    with ExitStack() as stack:
+        found: Any = Agent(cast(Any, SimpleNamespace()), stack)
+        workers = SimpleNamespace(
+            set_members=received.append, members=lambda: published[0], joined_spares=list
+        )
+        found._parts, found._spec = (
+            {0: workers},
+            replace(WAY, size=2, flags={"survive": "1", "spares": "1"}),
+        )
+        found._write = lambda: None
+        sent: list[Any] = []
+        found._send = lambda kind, **values: sent.append((kind, values))
+        for generation, text in [(1, "one"), (0, "zero"), (3, "three"), (2, "two")]:
+            found.on_members(generation, text)
+        assert received == ["one", "three"]
+        while published:
+            assert found._report_spares()
+            published.pop(0)
+    assert sent == [
+        ("members", {"generation": 0, "text": "zero"}),
+        ("members", {"generation": 2, "text": "two"}),
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,19 +22,21 @@ from shardwise.net.restarts import SAVED
 
 
 class Substitutes:
-    """Starts spares with the ranks below `limit`. They have joined."""
+    """Starts spares with the ranks below `limit`. All except those in `waiting` have joined."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.started: list[int] = []
         self.lost: list[int] = []
         self.met = {0, 1, 2}
+        self.waiting: set[int] = set()
+        self.cleared: list[int] = []
 
     def mark_lost(self, ranks: Sequence[int]) -> None:
         self.lost += ranks
 
     def clear_away(self, rank: int) -> None:
-        pass
+        self.cleared.append(rank)
 
     def start_spare(self, rank: int, *, grows: bool = False) -> None:
         if rank >= self.limit:
@@ -42,7 +44,7 @@ class Substitutes:
         self.started.append(rank)
 
     def has_joined(self, rank: int) -> bool:
-        return True
+        return rank not in self.waiting
 
     def have_met(self, ranks: Collection[int]) -> bool:
         return self.met.issuperset(ranks)
@@ -51,14 +53,15 @@ class Substitutes:
 class Run:
     """A supervisor of three ranks, one of them a spare, without processes."""
 
-    def __init__(self, signals: Any) -> None:
+    def __init__(self, signals: Any, hosts: Mapping[int, str] | None = None) -> None:
         self.said: list[str] = []
-        output = SimpleNamespace(close=lambda: None)
+        output = SimpleNamespace(close=lambda: None, tail=SimpleNamespace(text=str))
         self.supervisor = Supervisor(
             cast(Any, SimpleNamespace(say=self.said.append, broken=False)),
             cast(Any, [output] * 3),
             signals,
             grace=1,
+            hosts=hosts,
             survives=True,
             spares=1,
             output_of=lambda rank: cast(Any, output),
@@ -72,15 +75,26 @@ class Run:
         exit_ = RankExit(end=end, how="SIGKILL", report=None, progress=found, alone=True)
         self.supervisor.left(exit_)
 
+    def finish(self, rank: int) -> None:
+        """Report that `rank` has finished."""
+        end = ExitStatus(rank=rank, code=0, time=0)
+        progress = Progress(step=9, kept=0, ended=True)
+        exit_ = RankExit(end=end, how="", report=None, progress=progress, alone=True)
+        self.supervisor.left(exit_)
+
 
 @pytest.fixture
-def run() -> Iterator[Run]:
+def run(request: pytest.FixtureRequest) -> Iterator[Run]:
+    """Return a Run, on a single host or on the hosts in the fixture's parameter."""
     reads, writes = os.pipe()
-    found = Run(SimpleNamespace(fd=reads))
+    found = Run(SimpleNamespace(fd=reads), getattr(request, "param", None))
     with closing(found.supervisor):
         yield found
     os.close(reads)
     os.close(writes)
+
+
+THREE_HOSTS = {0: "h0", 1: "h1", 2: "h2"}
 
 
 def test_workers_that_were_started_are_named_if_another_cannot_be_started(run: Run) -> None:
@@ -191,6 +205,42 @@ def test_the_report_that_the_ranks_have_met_may_come_after_a_loss(
 def test_the_loss_of_the_last_ranks_host_ends_the_run(run: Run) -> None:
     run.supervisor.lost([0, 1, 2], "h1 (ranks 0-2) is lost.", 0.1)
     assert run.said == []
+
+
+@pytest.mark.parametrize("run", [THREE_HOSTS], indirect=True)
+@pytest.mark.parametrize(
+    ("first", "fails"), [("lost", True), ("killed", True), ("finished", False)]
+)
+def test_a_spare_that_no_rank_needs_is_killed(
+    run: Run, monkeypatch: pytest.MonkeyPatch, first: str, *, fails: bool
+) -> None:
+    """Rank 2 is the spare. Rank 0 ends as `first` says, and then the host of rank 1 is lost."""
+    schedules: list[Any] = []
+    monkeypatch.setattr(run.supervisor._plan, "make", schedules.append)
+    run.substitutes.waiting = {2}
+    if first == "lost":
+        run.supervisor.lost([0], "h0 (rank 0) is lost.")
+    elif first == "killed":
+        run.kill(0, joined=None, step=3)
+    else:
+        run.finish(0)
+    assert 2 not in run.substitutes.cleared
+    run.supervisor.lost([1], "h1 (rank 1) is lost.")
+    assert run.substitutes.cleared[-1] == 2
+    assert bool(schedules) == fails
+    run.supervisor.turn(0)
+    run.kill(2, joined=None, step=None)
+    assert not run.supervisor._running
+    assert bool(run.supervisor._conclude().code) == fails
+    assert not any("rank 2" in line for line in run.said)
+
+
+@pytest.mark.parametrize("run", [THREE_HOSTS], indirect=True)
+def test_a_lost_rank_is_not_started_again_on_several_hosts(run: Run) -> None:
+    run.kill(1, joined=None, step=2)
+    assert run.substitutes.started == []
+    assert len(run.said) == 1
+    assert "rank 1" in run.said[0]
 
 
 class Saves:

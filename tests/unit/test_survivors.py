@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from shardwise.comm import Collectives, GroupRanks
 from shardwise.comm.base import Solo
 from shardwise.comm.shared_memory import SharedMemory
-from shardwise.comm.survivors.admission import JOIN, Admission
+from shardwise.comm.survivors.admission import JOIN, Admission, publish_members, read_members
 from shardwise.comm.survivors.group import REST, SurvivorGroup
 from shardwise.comm.survivors.membership import (
     Decision,
@@ -583,8 +583,9 @@ def test_a_rank_may_be_lost_while_a_channel_opens(rank: int) -> None:
         SharedMemory.split(group, [[0, 1]])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_a_loss_while_groups_connect_closes_those_that_are_connected(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     made, new_group = [], dist.new_group
@@ -596,9 +597,39 @@ def test_a_loss_while_groups_connect_closes_those_that_are_connected(
         return made[0]
 
     monkeypatch.setattr(dist, "new_group", connect)
+    aborted: list[str] = []
+
+    def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+        assert group is made[0]
+        return SimpleNamespace(abort=lambda: aborted.append(device.type))
+
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", backend_of)
     try:
         with pytest.raises(PeerLost, match="Rank 0 of 4 lost another rank in connecting a group"):
-            split_group(Solo(), GroupRanks.whole(4), [[0, 1], [2, 3]], "gloo", lambda *_: Solo())
+            split_group(Solo(), GroupRanks.whole(4), [[0, 1], [2, 3]], backend, lambda *_: Solo())
+        assert aborted == ["cpu"]
         assert dist.distributed_c10d._world.pg_map.keys() == {dist.group.WORLD}
     finally:
         dist.destroy_process_group()
+
+
+def test_a_spare_asks_the_members_of_the_latest_generation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After the loss of the main rank's host, another host may publish the members."""
+    monkeypatch.setenv(environment.REPORTS_VARIABLE, str(tmp_path))
+    assert read_members() == []
+    old, new = (RankAddress(rank=rank, address="h", port=rank, others=[]) for rank in (0, 1))
+    publish_members([old, new], 0)
+    own, others = (
+        tmp_path / name for name in (environment.MEMBERS_FILE, environment.OTHER_MEMBERS_FILE)
+    )
+    first = own.read_text()
+    publish_members([new], 1)
+    others.write_text(first)
+    assert read_members() == [new]
+    others.write_text(own.read_text())
+    own.write_text(first)
+    assert read_members() == [new]
+    own.unlink()
+    assert read_members() == [new]

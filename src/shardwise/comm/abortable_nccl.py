@@ -30,7 +30,7 @@ from shardwise.comm.gloo import Gloo
 from shardwise.comm.nccl import NOTED, Nccl, abort_communicators
 from shardwise.comm.ordered_sums import PLAIN, Sum
 from shardwise.comm.torch_backend import split_group, timeout_error
-from shardwise.errors import CollectiveError, PeerLost
+from shardwise.errors import CollectiveError, ConfigError, PeerLost
 from shardwise.net import environment
 from shardwise.watch.status_server import StatusServer
 
@@ -47,10 +47,41 @@ VERDICT = 2.0
 """Seconds to wait for the reason of an error once the end of a process is certain."""
 
 
+_OFF = (
+    # torch's watchdog thread ends the process when a collective fails.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    # Both turn the first one on again, or have the same effect.
+    "TORCH_NCCL_DESYNC_DEBUG",
+    "TORCH_NCCL_BLOCKING_WAIT",
+    # Before that, the watchdog asks all ranks to write reports, and sleeps for four times this
+    # time (15 s by default) while it holds a lock that every collective needs.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    # Another thread ends the process if the watchdog makes no progress.
+    "TORCH_NCCL_ENABLE_MONITORING",
+)
+"""Variables that must be 0, because this module handles the errors of NCCL."""
+
+_ZERO = ("0", "n", "no", "f", "false")
+"""What torch reads as 0, in lower case."""
+
+
 def prepare() -> None:
-    """Make torch leave it to this module to abort. Call this before a group is created."""
-    # Otherwise torch's watchdog ends the process when a collective fails.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    """Make torch leave it to this module to abort. Call this before a group is created.
+
+    Raises ConfigError if the user has set a variable that prevents this.
+    """
+    bad = {
+        name: os.environ[name] for name in _OFF if os.environ.get(name, "0").lower() not in _ZERO
+    }
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        bad["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    for name, value in bad.items():
+        raise ConfigError(
+            f"{name}={value} cannot be combined with --survive on GPUs: after a loss, torch would "
+            "end or block this worker. Remove the variable, or leave --survive out."
+        )
+    os.environ.update(dict.fromkeys(_OFF, "0"))
 
 
 class Communicators:
@@ -67,6 +98,8 @@ class Communicators:
         self._groups: list[dist.ProcessGroup] = []
         self._lock = threading.Lock()
         self._aborted = threading.Event()
+        self._failure: RuntimeError | None = None
+        """The error of a communicator that could not be aborted."""
         self._closed = threading.Event()
         name = "shardwise-nccl-abort"
         threading.Thread(target=self._watch, name=name, daemon=True).start()
@@ -86,17 +119,34 @@ class Communicators:
 
     def remove(self, group: dist.ProcessGroup) -> None:
         """Forget the communicator of a group that is closed."""
-        with self._lock, suppress(ValueError):  # it may be closed again after a loss
+        with self._lock:
             self._groups.remove(group)
 
     def abort(self) -> None:
-        """Abort all communicators. Kernels that wait for other ranks end."""
+        """Abort all communicators. Kernels that wait for other ranks end.
+
+        Raises CollectiveError if a communicator cannot be aborted.
+        """
         with self._lock:
             if not self._aborted.is_set():
                 # First, so that a wait that ends because of the abort sees it.
                 self._aborted.set()
-                if self._groups:
-                    abort_communicators(self._groups)
+                try:
+                    if self._groups:
+                        abort_communicators(self._groups)
+                except RuntimeError as error:
+                    self._failure = error
+        self.check()
+
+    def check(self) -> None:
+        """Raise CollectiveError if a communicator could not be aborted."""
+        # Its kernels may wait forever, and so would everything that waits for the device.
+        if self._failure is not None:
+            first = str(self._failure).partition("\n")[0].rstrip(".")
+            raise CollectiveError(
+                f"Rank {self._server.rank} cannot continue without a lost rank, because NCCL did "
+                f"not abort its work: {first}."
+            ) from self._failure
 
     def wait_for_abort(self) -> bool:
         """Wait as long as it may take to learn of a lost rank. Return whether there is one."""
@@ -116,7 +166,8 @@ class Communicators:
             # Twice, because a rank that has ended normally may have taken part in a collective that
             # this rank's device is just completing.
             if seen > 1:
-                self.abort()
+                with suppress(CollectiveError):  # `check` raises it in the thread that waits
+                    self.abort()
                 return
 
 
@@ -158,7 +209,7 @@ class AbortableNccl(Collectives):
         self._communicators = whole or Communicators(status_server, group_ranks.ranks)
         world = dist.group.WORLD if group is None else group
         assert world is not None
-        self._torch_group = world
+        self._torch_group: dist.ProcessGroup | None = world
         self._communicators.add(world)
 
     def connect(self) -> None:
@@ -230,6 +281,7 @@ class AbortableNccl(Collectives):
     def _refuse_if_aborted(self) -> None:
         if not self._communicators.is_aborted:
             return
+        self._communicators.check()
         speaker = self._group_ranks.speaker(self.rank)
         error = self.status_server.error_of_another(speaker)
         if error is None:
@@ -252,6 +304,7 @@ class AbortableNccl(Collectives):
             with self.status_server.waits.noted(NOTED, lambda: others):
                 # Not `synchronize`: nothing could end that wait if the other ranks are only late.
                 while not event.query():
+                    self._communicators.check()
                     if time.monotonic() > until:
                         speaker = self._group_ranks.speaker(self.rank)
                         raise timeout_error(self.status_server, speaker, NOTED, others, seconds)
@@ -278,7 +331,11 @@ class AbortableNccl(Collectives):
 
         part = split_group(self, self._group_ranks, groups, BACKENDS, make, self._timeout)
         if isinstance(part, AbortableNccl):
-            part.connect()  # now, and not in the middle of a step
+            try:
+                part.connect()  # now, and not in the middle of a step
+            except BaseException:
+                part.retire()
+                raise
         return part
 
     def retire(self) -> None:
@@ -291,7 +348,11 @@ class AbortableNccl(Collectives):
     def close(self) -> None:
         if self._is_whole:
             self._communicators.close()
-        self._communicators.remove(self._torch_group)
+        if self._torch_group is not None:
+            self._communicators.remove(self._torch_group)
+        # The last reference must be that of `host`, which closes Gloo's sockets with the group.
+        self._torch_group = None
+        self._nccl.forget()
         self.host.close()  # it destroys torch's group, with both backends
 
 

@@ -34,13 +34,21 @@ NOTED = "a collective over NCCL, or the GPU's work before it"
 
 
 def abort_communicators(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort the NCCL communicators of torch's process groups. Their kernels end at once."""
+    """Abort the NCCL communicators of torch's process groups. Their kernels end at once.
+
+    Raises the first error only after it has tried to abort all of them.
+    """
     backends: list[Any] = [group._get_backend(torch.device("cuda")) for group in groups]
+    errors: list[RuntimeError] = []
     # In one NCCL group, because separate aborts of several communicators may wait for each other.
-    backends[0]._group_start()
-    for backend in backends:
-        backend.abort()
-    backends[0]._group_end()
+    calls = [backend.abort for backend in backends]
+    for call in (backends[0]._group_start, *calls, backends[0]._group_end):
+        try:
+            call()
+        except RuntimeError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class Nccl(Collectives):
@@ -221,6 +229,10 @@ class Nccl(Collectives):
 
     def close(self) -> None:
         dist.destroy_process_group(self._group)
+
+    def forget(self) -> None:
+        """Drop the reference to torch's process group, which is closed elsewhere."""
+        self._group = None
 
     def _handle(self, work: dist.Work | None, after: Callable[[], object] | None = None) -> Handle:
         assert work is not None

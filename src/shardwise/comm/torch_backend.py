@@ -87,7 +87,7 @@ def split_group(
     except RuntimeError as error:
         # Other ranks may wait for this one in these groups. They notice that it has closed them.
         for each in set(world.pg_map) - known:
-            if backend == "gloo":
+            if "gloo" in backend:  # it may be one of several, by device type
                 each._get_backend(torch.device("cpu")).abort()
             dist.destroy_process_group(each)
         raise explain(error, group_ranks.speaker(rank), "connecting a group") from error

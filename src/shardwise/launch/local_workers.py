@@ -1,5 +1,6 @@
 """Starts the ranks of this host, forwards their output, and reports when they exit."""
 
+import json
 import os
 import selectors
 import signal
@@ -260,16 +261,22 @@ class LocalWorkers:
         """Return the spares of this host that have joined the other ranks."""
         return [rank for rank in self._spec.share.spares if self.has_joined(rank)]
 
-    def members(self) -> str:
-        """Return the addresses of the ranks that spares can join, or "" if unknown here."""
+    def members(self) -> tuple[int, str]:
+        """Return the addresses that ranks of this host have published for spares.
+
+        The first value is the generation of the group, or -1 if no rank of this host has published
+        any addresses.
+        """
         try:
-            return (self._folder / environment.MEMBERS_FILE).read_text()
+            text = (self._folder / environment.MEMBERS_FILE).read_text()
         except FileNotFoundError:
-            return ""
+            return -1, ""
+        return int(json.loads(text)["generation"]), text
 
     def set_members(self, text: str) -> None:
         """Pass on the addresses from another host to the spares of this one."""
-        private_files.write(self._folder / environment.MEMBERS_FILE, text)
+        # Not to the file that ranks of this host write, so that neither replaces a newer one.
+        private_files.write(self._folder / environment.OTHER_MEMBERS_FILE, text)
 
     def have_met(self, ranks: Collection[int]) -> bool:
         """Return whether all `ranks`, on this host, have met all other ranks in `sw.init`."""

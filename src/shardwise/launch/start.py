@@ -99,15 +99,15 @@ def _by_ourselves(
     size = sum(share.count for share in shares)
     spares = _spares(request)
     has_workers = [share for share in shares if share.count]
-    if not is_alone and spares and sum(len(share.spares) for share in shares) < spares:
-        raise LaunchError(
-            f"--spares {spares} cannot be combined with --nnodes on several hosts: no host knows "
-            "the others' free slots. Start the run with -H or --hostfile, or leave --spares out."
-        )
     if not is_alone and spares and len(has_workers) == 1:
         raise LaunchError(
             f"--spares {spares} on other hosts needs workers on at least two hosts, which know "
             "each other's addresses. Divide the workers among the hosts, with fewer slots for each."
+        )
+    if not is_alone and spares and sum(len(share.spares) for share in shares) < spares:
+        raise LaunchError(
+            f"--spares {spares} cannot be combined with --nnodes on several hosts: no host knows "
+            "the others' free slots. Start the run with -H or --hostfile, or leave --spares out."
         )
     if is_alone and spares and size > 1:
         shares = [replace(shares[0], spares=tuple(range(size, size + spares)))]

@@ -234,8 +234,7 @@ class Supervisor:
             self._mark_lost([rank])
             del self._exits[rank]  # it has not changed the result of the run
             return True
-        waiting = {each for each in self._running if self._waits_to_join(each)}
-        is_last = self._running <= waiting
+        is_last = self._dismiss_if_alone()
         # A rank that raises an error has found a mistake that the others would find too. A rank
         # that was killed has not. Without progress, it has not joined the others, and they would
         # wait for it until --timeout.
@@ -246,14 +245,22 @@ class Supervisor:
             self.say(failure_report.killed_line(rank, rank_exit.how))
             workers.clear_away(rank)
             self._mark_lost([rank])
-            if self._has_spares and self._asked is None and self._may_start_again(rank_exit):
+            # On several hosts, lost ranks are not started again.
+            is_replaced = self._has_spares and not self._hosts and self._asked is None
+            if is_replaced and self._may_start_again(rank_exit):
                 self._start_spare(rank)
-        elif is_last:
-            # No rank is left that a spare could join.
-            self._dismissed |= waiting
-            for each in waiting:
-                workers.clear_away(each)
         return is_killed
+
+    def _dismiss_if_alone(self) -> bool:
+        """Return whether no rank is left that a spare could join. If so, kill the spares."""
+        assert self.substitutes is not None
+        waiting = {rank for rank in self._running if self._waits_to_join(rank)}
+        if not self._running <= waiting:
+            return False
+        for rank in waiting - self._dismissed:
+            self.substitutes.clear_away(rank)
+        self._dismissed |= waiting
+        return True
 
     def add_workers(self, count: int) -> list[int]:
         """Start `count` more workers, which join the others, and return their ranks.
@@ -327,7 +334,8 @@ class Supervisor:
             after: Seconds after which the lost host has certainly ended its ranks.
         """
         self._running.difference_update(ranks)
-        has_others = bool(self._running) or any(end.code == 0 for end in self._ends())
+        is_last = not self._survives or self._dismiss_if_alone()
+        has_others = not is_last or any(end.code == 0 for end in self._ends())
         if self._survives and self._is_patient and has_others:
             self._losses.append(why)
             self._lost_hosts.append(_LostHost(time.monotonic() + after, ranks, why))

@@ -46,7 +46,11 @@ GROWS = "grows"
 """The rank joins as a further one (`shardwise scale-up`)."""
 
 MEMBERS_FILE = "members"
-"""File in the reports folder with the addresses of the ranks that a spare can join."""
+"""File in the reports folder in which ranks of this host publish the addresses of all ranks that a
+spare can join."""
+
+OTHER_MEMBERS_FILE = "members_of_others"
+"""The same from ranks of other hosts. The file of the later generation counts."""
 
 RUN_VARIABLE = PREFIX + "RUN"
 """Holds the unique name of a run, which stays the same when the run is restarted."""

@@ -22,9 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch import program
-from shardwise.tools.verify.stock import recorder
 from shardwise.tools.warm.fork_server import PACKAGES, ForkServer
 from shardwise.tools.warm.rank_client import FREE
+
+RECORDER = "shardwise.tools.verify.stock.recorder"
+"""Imported after `modules`, because it imports torch, which finds only a device that was loaded
+before."""
 
 
 class Listener(socket.socket):
@@ -44,7 +47,7 @@ def main(path: str, *modules: str) -> None:
     """Serve at `path`; a program that was forked returns from here when it has run."""
     reserved = [os.open(os.devnull, os.O_RDONLY) for _ in range(3, FREE)]
     with Listener(socket.AF_UNIX) as listener:
-        for name in (*modules, *PACKAGES, "shardwise.tools.verify.script"):
+        for name in (*modules, *PACKAGES, RECORDER, "shardwise.tools.verify.script"):
             with contextlib.suppress(ModuleNotFoundError):  # its tests are skipped
                 import_module(name)
         # A collection would copy each page that is shared with the programs.
@@ -67,6 +70,7 @@ def _run(words: list[str]) -> None:
             sys.modules.pop(words[1], None)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         return
+    recorder = import_module(RECORDER)
     if recorder.VARIABLE in os.environ and "RANK" in os.environ:
         recorder.start(words=words)  # the sitecustomize of `verify --stock` starts it otherwise
     code = compile(Path(words[0]).read_bytes(), words[0], "exec", dont_inherit=True)

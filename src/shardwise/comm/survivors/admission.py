@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -219,17 +220,21 @@ class Applicant:
         return {}
 
 
-def publish_members(places: Sequence[RankAddress]) -> None:
+def publish_members(places: Sequence[RankAddress], generation: int) -> None:
     """Write the members' addresses to a file that spares on this host read."""
     if (folder := os.environ.get(environment.REPORTS_VARIABLE)) is not None:
-        text = json.dumps([asdict(place) for place in places])
-        private_files.write(Path(folder) / environment.MEMBERS_FILE, text)
+        found = {"generation": generation, "members": [asdict(place) for place in places]}
+        private_files.write(Path(folder) / environment.MEMBERS_FILE, json.dumps(found))
 
 
 def read_members() -> list[RankAddress]:
     """Return the members' addresses, or [] if the group does not exist yet."""
-    path = Path(os.environ[environment.REPORTS_VARIABLE]) / environment.MEMBERS_FILE
-    try:
-        return [RankAddress(**each) for each in json.loads(path.read_text())]
-    except FileNotFoundError:
-        return []
+    found: list[Any] = []
+    latest = -1
+    for name in (environment.MEMBERS_FILE, environment.OTHER_MEMBERS_FILE):
+        with suppress(FileNotFoundError):
+            file = Path(os.environ[environment.REPORTS_VARIABLE]) / name
+            content = json.loads(file.read_text())
+            if content["generation"] > latest:
+                latest, found = content["generation"], content["members"]
+    return [RankAddress(**each) for each in found]

@@ -300,7 +300,7 @@ class SurvivorGroup(ReplaceableGroup):
     def _publish(self) -> None:
         if self.rank == 0:
             with suppress(OSError):  # a full disk: no spare can join
-                publish_members(self.status_server.places_of(self.members))
+                publish_members(self.status_server.places_of(self.members), self.generation)
 
     # -- after a loss -------------------------------------------------------------------------
 

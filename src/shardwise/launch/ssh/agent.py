@@ -85,8 +85,8 @@ class Agent:
         """True while this host's ranks have not met the others in a run with `--survive`."""
         self._joined: set[int] = set()
         """Spares of this host that have joined the other ranks."""
-        self._members = ""
-        """The addresses that spares need, as last sent or received."""
+        self._sent_members = self._members = -1
+        """The generation of the addresses that spares need, as last sent and received."""
         self._patience = FIRST_PATIENCE
         self._last_sign = time.monotonic()
         """Arrival time of the last data from the launcher."""
@@ -200,15 +200,19 @@ class Agent:
                 self._joined.add(rank)
                 self._send("joined", rank=rank)
         # The main rank writes them on its host. The launcher sends them to the other hosts.
-        if (text := workers.members()) not in ("", self._members):
-            self._members = text
-            self._send("members", text=text)
+        generation, text = workers.members()
+        if generation > self._sent_members:
+            self._sent_members = generation
+            self._send("members", generation=generation, text=text)
         return True
 
-    def on_members(self, text: str) -> None:
-        self._members = text
-        for workers in self._parts.values():
-            workers.set_members(text)
+    def on_members(self, generation: int, text: str) -> None:
+        # After the main rank was lost, messages from its host and from that of the next main rank
+        # arrive in any order.
+        if generation > self._members:
+            self._members = generation
+            for workers in self._parts.values():
+                workers.set_members(text)
 
     def _run_part(
         self,

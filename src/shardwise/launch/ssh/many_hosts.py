@@ -41,10 +41,10 @@ class _Ranks:
         for remote in remotes:
             remote.relay = partial(self._relay, remote)
 
-    def _relay(self, source: RemoteHost, text: str) -> None:
+    def _relay(self, source: RemoteHost, generation: int, text: str) -> None:
         for remote in self._remotes:
             if remote is not source:
-                remote.set_members(text)
+                remote.set_members(generation, text)
 
     def mark_lost(self, ranks: Sequence[int]) -> None:
         for remote in self._remotes:

@@ -49,7 +49,7 @@ TO_AGENT: Kinds = {
     "ask": {"number": int, "part": int},
     "ended": {"rank": int, "part": int},
     "lost": {"ranks": [int]},
-    "members": {"text": str},
+    "members": {"generation": int, "text": str},
     "clear": {"rank": int},
     "resize": {"window": [int]},
     "close": {},
@@ -77,7 +77,7 @@ FROM_AGENT: Kinds = {
     "saves": {"number": int},
     "met": {},
     "joined": {"rank": int},
-    "members": {"text": str},
+    "members": {"generation": int, "text": str},
 }
 MOST = 2**26
 """Maximum length of a line in bytes."""

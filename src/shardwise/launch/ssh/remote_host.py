@@ -54,7 +54,7 @@ class RemoteHost:
         fault: The reason why the host was declared lost, or None while it works.
         have_met: True if the host's ranks have met those of the other hosts (`--survive`).
         joined: The host's spares that have joined the other ranks.
-        relay: Called with the addresses that spares on other hosts need.
+        relay: Called with the addresses that spares on other hosts need, after their generation.
     """
 
     kinds = protocol.FROM_AGENT
@@ -74,7 +74,7 @@ class RemoteHost:
         self.fault: str | None = None
         self.have_met = False
         self.joined: set[int] = set()
-        self.relay: Callable[[str], None] = lambda text: None
+        self.relay: Callable[[int, str], None] = lambda generation, text: None
         self.is_here = network.is_here(share.host) if is_here is None else is_here
         self._spec = spec
         self._supervisor: Supervisor | None = None
@@ -158,9 +158,9 @@ class RemoteHost:
         """Tell the host's ranks that `ranks`, on any host, no longer exist."""
         self.send("lost", ranks=list(ranks))
 
-    def set_members(self, text: str) -> None:
+    def set_members(self, generation: int, text: str) -> None:
         """Pass on the addresses of the ranks that the host's spares can join."""
-        self.send("members", text=text)
+        self.send("members", generation=generation, text=text)
 
     def clear_away(self, rank: int) -> None:
         """Kill the processes of `rank`, including those that it left behind."""
@@ -337,7 +337,7 @@ class RemoteHost:
         self.joined.add(message["rank"])
 
     def _on_members(self, message: protocol.Message) -> None:
-        self.relay(message["text"])
+        self.relay(message["generation"], message["text"])
 
     def _started(self, rank: int | None = None) -> Supervisor:
         """Return the supervisor. Raises ProtocolError if `rank` was not started on this host."""
