@@ -38,13 +38,16 @@ def nested(ids: Tensor) -> Any:
     ("mod", "names"),
     [
         (lambda ids: lambda b: ids[b], ["ids"]),
-        (lambda ids: lambda b, n=ids: n[b], ["a default of <lambda>"]),
-        (lambda ids: functools.partial(lambda ids, b: ids[b], ids), ["partial"]),
-        (lambda ids: functools.partial(lambda b, n: n[b], n=ids), ["partial"]),
+        (lambda ids: lambda b, n=ids: n[b], ["n"]),
+        (lambda ids: functools.partial(lambda ids, b: ids[b], ids), ["partial.args[0]"]),
+        (lambda ids: functools.partial(lambda b, n: n[b], n=ids), ["partial.keywords['n']"]),
         (lambda ids: Ids(ids, torch.zeros(2)), ["Ids.values"]),
         (lambda ids: Ids(ids, torch.zeros(2)).of, ["of.values"]),
-        (nested, ["ids", "ids"]),
-        (lambda ids: (lambda known: lambda b: known["ids"][b])({"ids": ids, "n": 3}), ["known"]),
+        (nested, ["mask_mods[0]:ids", "mask_mods[1]:ids"]),
+        (
+            lambda ids: (lambda known: lambda b: known["ids"][b])({"ids": ids, "n": 3}),
+            ["known['ids']"],
+        ),
     ],
 )
 def test_replaces_captured_tensors(mod, names):
@@ -81,7 +84,7 @@ def test_names_tensors_that_others_use_too():
         return tensor
 
     mod = Module().mod()
-    assert with_tensors(mod, change) is mod
+    assert with_tensors(mod, change, reads_globals=True) is mod
     assert found == [("IDS", False), ("self.ids", False)]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from enum import Enum
+from itertools import count
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from shardwise.model.unit_hooks import untraced
 from shardwise.parallel.context.methods import AttentionCall, CausalBiases, attend, costs
 from shardwise.world.current_batch import CurrentBatch
 from shardwise.world.sequence_parts import Sequences, lengths_of
+
+_NUMBERS = count(1)
+"""Numbers of forward passes, also of other runs."""
 
 
 class _Where(Enum):
@@ -69,9 +73,14 @@ class ContextRun:
         self._training_lengths: list[int] = []
         self.total = 0
         """Number of tokens of the current sequences, also while a trial runs on the first ones."""
-        self.captured: dict[tuple[str, int], set[int]] | None = None
-        """The sequence dimensions of tensors that the mods of flex attention capture, by the name
-        and the number of dimensions of a tensor. None before a trial."""
+        self.captured: dict[Any, set[frozenset[int]]] = {}
+        """The sequence dimensions of tensors that the mods of flex attention capture, by the kind
+        and code of a mod, and the name and number of dimensions of a tensor. A set has several
+        members if layers differ."""
+        self.checked_masks = 0
+        """Number of masks of flex attention whose blocks were checked."""
+        self.number = 0
+        """The number of the running or last forward pass, unique in this process."""
         self.calls = 0
         """Number of attention calls in the last forward pass, or in a trial's."""
         self.weight: float | Tensor = 1.0
@@ -121,6 +130,7 @@ class ContextRun:
         `lengths` holds the length of each rank's part.
         """
         before, self.lengths, self.calls = self.lengths, lengths, 0
+        self.number = next(_NUMBERS)
         try:
             with self._being(_Where.PARTS):
                 yield
@@ -138,6 +148,7 @@ class ContextRun:
     def enter(self, lengths: list[int]) -> None:
         """Begin a forward pass of the model. `lengths` holds the length of each rank's part."""
         self.lengths, self._where, self.calls = lengths, _Where.PARTS, 0
+        self.number = next(_NUMBERS)
         self.total = sum(lengths)
         _REPLACEMENT.entered.append(self)
         if torch.is_grad_enabled():
