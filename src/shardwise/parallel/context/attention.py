@@ -50,6 +50,7 @@ class ContextRun:
         method: "auto", "ulysses" or "gathered".
         in_stages: True if the model's layers are on several ranks (`--pipeline`), which run layers
             of other ranks on fake tensors to learn their shapes.
+        splits_heads: True if a rank may have some of the model's heads (`--tensor`).
     """
 
     def __init__(
@@ -59,8 +60,9 @@ class ContextRun:
         method: str,
         *,
         in_stages: bool = False,
+        splits_heads: bool = False,
     ) -> None:
-        self.group, self.in_stages = group, in_stages
+        self.group, self.in_stages, self.splits_heads = group, in_stages, splits_heads
         self.method: str | None = None
         """The method of the last attention call: "ulysses" or "gathered"."""
         self.costs: dict[str, float] = {}

@@ -166,6 +166,13 @@ class FlexCall(AttentionCall):
         """Return a message saying why the mask or the device is unsupported, or None."""
         run, mask = self.run, self.block_mask
         own, total = run.lengths[run.group.rank], sum(run.lengths)
+        has_heads = self.score_mod is not None or (mask is not None and mask.shape[1] > 1)
+        if run.splits_heads and has_heads:
+            return (
+                "flex_attention with a score_mod, or a BlockMask for several heads, whose heads "
+                "--tensor splits: the mod would get the numbers of heads of one worker. Start "
+                "without --tensor, or pass a BlockMask for one head (H=None)"
+            )
         if mask is not None:
             lengths = tuple(mask.shape[-2:])
             if len(mask.shape) != 4 or lengths not in [(own,) * 2, (total,) * 2, (run.total,) * 2]:
